@@ -93,27 +93,27 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_a_command_loads_what_it_needs(loaded: dict[str, Any]) -> None:
+def test_a_command_loads_what_it_needs(loaded):
     for command, needed in LOADED.items():
         surplus = HEAVY.intersection(loaded[command][1]) - needed
         assert not surplus, f"zckpt {command} loads {', '.join(sorted(surplus))}"
 
 
-def test_help_loads_the_command_line_and_nothing_below_it(loaded: dict[str, Any]) -> None:
+def test_help_loads_the_command_line_and_nothing_below_it(loaded):
     for command in ("--version", "--help", *(f"{verb} --help" for verb in cli.commands)):
         if LOADED[command] == set():
             own = [one for one in loaded[command][1] if one.partition(".")[0] == "zckpt"]
             assert len(own) <= SHOWN_WITHOUT_FORMATS, f"zckpt {command} loads {own}"
 
 
-def test_a_list_of_formats_or_of_their_options_opens_none(loaded: dict[str, Any]) -> None:
+def test_a_list_of_formats_or_of_their_options_opens_none(loaded):
     for command in ("convert --help", "reshard --help", "formats"):
         found = loaded[command][1]
         assert not {"zckpt.torchfile", "zckpt.engine.plan"}.intersection(found)
         assert "zckpt.state.checkpoint" not in found or command == "formats"  # the maps, too, are listed
 
 
-def test_what_only_reads_structure_loads_nothing_that_writes(loaded: dict[str, Any]) -> None:
+def test_what_only_reads_structure_loads_nothing_that_writes(loaded):
     for command in (f"inspect {SOURCE}", f"map {SOURCE} --json"):
         found = set(loaded[command][1])
         writing = {"zckpt.engine.write", "zckpt.engine.copy", "zckpt.formats.stripping", "zckpt.storage.durable"}

@@ -78,7 +78,7 @@ def names_used(tree: ast.AST) -> Iterator[tuple[object, ast.AST]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_in_the_docs_uses_names_and_keywords_that_are_there(page: Path) -> None:
+def test_python_in_the_docs_uses_names_and_keywords_that_are_there(page):
     for block in blocks(page.read_text(), "python"):
         tree = ast.parse(block)
         list(names_used(tree))
@@ -91,7 +91,7 @@ def test_python_in_the_docs_uses_names_and_keywords_that_are_there(page: Path) -
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_in_the_docs_have_options_that_are_there(page: Path) -> None:
+def test_commands_in_the_docs_have_options_that_are_there(page):
     for block in blocks(page.read_text(), "sh"):
         for line in block.replace("\n    ", " ").splitlines():
             words = line.split("#")[0].split()
@@ -99,7 +99,7 @@ def test_commands_in_the_docs_have_options_that_are_there(page: Path) -> None:
                 assert mentioned(" ".join(words)) <= options(words[1]), line
 
 
-def test_every_verb_is_in_the_readme_and_has_the_options_that_are_said_to_be_common() -> None:
+def test_every_verb_is_in_the_readme_and_has_the_options_that_are_said_to_be_common():
     verbs = {re.match(r"zckpt ([\w-]+)", line)[1] for block in blocks(README, "sh") for line in block.splitlines()
              if line.startswith("zckpt ")}  # type: ignore[index]  # fmt: skip
     assert verbs == set(cli.commands)
@@ -131,12 +131,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_readmes_training_and_tools_run(trained: Path) -> None:
+def test_the_readmes_training_and_tools_run(trained):
     assert zckpt.diff(trained / "run/global_step500", trained / "run6/global_step500").equal
     assert (trained / "model.safetensors").is_file()
 
 
-def test_the_readmes_commands_run(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readmes_commands_run(trained, tmp_path, monkeypatch):
     (tmp_path / "run").symlink_to(trained / "run")
     monkeypatch.chdir(tmp_path)
     [block] = [one for one in blocks(README, "sh") if "zckpt inspect run/" in one]

@@ -9,7 +9,7 @@ import pytest
 from zckpt.errors import DamagedFileError, about
 
 
-def test_an_error_names_the_innermost_file_that_it_is_about() -> None:
+def test_an_error_names_the_innermost_file_that_it_is_about():
     with pytest.raises(DamagedFileError) as of_none, about("run"), about(Path("run/model.pt")):
         raise DamagedFileError("ends early")
     assert str(of_none.value) == "run/model.pt: ends early"
@@ -18,6 +18,6 @@ def test_an_error_names_the_innermost_file_that_it_is_about() -> None:
     assert of_its_own.value.path == "run/other.pt"
 
 
-def test_what_is_no_error_of_zckpt_passes_as_it_is() -> None:
+def test_what_is_no_error_of_zckpt_passes_as_it_is():
     with pytest.raises(KeyError, match="a name"), about("run"):
         raise KeyError("a name")

@@ -76,11 +76,11 @@ def arguments_of_torch(rank: int, world_size: int) -> list[bool]:
     return [one is devices[0] for one in devices]
 
 
-def test_groups_share_a_device_whatever_torch_gives_them() -> None:
+def test_groups_share_a_device_whatever_torch_gives_them():
     assert run(arguments_of_torch, 1) == [[True, True, True, False]]
 
 
-def test_ranks_are_used_again_at_any_number() -> None:
+def test_ranks_are_used_again_at_any_number():
     first = run(process, 3)
     assert run(process, 2) == first[:2]
     assert [run(total, world_size) for world_size in (1, 2, 3)] == [[1], [3, 3], [6, 6, 6]]
@@ -89,7 +89,7 @@ def test_ranks_are_used_again_at_any_number() -> None:
 
 
 @pytest.mark.parametrize("what", ["environment", "thread", "signal", "dtype", "function", "group"])
-def test_nothing_that_is_left_behind_is_seen_by_the_next(what: str) -> None:
+def test_nothing_that_is_left_behind_is_seen_by_the_next(what):
     before, seen = run(process, 2), run(left, 2)
     run(leave_behind, 2, what)
     assert (run(process, 2) == before) is (what == "environment")
@@ -97,9 +97,7 @@ def test_nothing_that_is_left_behind_is_seen_by_the_next(what: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [("killed", "-9"), ("raised", "LookupError: here"), ("exited", "7")])
-def test_a_rank_that_ends_ends_the_others_and_all_are_replaced(
-    how: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_ends_the_others_and_all_are_replaced(how, words, monkeypatch):
     monkeypatch.setattr(gloo, "GRACE", 0.2)
     before = run(process, 2)
     with pytest.raises(WorkerError, match=words):
@@ -108,7 +106,7 @@ def test_a_rank_that_ends_ends_the_others_and_all_are_replaced(
     assert run(total, 2) == [3, 3]
 
 
-def test_ranks_that_hang_are_stopped() -> None:
+def test_ranks_that_hang_are_stopped():
     with pytest.raises(WorkerError, match=r"no end within 0.5 s"):
         run(end, 2, "never", timeout=0.5)
     assert run(total, 2) == [3, 3]

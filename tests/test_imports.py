@@ -6,7 +6,6 @@ import ast
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,14 +96,14 @@ def several_without(modules: tuple[str, ...], *commands: tuple[object, ...]) -> 
     return [(status, out, errors) for status, out, errors in json.loads(done.stdout)]
 
 
-def test_blocked_module_cannot_be_imported() -> None:
+def test_blocked_module_cannot_be_imported():
     program = PROGRAM.format(blocked={"torch"}).replace("from zckpt.cli import main", "import torch")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "torch is not to be imported" in done.stderr
 
 
 @pytest.mark.parametrize("options", [("--json",), ("--parameters", "--files", "--globals")])
-def test_inspect_needs_neither_torch_nor_deepspeed(options: tuple[str, ...]) -> None:
+def test_inspect_needs_neither_torch_nor_deepspeed(options):
     results = several_without(EVERYTHING, *(("inspect", FIXTURES / source, *options) for source in SOURCES))
     for source, (status, out, errors) in zip(SOURCES, results, strict=True):
         assert (status, errors) == (0, ""), source
@@ -112,7 +111,7 @@ def test_inspect_needs_neither_torch_nor_deepspeed(options: tuple[str, ...]) -> 
             assert json.loads(out)["num_parameters"] > 0, source
 
 
-def test_safetensors_are_written_without_torch(tmp_path: Path) -> None:
+def test_safetensors_are_written_without_torch(tmp_path):
     targets = {name: tmp_path / f"{name}.safetensors" for name in SAMPLE}
     commands = (("consolidate", FIXTURES / name, one, "--slots", "all") for name, one in targets.items())
     assert [status for status, _, _ in several_without(EVERYTHING, *commands)] == [0] * len(targets)
@@ -122,7 +121,7 @@ def test_safetensors_are_written_without_torch(tmp_path: Path) -> None:
             assert_same(model[parameter], value, parameter)
 
 
-def test_everything_works_without_deepspeed(tmp_path: Path) -> None:
+def test_everything_works_without_deepspeed(tmp_path):
     targets = {
         tmp_path / f"{dtype}{end}": dtype
         for dtype in ("float32", "bfloat16", "float16", "keep")
@@ -140,7 +139,7 @@ def test_everything_works_without_deepspeed(tmp_path: Path) -> None:
         assert one.exists()
 
 
-def test_optimizer_and_model_written_without_deepspeed_load_in_torch(tmp_path: Path) -> None:
+def test_optimizer_and_model_written_without_deepspeed_load_in_torch(tmp_path):
     done = without(("deepspeed",), "consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model.pt", "--slots", "all")
     assert done.returncode == 0, done.stderr
     model = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -150,7 +149,7 @@ def test_optimizer_and_model_written_without_deepspeed_load_in_torch(tmp_path: P
         assert_same(model[name], value, name)
 
 
-def test_public_functions_work_without_deepspeed(tmp_path: Path) -> None:
+def test_public_functions_work_without_deepspeed(tmp_path):
     program = PROGRAM.format(blocked={"deepspeed"}).replace(
         "main()",
         f"""
@@ -171,7 +170,7 @@ zckpt.consolidate(checkpoint, {str(tmp_path / "m.safetensors")!r}, dtype="bfloat
 @pytest.mark.parametrize(
     "statement", ["import zckpt", "import zckpt.cli", "import zckpt.formats", "from zckpt import open"]
 )
-def test_import_of_zckpt_loads_neither_torch_nor_deepspeed(statement: str) -> None:
+def test_import_of_zckpt_loads_neither_torch_nor_deepspeed(statement):
     program = f"import sys; {statement}; print(sorted(m for m in sys.modules if m in ('torch', 'deepspeed', 'tqdm')))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=True
@@ -217,7 +216,7 @@ FLOORS = [
 WRITES_PICKLES = "deepspeed/pickled.py"
 
 
-def test_torch_is_imported_only_where_it_may_be_and_what_reads_pickles_nowhere() -> None:
+def test_torch_is_imported_only_where_it_may_be_and_what_reads_pickles_nowhere():
     for path in MODULES:
         inside = path.relative_to(ROOT / "zckpt").as_posix()
         tree = ast.parse(path.read_text())
@@ -228,14 +227,14 @@ def test_torch_is_imported_only_where_it_may_be_and_what_reads_pickles_nowhere()
             assert "torch" not in imported(at_module_level(tree)), inside
 
 
-def test_what_writes_pickles_reads_none() -> None:
+def test_what_writes_pickles_reads_none():
     tree = ast.parse((ROOT / "zckpt" / WRITES_PICKLES).read_text())
     assert not any(isinstance(node, ast.Import) and "pickle" in imported(node) for node in ast.walk(tree))
     found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "pickle"]
     assert [alias.name for node in found for alias in node.names] == ["Pickler"]
 
 
-def test_each_floor_imports_only_floors_below_it() -> None:
+def test_each_floor_imports_only_floors_below_it():
     level = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     for path in MODULES:
         room = path.relative_to(ROOT / "zckpt").parts[0].removesuffix(".py")

@@ -25,7 +25,7 @@ READ = [
 ]  # fmt: skip
 
 
-def test_exported_names() -> None:
+def test_exported_names():
     assert zckpt.__all__ == [
         "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent", "Finding",
         "Fingerprint", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
@@ -39,7 +39,7 @@ def test_exported_names() -> None:
 
 
 @pytest.mark.parametrize("name", zckpt.__all__)
-def test_exported_name_is_there_and_documented(name: str) -> None:
+def test_exported_name_is_there_and_documented(name):
     value = getattr(zckpt, name)
     if name == "__version__":
         assert value.count(".") == 2
@@ -48,11 +48,11 @@ def test_exported_name_is_there_and_documented(name: str) -> None:
     assert value.__doc__
 
 
-def test_the_face_is_what_dir_lists() -> None:
+def test_the_face_is_what_dir_lists():
     assert dir(zckpt) == sorted(zckpt.__all__)
 
 
-def test_modules_are_there_without_a_further_import() -> None:
+def test_modules_are_there_without_a_further_import():
     program = "import zckpt; print(zckpt.hf.prepare_resume.__name__, zckpt.dcp.Reader.__name__, zckpt.optim.__name__)"
     program += "; print(zckpt.deepspeed.any_world_size.__name__)"
     done = subprocess.run(
@@ -61,7 +61,7 @@ def test_modules_are_there_without_a_further_import() -> None:
     assert done.stdout.split() == ["prepare_resume", "Reader", "zckpt.optim", "any_world_size"]
 
 
-def test_a_checkpoint_shows_itself_in_two_lines() -> None:
+def test_a_checkpoint_shows_itself_in_two_lines():
     opened = zckpt.open(FIXTURES / "s2_bf16_dp4")
     nbytes = sum(path.stat().st_size for path in (FIXTURES / "s2_bf16_dp4" / "global_step5").iterdir())
     assert repr(opened).splitlines() == [
@@ -75,7 +75,7 @@ def test_a_checkpoint_shows_itself_in_two_lines() -> None:
     ]
 
 
-def test_other_names_are_none() -> None:
+def test_other_names_are_none():
     with pytest.raises(AttributeError, match="frobnicate"):
         zckpt.frobnicate  # noqa: B018
 
@@ -84,14 +84,14 @@ def test_other_names_are_none() -> None:
     "name",
     ["open", "inspect", "map", "series", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"],
 )
-def test_arguments_after_the_first_two_are_keyword_only(name: str) -> None:
+def test_arguments_after_the_first_two_are_keyword_only(name):
     parameters = list(inspect.signature(getattr(zckpt, name)).parameters.values())
     positional = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
     assert len(positional) <= 2
 
 
 @pytest.mark.parametrize("name", [n for n in zckpt.__all__ if n.endswith("Error")])
-def test_errors_are_one_family_with_an_exit_status(name: str) -> None:
+def test_errors_are_one_family_with_an_exit_status(name):
     kind = getattr(zckpt, name)
     assert issubclass(kind, zckpt.ZckptError)
     expected = {zckpt.UnsupportedError: 5, zckpt.UsageError: 2, zckpt.SourceError: 3, zckpt.TargetError: 4}
@@ -103,7 +103,7 @@ def test_errors_are_one_family_with_an_exit_status(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_read_gives_every_slot_of_every_parameter(name: str) -> None:
+def test_read_gives_every_slot_of_every_parameter(name):
     truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
     for slot in truth.slots:
         for parameter, value in truth.kind(slot).items():
@@ -113,7 +113,7 @@ def test_read_gives_every_slot_of_every_parameter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in READ if "s3_" not in n])
-def test_read_gives_the_models_own_weights(name: str) -> None:
+def test_read_gives_the_models_own_weights(name):
     truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
     for parameter, value in truth.weights.items():
         if parameter not in truth.buffers:
@@ -123,33 +123,33 @@ def test_read_gives_the_models_own_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s0_fp32_dp2", "tp2_s1_bf16_dp2"])
-def test_read_gives_buffers(name: str) -> None:
+def test_read_gives_buffers(name):
     truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
     assert set(opened.buffers) == set(truth.buffers)
     for buffer, value in truth.buffers.items():
         assert torch.equal(bits(opened.read(buffer)), value)
 
 
-def test_read_of_a_tied_name_gives_its_owners_values() -> None:
+def test_read_of_a_tied_name_gives_its_owners_values():
     opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
     for slot in ("weight", "master", "exp_avg", None):
         assert torch.equal(opened.read("head.weight", slot), opened.read("emb.weight", slot))
 
 
-def test_read_without_a_slot_is_the_master_or_else_the_weight() -> None:
+def test_read_without_a_slot_is_the_master_or_else_the_weight():
     opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
     assert torch.equal(opened.read("fc1.weight"), opened.read("fc1.weight", "master"))
     assert torch.equal(opened.read("frozen_odd"), opened.read("frozen_odd", "weight"))
 
 
-def test_read_of_frozen_fragments_of_stage_3_joins_them() -> None:
+def test_read_of_frozen_fragments_of_stage_3_joins_them():
     truth, opened = Truth(FIXTURES / "s3_bf16_dp3"), zckpt.open(FIXTURES / "s3_bf16_dp3")
     for name in truth.frozen:
         assert_same(opened.read(name), truth.weights[name], name)
 
 
 @pytest.mark.parametrize("name", ["plain_mixed", "plain_adamw", "plain_bf16", "plain_proto4", "plain_legacy"])
-def test_read_of_a_plain_file_is_what_torch_loads(name: str) -> None:
+def test_read_of_a_plain_file_is_what_torch_loads(name):
     path = FIXTURES / "other" / name / "ckpt.pt"
     opened = zckpt.open(path)
     loaded = torch.load(path, weights_only=False)
@@ -165,7 +165,7 @@ def test_read_of_a_plain_file_is_what_torch_loads(name: str) -> None:
     assert compared > 5
 
 
-def test_read_of_a_strided_tensor_is_in_row_major_order() -> None:
+def test_read_of_a_strided_tensor_is_in_row_major_order():
     path = FIXTURES / "other" / "plain_mixed" / "ckpt.pt"
     loaded = torch.load(path, weights_only=False)
     tensors = next((v for k, v in loaded.items() if k in ("model", "state_dict", "module")), loaded)
@@ -176,7 +176,7 @@ def test_read_of_a_strided_tensor_is_in_row_major_order() -> None:
         assert torch.equal(opened.read(name), tensors[name])
 
 
-def test_tensor_that_was_read_can_be_written_to() -> None:
+def test_tensor_that_was_read_can_be_written_to():
     opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
     first = opened.read("fc1.weight")
     first.zero_()
@@ -184,7 +184,7 @@ def test_tensor_that_was_read_can_be_written_to() -> None:
 
 
 @pytest.mark.parametrize(("name", "slot"), [("nobody", None), ("fc1.weight", "momentum"), ("frozen_odd", "master")])
-def test_read_of_what_is_not_there_is_a_usage_error(name: str, slot: str | None) -> None:
+def test_read_of_what_is_not_there_is_a_usage_error(name, slot):
     with refusing(zckpt.UsageError, slot or name):
         zckpt.open(FIXTURES / "s2_bf16_dp2").read(name, slot)
 
@@ -192,7 +192,7 @@ def test_read_of_what_is_not_there_is_a_usage_error(name: str, slot: str | None)
 # --- the fields of a checkpoint
 
 
-def test_fields_of_a_checkpoint() -> None:
+def test_fields_of_a_checkpoint():
     opened = zckpt.open(FIXTURES / "s2_bf16_dp3")
     truth = Truth(FIXTURES / "s2_bf16_dp3")
     assert (opened.format, opened.format_version, opened.zero_stage) == ("deepspeed", "0.19.8", 2)
@@ -212,7 +212,7 @@ def test_fields_of_a_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s3_bf16_dp4", "s1_fp32_dp3", "moe_ep2_s2_fp32_dp4"])
-def test_spans_of_a_slot_cover_every_element_once(name: str) -> None:
+def test_spans_of_a_slot_cover_every_element_once(name):
     for parameter in zckpt.open(FIXTURES / name).parameters.values():
         for slot in parameter.slots.values():
             ends = sorted((span.extent.start, span.extent.start + span.extent.numel) for span in slot.spans)
@@ -223,25 +223,25 @@ def test_spans_of_a_slot_cover_every_element_once(name: str) -> None:
                 at = end
 
 
-def test_loss_scale_of_a_dynamic_scaler() -> None:
+def test_loss_scale_of_a_dynamic_scaler():
     assert zckpt.open(FIXTURES / "s2_fp16_dp2").loss_scale == Truth(FIXTURES / "s2_fp16_dp2").facts["loss_scale"]
 
 
-def test_client_state_is_kept_as_inert_data() -> None:
+def test_client_state_is_kept_as_inert_data():
     metadata = zckpt.open(FIXTURES / "s2_bf16_dp2_client").metadata
     assert metadata["epoch"] == 3
     assert metadata["note"] == "na\u00efve \u2713"
     assert {"args", "rng", "np_rng", "lr_scheduler"} <= set(metadata)
 
 
-def test_opened_checkpoint_is_a_checkpoint_and_can_be_consolidated(tmp_path: Path) -> None:
+def test_opened_checkpoint_is_a_checkpoint_and_can_be_consolidated(tmp_path):
     opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
     assert isinstance(opened, zckpt.Checkpoint)
     done = zckpt.consolidate(opened, tmp_path / "model.safetensors")
     assert done.files == (tmp_path / "model.safetensors",)
 
 
-def test_errors_carry_their_data_and_survive_pickling() -> None:
+def test_errors_carry_their_data_and_survive_pickling():
     with pytest.raises(zckpt.SourceError) as caught:
         zckpt.open(FIXTURES / "absent")
     assert caught.value.path == str(FIXTURES / "absent")
@@ -250,7 +250,7 @@ def test_errors_carry_their_data_and_survive_pickling() -> None:
 
 
 @pytest.mark.parametrize("name", ["s0_bf16_dp2", "s3_bf16_dp2"])
-def test_what_is_read_is_held_against_the_checksums_that_lie_there(name: str, tmp_path: Path) -> None:
+def test_what_is_read_is_held_against_the_checksums_that_lie_there(name, tmp_path):
     shutil.copytree(FIXTURES / name, tmp_path / name)
     opened = zckpt.open(tmp_path / name)
     fc1 = opened.parameters["fc1.weight"].slots["exp_avg"].spans[0]

@@ -284,7 +284,7 @@ def _run(line: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(("source", "cells"), ROWS, ids=[source for source, _ in ROWS])
 @pytest.mark.parametrize("every", some([False], [True]), ids=["in turns", "all"])
-def test_every_pair_of_the_table(source: str, cells: list[str], every: bool, there: Path) -> None:
+def test_every_pair_of_the_table(source, cells, every, there):
     first = [name for name, _ in ROWS].index(source)
     for number, (anchor, cell) in enumerate(zip(COLUMNS, cells, strict=True)):
         if (first + number) % 7 and not every:
@@ -318,7 +318,7 @@ def _pair(line: str, source: str, said: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("language", "block"), BLOCKS, ids=[block.splitlines()[0][:60] for _, block in BLOCKS])
-def test_every_block_of_the_page(language: str, block: str, there: Path) -> None:
+def test_every_block_of_the_page(language, block, there):
     if language == "python":
         model, optimizer = _live("run")
         exec(block, {"zckpt": zckpt, "model": model, "optimizer": optimizer})
@@ -340,13 +340,13 @@ def test_every_block_of_the_page(language: str, block: str, there: Path) -> None
 # --- what must be on the page
 
 
-def test_every_format_that_is_read_is_a_row_and_every_one_that_is_written_a_section(there: Path) -> None:
+def test_every_format_that_is_read_is_a_row_and_every_one_that_is_written_a_section(there):
     found = {inspected(source)["format"] for source, _ in ROWS}
     assert found == {one.name for one in formats()} - {"accelerate"}  # whose files are of other formats
     written = {one.name for one in formats() if one.writes}
     assert written == set(re.findall(r"--to ([\w-]+)", PAGE))
 
 
-def test_every_verb_is_on_the_page() -> None:
+def test_every_verb_is_on_the_page():
     used = {line.split()[1] for _, block in _blocks(PAGE) for line in block.splitlines() if line.startswith("zckpt ")}
     assert used == set(cli.commands) - {"formats"}

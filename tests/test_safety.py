@@ -171,7 +171,7 @@ def poisoned(directory: Path, payload: bytes) -> Path:
 
 
 @pytest.mark.parametrize("case", [*RUNS, *REFUSED])
-def test_payload_is_one_that_pickle_would_run(case: str, tmp_path: Path) -> None:
+def test_payload_is_one_that_pickle_would_run(case, tmp_path):
     sentinel = tmp_path / "sentinel"
     payload = RUNS[case][1](sentinel) if case in RUNS else REFUSED[case](sentinel)
     (tmp_path / "payload").write_bytes(payload + b".")
@@ -186,7 +186,7 @@ def test_payload_is_one_that_pickle_would_run(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("case", [*RUNS, *NEVER_RUNS])
-def test_checkpoint_is_read_and_the_payload_named_and_not_run(case: str, tmp_path: Path) -> None:
+def test_checkpoint_is_read_and_the_payload_named_and_not_run(case, tmp_path):
     sentinel = tmp_path / "sentinel"
     name, make = {**RUNS, **NEVER_RUNS}[case]
     source = poisoned(tmp_path, make(sentinel))
@@ -204,7 +204,7 @@ def test_checkpoint_is_read_and_the_payload_named_and_not_run(case: str, tmp_pat
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_object_that_no_program_writes_is_refused_and_not_run(case: str, tmp_path: Path) -> None:
+def test_object_that_no_program_writes_is_refused_and_not_run(case, tmp_path):
     sentinel = tmp_path / "sentinel"
     source = poisoned(tmp_path, REFUSED[case](sentinel))
     for verb in (("inspect", source, "--globals"), ("consolidate", source, tmp_path / "m.safetensors")):
@@ -229,7 +229,7 @@ PERSISTENT = {
 
 @pytest.mark.parametrize("case", PERSISTENT)
 @pytest.mark.parametrize("file", [MODEL, OPTIMIZER])
-def test_persistent_id_is_a_storage_or_refused(case: str, file: str, tmp_path: Path) -> None:
+def test_persistent_id_is_a_storage_or_refused(case, file, tmp_path):
     sentinel = tmp_path / "sentinel"
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
     poison(source / file, PERSISTENT[case](sentinel))
@@ -255,7 +255,7 @@ def test_persistent_id_is_a_storage_or_refused(case: str, file: str, tmp_path: P
         (OPTIMIZER, "ds_version"),
     ],
 )
-def test_payload_in_the_place_of_what_zckpt_reads_is_not_run(file: str, key: str, tmp_path: Path) -> None:
+def test_payload_in_the_place_of_what_zckpt_reads_is_not_run(file, key, tmp_path):
     sentinel = tmp_path / "sentinel"
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
     poison(source / file, called(named("os:system"), shell(sentinel)), key=key)
@@ -265,7 +265,7 @@ def test_payload_in_the_place_of_what_zckpt_reads_is_not_run(file: str, key: str
     assert not sentinel.exists()
 
 
-def test_plain_file_is_read_and_its_payload_not_run(tmp_path: Path) -> None:
+def test_plain_file_is_read_and_its_payload_not_run(tmp_path):
     sentinel = tmp_path / "sentinel"
     path = Path(shutil.copy(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", tmp_path))
     poison(path, called(named("os:system"), shell(sentinel)))
@@ -275,7 +275,7 @@ def test_plain_file_is_read_and_its_payload_not_run(tmp_path: Path) -> None:
     assert not sentinel.exists()
 
 
-def test_file_that_is_one_payload_is_refused_and_names_it(tmp_path: Path) -> None:
+def test_file_that_is_one_payload_is_refused_and_names_it(tmp_path):
     sentinel = tmp_path / "sentinel"
     path = tmp_path / "x.pt"
     with zipfile.ZipFile(path, "w") as archive:
@@ -286,7 +286,7 @@ def test_file_that_is_one_payload_is_refused_and_names_it(tmp_path: Path) -> Non
     assert not sentinel.exists()
 
 
-def test_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+def test_bare_pickle_is_refused_and_not_run(tmp_path):
     sentinel = tmp_path / "sentinel"
     path = tmp_path / "x.pt"
     path.write_bytes(b"\x80\x02" + called(named("os:system"), shell(sentinel)) + b".")
@@ -294,7 +294,7 @@ def test_bare_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not sentinel.exists()
 
 
-def test_optimizers_state_dict_that_was_written_holds_no_global_but_torchs(tmp_path: Path) -> None:
+def test_optimizers_state_dict_that_was_written_holds_no_global_but_torchs(tmp_path):
     sentinel = tmp_path / "sentinel"
     source = poisoned(tmp_path, RUNS["os.system"][1](sentinel))
     target = tmp_path / "model.pt"
@@ -307,7 +307,7 @@ def test_optimizers_state_dict_that_was_written_holds_no_global_but_torchs(tmp_p
             pickle.loads(data)
 
 
-def test_verify_finds_what_a_file_would_run(tmp_path: Path) -> None:
+def test_verify_finds_what_a_file_would_run(tmp_path):
     """A file is no better than a directory: that it is hostile is a finding, not a source that is none."""
     payload = called(named("os:system"), shell(tmp_path / "sentinel")) + b"."
     with zipfile.ZipFile(tmp_path / "root.pt", "w") as archive:
@@ -322,6 +322,6 @@ def test_verify_finds_what_a_file_would_run(tmp_path: Path) -> None:
     assert not (tmp_path / "sentinel").exists()
 
 
-def test_verify_says_that_a_harmless_file_is_no_checkpoint(tmp_path: Path) -> None:
+def test_verify_says_that_a_harmless_file_is_no_checkpoint(tmp_path):
     (tmp_path / "notes.txt").write_text("nothing\n")
     assert run("verify", tmp_path / "notes.txt").returncode == 3

@@ -24,13 +24,13 @@ def source(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES, ids=lambda d: d.name)
-def test_consolidated_state_is_the_truth(directory: Path, tmp_path: Path) -> None:
+def test_consolidated_state_is_the_truth(directory, tmp_path):
     truth = Truth(directory)
     without = frozenset(truth.frozen) if "nofrozen" in directory.name else frozenset()
     assert_consolidated(source(directory), truth, tmp_path, without=without)
 
 
-def test_pipeline_without_zero_has_weights_by_layer_and_a_warning_for_the_optimizer() -> None:
+def test_pipeline_without_zero_has_weights_by_layer_and_a_warning_for_the_optimizer():
     checkpoint = zckpt.open(PIPELINE_WITHOUT_ZERO)
     weights = {name.replace("tied_modules.embed", "0"): w for name, w in Truth(PIPELINE_WITHOUT_ZERO).weights.items()}
     assert set(checkpoint.parameters) == set(weights)

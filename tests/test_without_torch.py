@@ -150,14 +150,12 @@ def without(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return directory, json.loads(done.stdout)
 
 
-def test_torch_is_not_there(python: Path) -> None:
+def test_torch_is_not_there(python):
     assert "No module named 'torch'" in run(python, "-c", "import torch").stderr
 
 
 @pytest.mark.parametrize("verb", TARGETS)
-def test_verbs_that_write_write_the_same_without_torch(
-    verb: str, without: tuple[Path, list[list[Any]]], tmp_path: Path
-) -> None:
+def test_verbs_that_write_write_the_same_without_torch(verb, without, tmp_path):
     directory, said = without
     status, _, errors = said[len(READ) + list(TARGETS).index(verb)]
     assert status == 0, errors
@@ -173,12 +171,12 @@ def test_verbs_that_write_write_the_same_without_torch(
     assert here == there
 
 
-def test_verbs_that_read_say_the_same_without_torch(without: tuple[Path, list[list[Any]]]) -> None:
+def test_verbs_that_read_say_the_same_without_torch(without):
     for arguments, (status, out, errors) in zip(READ, without[1], strict=False):
         assert (status, out) == (0, console.succeeded(*arguments).stdout), errors
 
 
-def test_a_map_is_drawn_without_torch_and_says_what_a_png_needs(python: Path, tmp_path: Path) -> None:
+def test_a_map_is_drawn_without_torch_and_says_what_a_png_needs(python, tmp_path):
     done = run(python, "-m", "zckpt", "map", SOURCE, tmp_path / "map.svg")
     assert done.returncode == 0, done.stderr
     done = run(python, "-m", "zckpt", "map", SOURCE, tmp_path / "map.png")
@@ -188,7 +186,7 @@ def test_a_map_is_drawn_without_torch_and_says_what_a_png_needs(python: Path, tm
     ]
 
 
-def test_what_needs_torch_says_so_in_one_line(python: Path, tmp_path: Path) -> None:
+def test_what_needs_torch_says_so_in_one_line(python, tmp_path):
     done = run(python, "-c", PROGRAM, SOURCE, tmp_path)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

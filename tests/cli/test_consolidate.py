@@ -76,7 +76,7 @@ def nothing_in(directory: Path) -> bool:
 
 
 @pytest.mark.parametrize(("name", "dtype"), each(CAST, [None, "float32", "bfloat16", "float16", "keep"]))
-def test_dtype_is_rounded_as_torch_rounds_it(name: str, dtype: str | None, tmp_path: Path) -> None:
+def test_dtype_is_rounded_as_torch_rounds_it(name, dtype, tmp_path):
     truth = Truth(FIXTURES / name)
     options = (*names_of(name, tmp_path), *(() if dtype is None else ("--dtype", dtype)))
     succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", *options)
@@ -84,26 +84,26 @@ def test_dtype_is_rounded_as_torch_rounds_it(name: str, dtype: str | None, tmp_p
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), each(["float32", "bfloat16", "keep"], ["pt", "bin", "pth"]))
-def test_torch_file_holds_the_same_and_loads_weights_only(suffix: str, dtype: str, tmp_path: Path) -> None:
+def test_torch_file_holds_the_same_and_loads_weights_only(suffix, dtype, tmp_path):
     truth, path = Truth(SOURCE), tmp_path / f"model.{suffix}"
     succeeded("consolidate", SOURCE, path, "--dtype", dtype)
     assert_model(torch.load(path, weights_only=True), model_of(truth, dtype), truth)
 
 
-def test_torch_file_can_be_mapped(tmp_path: Path) -> None:
+def test_torch_file_can_be_mapped(tmp_path):
     truth = Truth(SOURCE)
     succeeded("consolidate", SOURCE, tmp_path / "model.pt")
     assert_model(torch.load(tmp_path / "model.pt", mmap=True, weights_only=True), model_of(truth, None), truth)
 
 
 @pytest.mark.parametrize("name", ["s3_bf16_dp4", "moe_ep2_s2_fp32_dp4", "tp2_s3_bf16_dp2", "s1_bf16_dp2_empty"])
-def test_torch_file_of_any_layout_is_the_truth(name: str, tmp_path: Path) -> None:
+def test_torch_file_of_any_layout_is_the_truth(name, tmp_path):
     truth = Truth(FIXTURES / name)
     succeeded("consolidate", FIXTURES / name, tmp_path / "model.pt")
     assert_model(torch.load(tmp_path / "model.pt", weights_only=True), model_of(truth, None), truth)
 
 
-def test_names_come_in_the_models_order(tmp_path: Path) -> None:
+def test_names_come_in_the_models_order(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model.pt")
     order = list(torch.load(tmp_path / "model.pt", weights_only=True))
     weights = [name for name in Truth(SOURCE).facts["shapes"] if name in order]
@@ -113,14 +113,14 @@ def test_names_come_in_the_models_order(tmp_path: Path) -> None:
 # --- tied parameters
 
 
-def test_tied_parameter_is_written_under_both_names(tmp_path: Path) -> None:
+def test_tied_parameter_is_written_under_both_names(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", "--tied", "duplicate")
     model = load_file(tmp_path / "model.safetensors")
     assert torch.equal(model["head.weight"], model["emb.weight"])
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-def test_tied_drop_writes_the_owner_only(target: str, tmp_path: Path) -> None:
+def test_tied_drop_writes_the_owner_only(target, tmp_path):
     done = succeeded("consolidate", SOURCE, tmp_path / target, "--tied", "drop", "--json")
     model = read_model(tmp_path / target)
     assert "emb.weight" in model
@@ -134,7 +134,7 @@ def read_model(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
 
 
-def test_tied_parameters_share_their_storage_in_a_torch_file(tmp_path: Path) -> None:
+def test_tied_parameters_share_their_storage_in_a_torch_file(tmp_path):
     for tied in ("duplicate", "drop"):
         succeeded("consolidate", SOURCE, tmp_path / f"{tied}.pt", "--tied", tied)
     model = torch.load(tmp_path / "duplicate.pt", weights_only=True)
@@ -147,7 +147,7 @@ def test_tied_parameters_share_their_storage_in_a_torch_file(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s1_fp32_dp2", "s0_bf16_dp2", "s0_fp32_dp2"])
-def test_exclude_frozen_leaves_out_frozen_parameters_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_exclude_frozen_leaves_out_frozen_parameters_and_nothing_else(name, tmp_path):
     truth = Truth(FIXTURES / name)
     options = ("--exclude-frozen", *names_of(name, tmp_path))
     succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", *options)
@@ -156,7 +156,7 @@ def test_exclude_frozen_leaves_out_frozen_parameters_and_nothing_else(name: str,
     assert set(truth.buffers) <= set(model)
 
 
-def test_trained_parameters_without_certain_names_are_not_taken_for_frozen(tmp_path: Path) -> None:
+def test_trained_parameters_without_certain_names_are_not_taken_for_frozen(tmp_path):
     truth, options = Truth(FIXTURES / "s0_fp32_dp2"), ("--exclude-frozen", "--dtype", "bfloat16")
     succeeded("consolidate", FIXTURES / "s0_fp32_dp2", tmp_path / "model.safetensors", *options)
     model = load_file(tmp_path / "model.safetensors")
@@ -165,7 +165,7 @@ def test_trained_parameters_without_certain_names_are_not_taken_for_frozen(tmp_p
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp3"])
-def test_frozen_parameters_keep_their_own_dtype(name: str, tmp_path: Path) -> None:
+def test_frozen_parameters_keep_their_own_dtype(name, tmp_path):
     truth = Truth(FIXTURES / name)
     succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", "--dtype", "float16")
     model = load_file(tmp_path / "model.safetensors")
@@ -179,7 +179,7 @@ def test_frozen_parameters_keep_their_own_dtype(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("size", ["1KB", "3000", "2KiB", "1GB", "1"])
-def test_directory_is_cut_into_shards_of_at_most_the_size(size: str, tmp_path: Path) -> None:
+def test_directory_is_cut_into_shards_of_at_most_the_size(size, tmp_path):
     truth, limit = Truth(SOURCE), {"1KB": 1000, "3000": 3000, "2KiB": 2048, "1GB": 10**9, "1": 1}[size]
     target = tmp_path / "model"
     succeeded("consolidate", SOURCE, target, "--max-shard-size", size)
@@ -202,7 +202,7 @@ def test_directory_is_cut_into_shards_of_at_most_the_size(size: str, tmp_path: P
     assert_model(found, model_of(truth, None), truth)
 
 
-def test_directory_can_be_inspected_and_consolidated_again(tmp_path: Path) -> None:
+def test_directory_can_be_inspected_and_consolidated_again(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model", "--max-shard-size", "1KB")
     assert inspected(tmp_path / "model")["format"] == "safetensors"
     succeeded("consolidate", tmp_path / "model", tmp_path / "one.safetensors")
@@ -210,7 +210,7 @@ def test_directory_can_be_inspected_and_consolidated_again(tmp_path: Path) -> No
     assert_model(load_file(tmp_path / "one.safetensors"), model_of(truth, None), truth)
 
 
-def test_optimizer_of_a_directory_is_inside_it(tmp_path: Path) -> None:
+def test_optimizer_of_a_directory_is_inside_it(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model", "--slots", "all")
     assert (tmp_path / "model" / "optimizer.safetensors").is_file()
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
@@ -220,7 +220,7 @@ def test_optimizer_of_a_directory_is_inside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp3", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_lion", "s0_bf16_dp2"])
-def test_slots_all_writes_every_slot_beside_the_model(name: str, tmp_path: Path) -> None:
+def test_slots_all_writes_every_slot_beside_the_model(name, tmp_path):
     truth = Truth(FIXTURES / name)
     succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", "--slots", "all")
     optimizer = load_file(tmp_path / "model.optimizer.safetensors")
@@ -240,7 +240,7 @@ def test_slots_all_writes_every_slot_beside_the_model(name: str, tmp_path: Path)
         (("--slots", "all", "--dtype", "bfloat16"), {"master", "exp_avg", "exp_avg_sq"}),
     ],
 )
-def test_slots_that_are_named_are_written(options: tuple[str, ...], expected: set[str], tmp_path: Path) -> None:
+def test_slots_that_are_named_are_written(options, expected, tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", *options)
     optimizer = load_file(tmp_path / "model.optimizer.safetensors")
     assert {key.split("/")[0] for key in optimizer} == expected
@@ -250,12 +250,12 @@ def test_slots_that_are_named_are_written(options: tuple[str, ...], expected: se
         assert torch.equal(bits(value), bits(truth.tensors[f"{slot.replace('master', 'fp32')}/{name}"]))
 
 
-def test_without_slots_there_is_no_optimizer_file(tmp_path: Path) -> None:
+def test_without_slots_there_is_no_optimizer_file(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_optimizer_metadata_has_every_groups_hyperparameters_and_step(tmp_path: Path) -> None:
+def test_optimizer_metadata_has_every_groups_hyperparameters_and_step(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", "--slots", "all")
     with safe_open(tmp_path / "model.optimizer.safetensors", "pt") as file:
         metadata = file.metadata()
@@ -270,18 +270,18 @@ def test_optimizer_metadata_has_every_groups_hyperparameters_and_step(tmp_path: 
 
 
 @pytest.mark.parametrize("slots", ["momentum", "exp_avg,momentum", "weight", "all,momentum"])
-def test_unknown_slot_is_refused_with_the_slots_there_are(slots: str, tmp_path: Path) -> None:
+def test_unknown_slot_is_refused_with_the_slots_there_are(slots, tmp_path):
     refused(2, "consolidate", SOURCE, tmp_path / "model.safetensors", "--slots", slots, words=("exp_avg", "exp_avg_sq"))
     assert nothing_in(tmp_path)
 
 
-def test_slots_of_a_model_without_optimizer_are_refused(tmp_path: Path) -> None:
+def test_slots_of_a_model_without_optimizer_are_refused(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model.safetensors")
     refused(2, "consolidate", tmp_path / "model.safetensors", tmp_path / "again.safetensors", "--slots", "all")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin", ".pth", ".PT"])
-def test_the_optimizers_file_is_named_after_the_target(suffix: str, tmp_path: Path) -> None:
+def test_the_optimizers_file_is_named_after_the_target(suffix, tmp_path):
     for name in ("a", "b", "optimizer"):
         succeeded("consolidate", SOURCE, tmp_path / f"{name}{suffix}", "--slots", "all")
     names = {f"{one}{suffix}" for name in ("a", "b", "optimizer") for one in (name, f"{name}.optimizer")}
@@ -289,7 +289,7 @@ def test_the_optimizers_file_is_named_after_the_target(suffix: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_overwriting_one_target_leaves_the_optimizer_of_another_alone(suffix: str, tmp_path: Path) -> None:
+def test_overwriting_one_target_leaves_the_optimizer_of_another_alone(suffix, tmp_path):
     """Also the one that an earlier zckpt wrote, under a name that all targets shared."""
     for name in ("a", "b"):
         succeeded("consolidate", SOURCE, tmp_path / f"{name}{suffix}", "--slots", "all")
@@ -302,7 +302,7 @@ def test_overwriting_one_target_leaves_the_optimizer_of_another_alone(suffix: st
 
 
 @pytest.mark.parametrize("beside", ["m.optimizer.safetensors", "m.safetensors.fingerprint.json"])
-def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside: str, tmp_path: Path) -> None:
+def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside, tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all")
     succeeded("fingerprint", tmp_path / "m.safetensors", "--write")
     others = {"m.optimizer.safetensors", "m.safetensors.fingerprint.json"} - {beside}
@@ -323,7 +323,7 @@ def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside: str
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dry", [False, True])
-def test_a_fifo_is_not_replaced(dry: bool, verb: tuple[object, ...], name: str, tmp_path: Path) -> None:
+def test_a_fifo_is_not_replaced(dry, verb, name, tmp_path):
     os.mkfifo(tmp_path / name)
     options = (*verb[1:], "--overwrite", *(["--dry-run"] if dry else []))
     refused(4, verb[0], SOURCE, tmp_path / name, *options, words=("cannot be replaced", "found a FIFO"))
@@ -347,20 +347,20 @@ def test_a_fifo_is_not_replaced(dry: bool, verb: tuple[object, ...], name: str, 
     ],
 )
 @pytest.mark.parametrize("verb", [("consolidate",), ("convert", "--to", "consolidated")])
-def test_names_of_other_programs_files_are_refused(verb: tuple[str, ...], name: str, tmp_path: Path) -> None:
+def test_names_of_other_programs_files_are_refused(verb, name, tmp_path):
     words = (Path(name).suffix.lower(), "x.safetensors", "x.pt", "directory")
     refused(2, verb[0], SOURCE, tmp_path / name, *verb[1:], words=words)
     assert nothing_in(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "v1.5", "run.2024-01-01", "gguf", ".hidden"])
-def test_names_with_a_dot_are_names_of_directories(name: str, tmp_path: Path) -> None:
+def test_names_with_a_dot_are_names_of_directories(name, tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / name)
     assert (tmp_path / name).is_dir()
 
 
 @pytest.mark.parametrize("name", ["M.SafeTensors", "M.PT"])
-def test_case_of_a_suffix_does_not_matter(name: str, tmp_path: Path) -> None:
+def test_case_of_a_suffix_does_not_matter(name, tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / name)
     assert (tmp_path / name).is_file()
     assert inspected(tmp_path / name)["format"] == ("torch" if name == "M.PT" else "safetensors")
@@ -369,7 +369,7 @@ def test_case_of_a_suffix_does_not_matter(name: str, tmp_path: Path) -> None:
 # --- names, root and tag
 
 
-def test_names_file_names_the_optimizers_parameters(tmp_path: Path) -> None:
+def test_names_file_names_the_optimizers_parameters(tmp_path):
     directory = FIXTURES / "s0_fp32_dp2"
     truth = Truth(directory)
     assert inspected(directory)["unnamed"]
@@ -385,7 +385,7 @@ def test_names_file_names_the_optimizers_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["one less", "twice the same", "unknown", "another shape"])
-def test_names_that_do_not_fit_are_refused(change: str, tmp_path: Path) -> None:
+def test_names_that_do_not_fit_are_refused(change, tmp_path):
     directory = FIXTURES / "s0_fp32_dp2"
     names = [n for group in Truth(directory).facts["order"] for n in group]
     if change == "one less":
@@ -403,7 +403,7 @@ def test_names_that_do_not_fit_are_refused(change: str, tmp_path: Path) -> None:
     assert nothing_in(out)
 
 
-def test_tag_chooses_the_checkpoint(tmp_path: Path) -> None:
+def test_tag_chooses_the_checkpoint(tmp_path):
     multi = FIXTURES / "s2_bf16_dp2_multitag"
     for tag in ("global_step3", "global_step5"):
         succeeded("consolidate", multi, tmp_path / f"{tag}.safetensors", "--tag", tag)
@@ -413,7 +413,7 @@ def test_tag_chooses_the_checkpoint(tmp_path: Path) -> None:
     assert not torch.equal(first["fc1.weight"], last["fc1.weight"])
 
 
-def test_files_of_several_nodes_become_one_model(tmp_path: Path) -> None:
+def test_files_of_several_nodes_become_one_model(tmp_path):
     run_directory = copy("s3_bf16_dp4", tmp_path)
     nodes = []
     for rank in (1, 2, 3):
@@ -442,7 +442,7 @@ def damaged_master(tmp_path: Path) -> tuple[Path, str]:
     return directory, "unused.weight"
 
 
-def test_master_that_contradicts_its_weight_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_master_that_contradicts_its_weight_is_an_error_that_names_it(tmp_path):
     directory, name = damaged_master(tmp_path)
     out = tmp_path / "out"
     out.mkdir()
@@ -450,14 +450,14 @@ def test_master_that_contradicts_its_weight_is_an_error_that_names_it(tmp_path: 
     assert nothing_in(out)
 
 
-def test_no_weight_check_takes_masters_as_they_are(tmp_path: Path) -> None:
+def test_no_weight_check_takes_masters_as_they_are(tmp_path):
     directory, name = damaged_master(tmp_path)
     succeeded("consolidate", directory, tmp_path / "m.safetensors", "--no-weight-check", "--no-checksums")
     model = load_file(tmp_path / "m.safetensors")
     assert torch.equal(model[name], Truth(SOURCE).masters[name] + 1)
 
 
-def test_weight_check_comes_before_a_dry_run_too(tmp_path: Path) -> None:
+def test_weight_check_comes_before_a_dry_run_too(tmp_path):
     directory, name = damaged_master(tmp_path)
     refused(3, "consolidate", directory, tmp_path / "m.safetensors", "--dry-run", words=(name,))
 
@@ -466,20 +466,20 @@ def test_weight_check_comes_before_a_dry_run_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", ["1", "100KB", "1GiB"])
-def test_memory_bound_changes_nothing_in_the_result(memory: str, tmp_path: Path) -> None:
+def test_memory_bound_changes_nothing_in_the_result(memory, tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "default.safetensors", "--dtype", "bfloat16")
     succeeded("consolidate", SOURCE, tmp_path / "bound.safetensors", "--dtype", "bfloat16", "--memory", memory)
     assert (tmp_path / "bound.safetensors").read_bytes() == (tmp_path / "default.safetensors").read_bytes()
 
 
-def test_memory_bound_is_reported(tmp_path: Path) -> None:
+def test_memory_bound_is_reported(tmp_path):
     done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--memory", "3MB", "--json")
     assert json.loads(done.stdout)["memory_nbytes"] == 3_000_000
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "abc", "1XB", ""])
 @pytest.mark.parametrize("option", ["--memory", "--max-shard-size"])
-def test_size_that_is_none_is_refused(option: str, size: str, tmp_path: Path) -> None:
+def test_size_that_is_none_is_refused(option, size, tmp_path):
     done = run("consolidate", SOURCE, tmp_path / "m.safetensors", f"{option}={size}")
     assert done.returncode == 2
     assert option in done.stderr
@@ -490,7 +490,7 @@ def test_size_that_is_none_is_refused(option: str, size: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-def test_existing_target_is_refused_and_untouched(target: str, tmp_path: Path) -> None:
+def test_existing_target_is_refused_and_untouched(target, tmp_path):
     path = tmp_path / target
     if path.suffix:
         path.write_bytes(b"precious")
@@ -503,7 +503,7 @@ def test_existing_target_is_refused_and_untouched(target: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-def test_overwrite_replaces_the_target(target: str, tmp_path: Path) -> None:
+def test_overwrite_replaces_the_target(target, tmp_path):
     path = tmp_path / target
     succeeded("consolidate", FIXTURES / "s3_fp32_dp2", path, "--max-shard-size", "1KB", "--slots", "all")
     names = {p.name for p in tmp_path.iterdir()}
@@ -513,55 +513,55 @@ def test_overwrite_replaces_the_target(target: str, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == names
 
 
-def test_overwrite_replaces_a_file_of_any_kind(tmp_path: Path) -> None:
+def test_overwrite_replaces_a_file_of_any_kind(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(b"old")
     succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--overwrite")
     truth = Truth(SOURCE)
     assert_model(load_file(tmp_path / "m.safetensors"), model_of(truth, None), truth)
 
 
-def test_overwrite_does_not_remove_a_directory_with_other_files(tmp_path: Path) -> None:
+def test_overwrite_does_not_remove_a_directory_with_other_files(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("precious")
     refused(4, "consolidate", SOURCE, tmp_path / "home", "--overwrite", words=("thesis.tex",))
     assert (tmp_path / "home" / "thesis.tex").read_text() == "precious"
 
 
-def test_existing_optimizer_file_is_refused_before_the_model_is_written(tmp_path: Path) -> None:
+def test_existing_optimizer_file_is_refused_before_the_model_is_written(tmp_path):
     (tmp_path / "m.optimizer.safetensors").write_bytes(b"precious")
     refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all", words=("m.optimizer.safetensors",))
     assert [p.name for p in tmp_path.iterdir()] == ["m.optimizer.safetensors"]
     assert (tmp_path / "m.optimizer.safetensors").read_bytes() == b"precious"
 
 
-def test_dangling_link_is_an_existing_target(tmp_path: Path) -> None:
+def test_dangling_link_is_an_existing_target(tmp_path):
     (tmp_path / "m.safetensors").symlink_to(tmp_path / "absent")
     refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors")
     assert (tmp_path / "m.safetensors").is_symlink()
 
 
-def test_target_below_a_directory_that_is_absent_is_refused(tmp_path: Path) -> None:
+def test_target_below_a_directory_that_is_absent_is_refused(tmp_path):
     refused(4, "consolidate", SOURCE, tmp_path / "absent" / "m.safetensors", words=(str(tmp_path / "absent"),))
     assert nothing_in(tmp_path)
 
 
-def test_target_below_a_file_is_refused(tmp_path: Path) -> None:
+def test_target_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
     refused(4, "consolidate", SOURCE, tmp_path / "file" / "m.safetensors")
 
 
 @pytest.mark.parametrize("target", ["/proc/m.safetensors", "/proc/model"])
-def test_target_where_nothing_can_be_created_is_refused(target: str) -> None:
+def test_target_where_nothing_can_be_created_is_refused(target):
     refused(4, "consolidate", SOURCE, target)
 
 
-def test_name_too_long_for_a_target_is_refused(tmp_path: Path) -> None:
+def test_name_too_long_for_a_target_is_refused(tmp_path):
     refused(4, "consolidate", SOURCE, tmp_path / ("x" * 300 + ".safetensors"))
     assert nothing_in(tmp_path)
 
 
 @pytest.mark.parametrize("inside", ["", "global_step5", ".."])
-def test_source_is_never_replaced_by_the_target(inside: str, tmp_path: Path) -> None:
+def test_source_is_never_replaced_by_the_target(inside, tmp_path):
     directory = copy("s2_bf16_dp2", tmp_path)
     before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
     target = directory.parent if inside == ".." else directory / inside
@@ -570,7 +570,7 @@ def test_source_is_never_replaced_by_the_target(inside: str, tmp_path: Path) -> 
     assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
 
 
-def test_source_file_is_never_replaced_by_the_target(tmp_path: Path) -> None:
+def test_source_file_is_never_replaced_by_the_target(tmp_path):
     path = Path(shutil.copy(FIXTURES / "other/plain_adamw/ckpt.pt", tmp_path))
     before = path.read_bytes()
     done = run("consolidate", path, path, "--overwrite")
@@ -582,7 +582,7 @@ def test_source_file_is_never_replaced_by_the_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-def test_dry_run_tells_exactly_what_would_be_written_and_writes_nothing(target: str, tmp_path: Path) -> None:
+def test_dry_run_tells_exactly_what_would_be_written_and_writes_nothing(target, tmp_path):
     options = ("--slots", "all", "--json", "--max-shard-size", "1KB")
     planned = json.loads(succeeded("consolidate", SOURCE, tmp_path / target, *options, "--dry-run").stdout)
     assert nothing_in(tmp_path)
@@ -596,7 +596,7 @@ def test_dry_run_tells_exactly_what_would_be_written_and_writes_nothing(target: 
     assert planned["write_nbytes"] == sum(Path(p).stat().st_size for p in files)
 
 
-def test_dry_run_is_printed_for_a_person(tmp_path: Path) -> None:
+def test_dry_run_is_printed_for_a_person(tmp_path):
     done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--dry-run")
     assert "would write" in done.stdout
     assert str(tmp_path / "m.safetensors") in done.stdout
@@ -605,7 +605,7 @@ def test_dry_run_is_printed_for_a_person(tmp_path: Path) -> None:
 # --- what is printed where
 
 
-def test_json_is_one_document_and_nothing_else(tmp_path: Path) -> None:
+def test_json_is_one_document_and_nothing_else(tmp_path):
     done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--json")
     document = json.loads(done.stdout)
     assert document["files"] == [str(tmp_path / "m.safetensors")]
@@ -613,19 +613,19 @@ def test_json_is_one_document_and_nothing_else(tmp_path: Path) -> None:
     assert document["num_tensors"] == len(load_file(tmp_path / "m.safetensors"))
 
 
-def test_messages_go_to_standard_error(tmp_path: Path) -> None:
+def test_messages_go_to_standard_error(tmp_path):
     done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors")
     assert done.stdout == ""
     assert str(tmp_path / "m.safetensors") in done.stderr
 
 
-def test_quiet_says_nothing(tmp_path: Path) -> None:
+def test_quiet_says_nothing(tmp_path):
     for option in ("--quiet", "-q"):
         done = succeeded("consolidate", SOURCE, tmp_path / f"{option}.safetensors", option)
         assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_warnings_are_shown_and_in_the_document(tmp_path: Path) -> None:
+def test_warnings_are_shown_and_in_the_document(tmp_path):
     elastic = FIXTURES / "s2_bf16_dp2_elastic"
     assert "warning: " in succeeded("consolidate", elastic, tmp_path / "a.safetensors").stderr
     document = json.loads(succeeded("consolidate", elastic, tmp_path / "b.safetensors", "--json").stdout)
@@ -653,17 +653,17 @@ def on_a_terminal(*arguments: object) -> tuple[str, str]:
     return output.decode(), shown.decode()
 
 
-def test_bar_is_drawn_on_a_terminal_only(tmp_path: Path) -> None:
+def test_bar_is_drawn_on_a_terminal_only(tmp_path):
     _, shown = on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors")
     assert "100%" in shown
     assert "%" not in succeeded("consolidate", SOURCE, tmp_path / "b.safetensors").stderr
 
 
-def test_quiet_draws_no_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_quiet_draws_no_bar_on_a_terminal(tmp_path):
     assert on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors", "--quiet") == ("", "")
 
 
-def test_bar_does_not_disturb_the_document(tmp_path: Path) -> None:
+def test_bar_does_not_disturb_the_document(tmp_path):
     output, shown = on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors", "--json")
     assert json.loads(output)["dry_run"] is False
     assert "100%" in shown
@@ -672,12 +672,12 @@ def test_bar_does_not_disturb_the_document(tmp_path: Path) -> None:
 # --- errors
 
 
-def test_absent_source_has_status_3(tmp_path: Path) -> None:
+def test_absent_source_has_status_3(tmp_path):
     refused(3, "consolidate", tmp_path / "absent", tmp_path / "m.safetensors", words=(str(tmp_path / "absent"),))
     assert nothing_in(tmp_path)
 
 
-def test_missing_rank_has_status_3_and_writes_nothing(tmp_path: Path) -> None:
+def test_missing_rank_has_status_3_and_writes_nothing(tmp_path):
     directory = copy("s2_bf16_dp4", tmp_path)
     (directory / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     out = tmp_path / "out"
@@ -687,7 +687,7 @@ def test_missing_rank_has_status_3_and_writes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["m.safetensors", "m.pt", "m"])
-def test_source_that_shrinks_after_it_was_read_is_status_3_and_leaves_nothing(target: str, tmp_path: Path) -> None:
+def test_source_that_shrinks_after_it_was_read_is_status_3_and_leaves_nothing(target, tmp_path):
     path = tmp_path / "model.safetensors"
     succeeded("consolidate", SOURCE, path)
     with path.open("r+b") as file:
@@ -702,12 +702,12 @@ def test_source_that_shrinks_after_it_was_read_is_status_3_and_leaves_nothing(ta
     "arguments",
     [("--dtype", "int8"), ("--tied", "both"), ("--frobnicate",), ("--dtype",), ("more",), ("--tag", "x", "--tag")],
 )
-def test_unusable_arguments_have_status_2_and_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+def test_unusable_arguments_have_status_2_and_one_line(arguments, tmp_path):
     refused(2, "consolidate", SOURCE, tmp_path / "m.safetensors", *arguments)
     assert nothing_in(tmp_path)
 
 
-def test_optimizer_without_model_is_refused(tmp_path: Path) -> None:
+def test_optimizer_without_model_is_refused(tmp_path):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([parameter])
     parameter.sum().backward()
@@ -719,7 +719,7 @@ def test_optimizer_without_model_is_refused(tmp_path: Path) -> None:
     assert nothing_in(out)
 
 
-def test_debug_shows_a_traceback(tmp_path: Path) -> None:
+def test_debug_shows_a_traceback(tmp_path):
     done = run("consolidate", tmp_path / "absent", tmp_path / "m.safetensors", "--debug")
     assert "Traceback" in done.stderr
     assert "SourceError" in done.stderr
@@ -755,9 +755,7 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(("kind", "name"), each([signal.SIGINT, signal.SIGTERM], ["m.safetensors", "m"]))
-def test_interrupted_run_leaves_in_order_and_says_what_is_left(
-    name: str, kind: signal.Signals, large: Path, tmp_path: Path
-) -> None:
+def test_interrupted_run_leaves_in_order_and_says_what_is_left(name, kind, large, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     process = started("consolidate", large, target=out / name)
@@ -775,9 +773,7 @@ def test_interrupted_run_leaves_in_order_and_says_what_is_left(
 
 
 @pytest.mark.parametrize(("name", "kind"), each(["m", "m.safetensors"], [signal.SIGKILL, signal.SIGTERM]))
-def test_killed_run_leaves_no_target_and_the_next_run_takes_over(
-    name: str, kind: signal.Signals, large: Path, tmp_path: Path
-) -> None:
+def test_killed_run_leaves_no_target_and_the_next_run_takes_over(name, kind, large, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     process = started("consolidate", large, target=out / name)
@@ -791,7 +787,7 @@ def test_killed_run_leaves_no_target_and_the_next_run_takes_over(
     assert_model(read_model(out / name), model_of(truth, None), truth)
 
 
-def test_killed_run_leaves_the_old_target_whole(large: Path, tmp_path: Path) -> None:
+def test_killed_run_leaves_the_old_target_whole(large, tmp_path):
     target = tmp_path / "m.safetensors"
     target.write_bytes(b"precious")
     process = started("consolidate", large, "--overwrite", target=target)
@@ -800,7 +796,7 @@ def test_killed_run_leaves_the_old_target_whole(large: Path, tmp_path: Path) -> 
     assert target.read_bytes() == b"precious"
 
 
-def test_two_runs_to_one_target_do_not_mix(large: Path, tmp_path: Path) -> None:
+def test_two_runs_to_one_target_do_not_mix(large, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     target = out / "m.safetensors"
@@ -812,7 +808,7 @@ def test_two_runs_to_one_target_do_not_mix(large: Path, tmp_path: Path) -> None:
         process.communicate(timeout=60)
 
 
-def test_reader_that_goes_away_does_not_undo_the_work(tmp_path: Path) -> None:
+def test_reader_that_goes_away_does_not_undo_the_work(tmp_path):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as pipe:
@@ -827,7 +823,7 @@ def test_reader_that_goes_away_does_not_undo_the_work(tmp_path: Path) -> None:
     assert (tmp_path / "m.safetensors").is_file()
 
 
-def test_a_directory_without_a_configuration_says_so(tmp_path: Path) -> None:
+def test_a_directory_without_a_configuration_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     said = "no config.json goes along"
     assert said in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model").stderr
@@ -840,9 +836,7 @@ def test_a_directory_without_a_configuration_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key"), [("own_blockwise_s3_fp32_dp2", "--dequantize"), ("own_lamb_s2_fp32_dp2", "--drop")]
 )
-def test_an_optimizer_of_which_each_rank_has_its_own_state_is_not_written_without_it(
-    name: str, key: str, target: str, tmp_path: Path
-) -> None:
+def test_an_optimizer_of_which_each_rank_has_its_own_state_is_not_written_without_it(name, key, target, tmp_path):
     refused(
         5, "consolidate", FIXTURES / name, tmp_path / target, "--slots", "all", words=("each rank has its own", key)
     )
@@ -855,14 +849,14 @@ def test_an_optimizer_of_which_each_rank_has_its_own_state_is_not_written_withou
     }
 
 
-def test_an_average_of_such_optimizers_is_not_written_either(tmp_path: Path) -> None:
+def test_an_average_of_such_optimizers_is_not_written_either(tmp_path):
     source = FIXTURES / "own_blockwise_s3_fp32_dp2"
     words = ("each rank has its own",)
     refused(5, "average", source, source, "--target", tmp_path / "x.pt", "--slots", "all", words=words)
     assert not list(tmp_path.iterdir())
 
 
-def test_param_groups_without_hyperparameters_are_not_written_for_torch(tmp_path: Path) -> None:
+def test_param_groups_without_hyperparameters_are_not_written_for_torch(tmp_path):
     source, given = FIXTURES / "s2_bf16_dp2_elastic", tmp_path / "groups.json"
     refused(5, "consolidate", source, tmp_path / "x.pt", "--slots", "all", words=("hyperparameters", "FILE"))
     assert not list(tmp_path.iterdir())

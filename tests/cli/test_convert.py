@@ -15,7 +15,7 @@ S3 = FIXTURES / "s3_bf16_dp2"
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_every_format_is_written_and_read_again(to: str, tmp_path: Path) -> None:
+def test_every_format_is_written_and_read_again(to, tmp_path):
     done = succeeded("convert", S2, tmp_path / "out", "--to", to)
     assert done.stdout == ""
     assert f"wrote {tmp_path}" in done.stderr
@@ -25,7 +25,7 @@ def test_every_format_is_written_and_read_again(to: str, tmp_path: Path) -> None
     assert set(document["slots"]) >= {"weight", "exp_avg", "exp_avg_sq"}
 
 
-def test_deepspeed_run_directory_has_the_ranks_of_its_source_unless_told(tmp_path: Path) -> None:
+def test_deepspeed_run_directory_has_the_ranks_of_its_source_unless_told(tmp_path):
     succeeded("convert", S2, tmp_path / "same", "--to", "deepspeed")
     assert inspected(tmp_path / "same")["topology"]["dp"] == 2
     succeeded("convert", S2, tmp_path / "other", "--to", "deepspeed", "--world-size", 3, "--stage", 3)
@@ -33,7 +33,7 @@ def test_deepspeed_run_directory_has_the_ranks_of_its_source_unless_told(tmp_pat
     assert (document["topology"]["dp"], document["zero_stage"]) == (3, 3)
 
 
-def test_universal_has_its_pointer_beside_it(tmp_path: Path) -> None:
+def test_universal_has_its_pointer_beside_it(tmp_path):
     done = succeeded("convert", S2, tmp_path / "step5", "--to", "universal", "--json")
     assert (tmp_path / "latest_universal").read_text() == "step5"
     assert str(tmp_path / "latest_universal") in json.loads(done.stdout)["files"]
@@ -41,7 +41,7 @@ def test_universal_has_its_pointer_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth"])
-def test_consolidated_file(suffix: str, tmp_path: Path) -> None:
+def test_consolidated_file(suffix, tmp_path):
     target = tmp_path / f"all{suffix}"
     succeeded("convert", S2, target, "--to", "consolidated")
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
@@ -49,45 +49,45 @@ def test_consolidated_file(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["consolidated", "dcp", "zero-redundancy"])
-def test_dtype_of_the_model(to: str, tmp_path: Path) -> None:
+def test_dtype_of_the_model(to, tmp_path):
     succeeded("convert", S2, tmp_path / "out", "--to", to, "--dtype", "float32")
     dtypes = {p["name"]: p["dtype"] for p in inspected(tmp_path / "out")["parameters"] if p["group"] is not None}
     assert dtypes
     assert set(dtypes.values()) == {"float32"}
 
 
-def test_ranks_of_zero_redundancy(tmp_path: Path) -> None:
+def test_ranks_of_zero_redundancy(tmp_path):
     succeeded("convert", S2, tmp_path / "whole", "--to", "zero-redundancy")
     succeeded("convert", S2, tmp_path / "cut", "--to", "zero-redundancy", "--world-size", 3)
     more = {p.name for p in (tmp_path / "cut").iterdir()} - {p.name for p in (tmp_path / "whole").iterdir()}
     assert len(more) == 3
 
 
-def test_dry_run_names_the_files_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_names_the_files_and_writes_nothing(tmp_path):
     done = succeeded("convert", S2, tmp_path / "out", "--to", "zckpt", "--dry-run")
     assert "would write" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_is_one_document(tmp_path: Path) -> None:
+def test_json_is_one_document(tmp_path):
     document = json.loads(succeeded("convert", S2, tmp_path / "out", "--to", "dcp", "--json").stdout)
     assert document["dry_run"] is False
     assert all(Path(path).is_file() for path in document["files"])
     assert sum(Path(path).stat().st_size for path in document["files"]) == document["write_nbytes"]
 
 
-def test_quiet_says_nothing(tmp_path: Path) -> None:
+def test_quiet_says_nothing(tmp_path):
     done = succeeded("convert", S2, tmp_path / "out", "--to", "zckpt", "--quiet")
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_a_pointer_that_cannot_be_written_is_told_before_anything_is(tmp_path: Path) -> None:
+def test_a_pointer_that_cannot_be_written_is_told_before_anything_is(tmp_path):
     (tmp_path / "latest_universal").symlink_to("elsewhere")
     refused(4, "convert", S2, tmp_path / "out", "--to", "universal", words=("latest_universal", "symbolic link"))
     assert [path.name for path in tmp_path.iterdir()] == ["latest_universal"]
 
 
-def test_overwrite_replaces_a_target_of_its_format_only(tmp_path: Path) -> None:
+def test_overwrite_replaces_a_target_of_its_format_only(tmp_path):
     for to in FORMATS:
         succeeded("convert", S2, tmp_path / to, "--to", to)
         refused(4, "convert", S2, tmp_path / to, "--to", to, words=("exists already", "--overwrite"))
@@ -97,7 +97,7 @@ def test_overwrite_replaces_a_target_of_its_format_only(tmp_path: Path) -> None:
         assert (tmp_path / to / "mine.txt").read_text() == "mine"
 
 
-def test_a_fingerprint_beside_a_file_is_part_of_the_target(tmp_path: Path) -> None:
+def test_a_fingerprint_beside_a_file_is_part_of_the_target(tmp_path):
     target, beside = tmp_path / "x.pt", tmp_path / "x.pt.fingerprint.json"
     beside.write_text("mine")
     options = ("--to", "consolidated", "--fingerprint")
@@ -117,18 +117,18 @@ def test_a_fingerprint_beside_a_file_is_part_of_the_target(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("to", [to for to in FORMATS if to != "consolidated"])
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "out.gguf"])
-def test_a_directory_does_not_get_the_name_of_a_file(name: str, to: str, tmp_path: Path) -> None:
+def test_a_directory_does_not_get_the_name_of_a_file(name, to, tmp_path):
     refused(2, "convert", S2, tmp_path / name, "--to", to, words=("a directory is written",))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_lightning_keeps_the_end_of_its_name(tmp_path: Path) -> None:
+def test_a_directory_of_lightning_keeps_the_end_of_its_name(tmp_path):
     succeeded("convert", S2, tmp_path / "last.ckpt", "--to", "deepspeed")
     assert (tmp_path / "last.ckpt").is_dir()
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_verify_compares_all_that_was_written(to: str, tmp_path: Path) -> None:
+def test_verify_compares_all_that_was_written(to, tmp_path):
     done = succeeded("convert", S2, tmp_path / "out", "--to", to, "--verify", "--json")
     slots = inspected(S2)["slots"]
     assert json.loads(done.stdout)["verified_nbytes"] >= sum(slots[key]["nbytes"] for key in ("exp_avg", "exp_avg_sq"))
@@ -151,12 +151,12 @@ def test_verify_compares_all_that_was_written(to: str, tmp_path: Path) -> None:
         ((), ("--to",)),
     ],
 )
-def test_options_that_do_not_apply(options: tuple[object, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_options_that_do_not_apply(options, words, tmp_path):
     refused(2, "convert", S2, tmp_path / "out", *options, words=words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_and_stage_are_needed_where_the_source_has_none(tmp_path: Path) -> None:
+def test_ranks_and_stage_are_needed_where_the_source_has_none(tmp_path):
     source = tmp_path / "all.pt"
     succeeded("convert", FIXTURES / "s1_fp32_dp2", source, "--to", "consolidated")
     refused(2, "convert", source, tmp_path / "out", "--to", "deepspeed", words=("--world-size",))
@@ -164,20 +164,20 @@ def test_ranks_and_stage_are_needed_where_the_source_has_none(tmp_path: Path) ->
     assert inspected(tmp_path / "out")["zero_stage"] == 1
 
 
-def test_source_without_an_optimizer_is_no_zero_checkpoint(tmp_path: Path) -> None:
+def test_source_without_an_optimizer_is_no_zero_checkpoint(tmp_path):
     succeeded("consolidate", S2, tmp_path / "model.safetensors")
     refused(5, "convert", tmp_path / "model.safetensors", tmp_path / "out", "--to", "deepspeed", "--world-size", 2,
             "--stage", 1, words=("no optimizer",))  # fmt: skip
 
 
-def test_parameters_without_names_are_no_zero_checkpoint(tmp_path: Path) -> None:
+def test_parameters_without_names_are_no_zero_checkpoint(tmp_path):
     source = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
     options = ("--to", "deepspeed", "--world-size", 2, "--stage", 1)
     refused(5, "convert", source, tmp_path / "out", *options, words=("--names",))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_rank_is_named(tmp_path: Path) -> None:
+def test_missing_rank_is_named(tmp_path):
     source = copy("s2_bf16_dp4", tmp_path)
     (source / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     refused(3, "convert", source, tmp_path / "out", "--to", "dcp", words=("rank 2",))
@@ -185,14 +185,14 @@ def test_missing_rank_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["", "global_step5", "global_step5/out"])
-def test_target_apart_from_the_source(target: str, tmp_path: Path) -> None:
+def test_target_apart_from_the_source(target, tmp_path):
     source = copy("s2_bf16_dp2", tmp_path)
     before = sorted(path.name for path in source.rglob("*"))
     refused(2, "convert", source, source / target, "--to", "zckpt", "--overwrite", words=("source",))
     assert sorted(path.name for path in source.rglob("*")) == before
 
 
-def test_universal_checkpoint_within_its_run_directory(tmp_path: Path) -> None:
+def test_universal_checkpoint_within_its_run_directory(tmp_path):
     source = copy("s2_bf16_dp2", tmp_path)
     succeeded("convert", source, source / "global_step5_universal", "--to", "universal")
     assert (source / "latest_universal").read_text() == "global_step5_universal"

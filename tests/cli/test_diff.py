@@ -31,7 +31,7 @@ def changed(tmp_path: Path) -> Path:
     return copy
 
 
-def test_equal_is_zero_and_different_is_one(changed: Path, tmp_path: Path) -> None:
+def test_equal_is_zero_and_different_is_one(changed, tmp_path):
     assert run("diff", SOURCE, SOURCE).returncode == 0
     done = run("diff", SOURCE, changed)
     assert done.returncode == 1
@@ -45,7 +45,7 @@ def test_equal_is_zero_and_different_is_one(changed: Path, tmp_path: Path) -> No
     assert run("diff", SOURCE, changed, "--parameters", "fc1.*").returncode == 1
 
 
-def test_document_has_all_figures(changed: Path) -> None:
+def test_document_has_all_figures(changed):
     status, document = told(SOURCE, changed)
     assert status == 1
     assert [(one["name"], one["slot"]) for one in document["different"]] == [
@@ -72,7 +72,7 @@ def test_document_has_all_figures(changed: Path) -> None:
     assert told(SOURCE, SOURCE)[1]["equal"] is True
 
 
-def test_names_that_wrappers_change_are_matched(tmp_path: Path) -> None:
+def test_names_that_wrappers_change_are_matched(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "plain.safetensors")
     tensors = load_file(tmp_path / "plain.safetensors")
     save_file({f"module._orig_mod.{name}": one for name, one in tensors.items()}, tmp_path / "wrapped.safetensors")
@@ -87,7 +87,7 @@ def test_names_that_wrappers_change_are_matched(tmp_path: Path) -> None:
     assert run("diff", tmp_path / "renamed.safetensors", tmp_path / "plain.safetensors", *rename).returncode == 0
 
 
-def test_metadata_may_be_ignored(tmp_path: Path) -> None:
+def test_metadata_may_be_ignored(tmp_path):
     succeeded("consolidate", SOURCE, tmp_path / "model", "--slots", "all")
     a, b = SOURCE, tmp_path / "model"
     assert run("diff", a, b, "--slots", "weight,master", "--ignore", "metadata").returncode == 0
@@ -95,7 +95,7 @@ def test_metadata_may_be_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_text_fits_the_width(columns: int, changed: Path) -> None:
+def test_text_fits_the_width(columns, changed):
     done = subprocess.run(
         command("diff", SOURCE, changed),
         capture_output=True,
@@ -108,7 +108,7 @@ def test_text_fits_the_width(columns: int, changed: Path) -> None:
     assert all(len(line) <= columns for line in table)
 
 
-def test_series_tells_how_slots_moved(changed: Path) -> None:
+def test_series_tells_how_slots_moved(changed):
     done = json.loads(succeeded("diff", "--series", SOURCE, SOURCE, changed, "--slots", "master", "--json").stdout)
     assert done["steps"] == [5, 5, 5]
     moved = {one["name"]: one["change"] for one in done["series"] if any(one["change"][1:])}
@@ -119,7 +119,7 @@ def test_series_tells_how_slots_moved(changed: Path) -> None:
     assert "fc1.weight" in succeeded("diff", "--series", SOURCE, changed).stdout
 
 
-def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path):
     refused(2, "diff", SOURCE, words=("two checkpoints",))
     refused(2, "diff", SOURCE, SOURCE, SOURCE, words=("two checkpoints", "3 given"))
     refused(2, "diff", SOURCE, SOURCE, "--rtol", "-1", words=("rtol", "0 or more"))
@@ -136,7 +136,7 @@ def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path: Path) -> None:
     assert (tmp_path / "page.html").read_text() == "kept"
 
 
-def test_fingerprint_is_one_line_and_can_be_stored(tmp_path: Path) -> None:
+def test_fingerprint_is_one_line_and_can_be_stored(tmp_path):
     copy = copied("s2_bf16_dp2", tmp_path)
     done = succeeded("fingerprint", copy, "--write")
     assert done.stdout.startswith("zckpt1:")
@@ -153,7 +153,7 @@ def test_fingerprint_is_one_line_and_can_be_stored(tmp_path: Path) -> None:
     refused(3, "fingerprint", tmp_path / "none", words=("cannot be opened",))
 
 
-def test_writers_record_the_fingerprint(tmp_path: Path) -> None:
+def test_writers_record_the_fingerprint(tmp_path):
     expected = succeeded("fingerprint", SOURCE).stdout.strip()
 
     def recorded(path: Path) -> str:

@@ -58,7 +58,7 @@ def on_tmpfs(options: str, place: Path, *verbs: str) -> list[tuple[int, str, str
     ("options", "words"),
     [("size=16k", "not enough space"), ("size=8m,nr_inodes=3", "no space for so many files: expected ")],
 )
-def test_nothing_is_left_on_a_full_disk(options: str, words: str, tmp_path: Path) -> None:
+def test_nothing_is_left_on_a_full_disk(options, words, tmp_path):
     """Both are seen before anything is written: too few bytes, or no room for so many files."""
     for status, out, errors, left in on_tmpfs(options, tmp_path / "disk", *VERBS):
         assert (status, out, left) == (4, "", []), errors
@@ -67,7 +67,7 @@ def test_nothing_is_left_on_a_full_disk(options: str, words: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("verb", some(["reshard"], VERBS.keys() - {"reshard"}))
-def test_the_same_disk_with_room_is_written(verb: str, tmp_path: Path) -> None:
+def test_the_same_disk_with_room_is_written(verb, tmp_path):
     place = tmp_path / "disk"
     ((status, _, errors, left),) = on_tmpfs("size=8m", place, verb)
     assert (status, left) == (0, [verb]), errors

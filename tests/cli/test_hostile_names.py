@@ -38,7 +38,7 @@ def long(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_no_verb_echoes_a_name_without_end(long: Path) -> None:
+def test_no_verb_echoes_a_name_without_end(long):
     a, b = long / "a.pt", long / "b.pt"
     for arguments in (
         ("inspect", a, "--parameters", "--files", "--globals"),
@@ -57,7 +57,7 @@ def test_no_verb_echoes_a_name_without_end(long: Path) -> None:
         assert max(map(len, (done.stdout + done.stderr).splitlines())) < 4000, arguments
 
 
-def test_name_cannot_add_a_line(tmp_path: Path) -> None:
+def test_name_cannot_add_a_line(tmp_path):
     name = "weight\nsound  everything.pt"
     torch.save({"model": {name: torch.full((2,), float("nan"))}, f"other{name}": 1}, tmp_path / "a.pt")
     torch.save({"model": {name: torch.zeros(2), f"{name}2": torch.zeros(1)}}, tmp_path / "b.pt")
@@ -67,7 +67,7 @@ def test_name_cannot_add_a_line(tmp_path: Path) -> None:
         assert not [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("sound  every")]
 
 
-def test_json_says_control_characters_by_their_number(hostile: Path) -> None:
+def test_json_says_control_characters_by_their_number(hostile):
     a, b = hostile / "a.pt", hostile / "b.pt"
     for arguments in (("inspect", a), ("diff", a, b), ("verify", "--deep", a), ("fingerprint", a)):
         done = run(*arguments, "--json")
@@ -83,7 +83,7 @@ def values(document: object) -> str:
 
 
 @pytest.mark.parametrize("name", [f"{ESCAPES}.weight", "two\nlines", "back\rspace"])
-def test_no_folder_is_named_by_control_characters(name: str, tmp_path: Path) -> None:
+def test_no_folder_is_named_by_control_characters(name, tmp_path):
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer = torch.optim.AdamW([weight])
@@ -95,7 +95,7 @@ def test_no_folder_is_named_by_control_characters(name: str, tmp_path: Path) -> 
     assert not (tmp_path / "universal").exists()
 
 
-def test_no_verb_prints_control_characters(hostile: Path) -> None:
+def test_no_verb_prints_control_characters(hostile):
     a, b, escaped = hostile / "a.pt", hostile / "b.pt", hostile / f"{ESCAPES}.pt"
     for arguments in (
         ("inspect", a, "--parameters", "--files"),

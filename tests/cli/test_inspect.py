@@ -28,7 +28,7 @@ ELASTIC = [n for n in ZERO if "elastic" in n]
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)
-def test_document_says_what_the_run_was(name: str) -> None:
+def test_document_says_what_the_run_was(name):
     document, facts = described(name), Truth(FIXTURES / name).facts
     spec = facts.get("spec", {})
     assert document["format"] == "deepspeed"
@@ -45,7 +45,7 @@ def test_document_says_what_the_run_was(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in DEEPSPEED if n != "pp2_s0_fp32_dp2"])  # no file has its names
-def test_every_parameter_has_its_shape_dtype_slots_and_standing(name: str) -> None:
+def test_every_parameter_has_its_shape_dtype_slots_and_standing(name):
     document, truth = described(name), Truth(FIXTURES / name)
     found = {one["name"]: one for one in document["parameters"]}
     left_out = set(truth.frozen) if "nofrozen" in name else set()
@@ -84,7 +84,7 @@ def trained(truth: Truth) -> set[str]:
 
 
 @pytest.mark.parametrize("name", DEEPSPEED)
-def test_counts_and_bytes_add_up(name: str) -> None:
+def test_counts_and_bytes_add_up(name):
     document = described(name)
     own = [one for one in document["parameters"] if one["tied_to"] is None]
     assert document["num_parameters"] == len(own)
@@ -98,7 +98,7 @@ def test_counts_and_bytes_add_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in DENSE if n not in ELASTIC and "subgroup" not in n])
-def test_param_groups_have_the_users_hyperparameters_and_their_parameters(name: str) -> None:
+def test_param_groups_have_the_users_hyperparameters_and_their_parameters(name):
     document, facts = described(name), Truth(FIXTURES / name).facts
     assert len(document["param_groups"]) == len(facts["param_groups"])
     for found, expected, order in zip(document["param_groups"], facts["param_groups"], facts["order"], strict=True):
@@ -108,23 +108,23 @@ def test_param_groups_have_the_users_hyperparameters_and_their_parameters(name: 
         assert all(key != "params" for key in found)
 
 
-def test_sub_groups_are_not_param_groups() -> None:
+def test_sub_groups_are_not_param_groups():
     assert described("s3_bf16_dp2_subgroup")["param_groups"] == described("s3_bf16_dp2")["param_groups"]
 
 
-def test_round_robin_groups_are_in_the_users_order() -> None:
+def test_round_robin_groups_are_in_the_users_order():
     plain = inspected(FIXTURES / "s2_bf16_dp2")["param_groups"]
     reordered = inspected(FIXTURES / "s2_bf16_dp2_rr")["param_groups"]
     assert [g["parameters"] for g in reordered] == [g["parameters"] for g in plain]
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s3_bf16_dp2", "s2_bf16_dp2_cpuadam", "s1_bf16_dp3_fused"])
-def test_param_groups_have_the_step(name: str) -> None:
+def test_param_groups_have_the_step(name):
     assert [group["state"]["step"] for group in described(name)["param_groups"]] == [5, 5, 5]
 
 
 @pytest.mark.parametrize("name", [n for n in FLAT if "palign" not in n])
-def test_padding_of_flat_groups_is_told_by_rank(name: str) -> None:
+def test_padding_of_flat_groups_is_told_by_rank(name):
     document, facts = described(name), Truth(FIXTURES / name).facts
     world = facts["dp_world_size"]
     expected = [[0] * len(facts["order"]) for _ in range(world)]
@@ -138,19 +138,19 @@ def test_padding_of_flat_groups_is_told_by_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s3_bf16_dp2", "s3_bf16_dp3", "s3_bf16_dp4", "s3_fp32_dp2", "s3_bf16_dp2_subgroup"])
-def test_padding_of_stage_3_is_that_of_each_parameter(name: str) -> None:
+def test_padding_of_stage_3_is_that_of_each_parameter(name):
     document, truth = described(name), Truth(FIXTURES / name)
     world = truth.facts["dp_world_size"]
     assert document["padding"]["num_elements"] == sum(-t.numel() % world for t in truth.masters.values())
 
 
-def test_elastic_checkpoint_warns_that_hyperparameters_are_absent() -> None:
+def test_elastic_checkpoint_warns_that_hyperparameters_are_absent():
     (warning,) = inspected(FIXTURES / "s2_bf16_dp2_elastic")["warnings"]
     assert "elastic" in warning
 
 
 @pytest.mark.parametrize("name", ["plain_adamw", "plain_bf16", "plain_legacy", "plain_proto4", "plain_mixed"])
-def test_plain_torch_file_is_described(name: str) -> None:
+def test_plain_torch_file_is_described(name):
     document, truth = inspected(FIXTURES / "other" / name / "ckpt.pt"), Truth(FIXTURES / "other" / name)
     assert document["format"] == "torch"
     assert document["zero_stage"] is None
@@ -159,7 +159,7 @@ def test_plain_torch_file_is_described(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2"])
-def test_command_prints_the_document_of_the_function(name: str) -> None:
+def test_command_prints_the_document_of_the_function(name):
     assert inspected(FIXTURES / name) == described(name)
 
 
@@ -173,44 +173,44 @@ WRAPPED = [
 
 
 @pytest.mark.parametrize(("name", "wrapper", "inside"), WRAPPED)
-def test_wrapper_of_another_program_is_the_checkpoint_inside(name: str, wrapper: str, inside: str) -> None:
+def test_wrapper_of_another_program_is_the_checkpoint_inside(name, wrapper, inside):
     directory = FIXTURES / "other" / name
     by_wrapper, by_tag = inspected(directory / wrapper), inspected(directory / inside)
     assert by_wrapper["source"] == str(directory / inside)
     assert by_wrapper["parameters"] == by_tag["parameters"]
 
 
-def test_trainers_output_directory_says_where_the_checkpoint_is(tmp_path: Path) -> None:
+def test_trainers_output_directory_says_where_the_checkpoint_is(tmp_path):
     trainer = FIXTURES / "other" / "trainer_ds2_gpt2" / "checkpoint-4"
     for number in (8, 12):
         shutil.copytree(trainer, tmp_path / f"checkpoint-{number}")
     refused(3, "inspect", tmp_path, words=(f"did you mean {tmp_path / 'checkpoint-12'}?",))
 
 
-def test_run_directory_is_the_tag_that_latest_names(tmp_path: Path) -> None:
+def test_run_directory_is_the_tag_that_latest_names(tmp_path):
     run = copy("s2_bf16_dp2_multitag", tmp_path)
     assert inspected(run)["step"] == 5
     (run / "latest").write_text("global_step3\n")
     assert inspected(run)["step"] == 3
 
 
-def test_tag_chooses_the_checkpoint() -> None:
+def test_tag_chooses_the_checkpoint():
     run = FIXTURES / "s2_bf16_dp2_multitag"
     assert inspected(run, "--tag", "global_step3")["step"] == 3
     assert inspected(run, "--tag", "global_step5")["step"] == 5
 
 
-def test_tag_may_repeat_the_name_of_the_tag_directory() -> None:
+def test_tag_may_repeat_the_name_of_the_tag_directory():
     assert inspected(FIXTURES / "s2_bf16_dp2_multitag/global_step3", "--tag", "global_step3")["step"] == 3
 
 
-def test_unknown_tag_is_refused_with_the_tags_that_are_there() -> None:
+def test_unknown_tag_is_refused_with_the_tags_that_are_there():
     run = FIXTURES / "s2_bf16_dp2_multitag"
     refused(3, "inspect", run, "--tag", "global_step4", words=("global_step4", "global_step3, global_step5"))
     refused(3, "inspect", run / "global_step5", "--tag", "global_step4", words=("global_step4", "one checkpoint"))
 
 
-def test_unknown_tag_is_refused_with_the_tags_of_any_format(tmp_path: Path) -> None:
+def test_unknown_tag_is_refused_with_the_tags_of_any_format(tmp_path):
     steps = [f"step-{number}" for number in range(8, 12)]
     for step in steps[:2]:
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / step, to="zckpt")
@@ -221,33 +221,33 @@ def test_unknown_tag_is_refused_with_the_tags_of_any_format(tmp_path: Path) -> N
         refused(3, "inspect", tmp_path, "--tag", tag, words=("no such tag", tag, f"found {', '.join(steps)}\n"))
 
 
-def test_several_tags_without_latest_ask_for_the_tag(tmp_path: Path) -> None:
+def test_several_tags_without_latest_ask_for_the_tag(tmp_path):
     run = copy("s2_bf16_dp2_multitag", tmp_path)
     (run / "latest").unlink()
     refused(3, "inspect", run, words=("--tag", "global_step3", "global_step5"))
 
 
-def test_the_only_tag_needs_no_latest(tmp_path: Path) -> None:
+def test_the_only_tag_needs_no_latest(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     (run / "latest").unlink()
     assert inspected(run)["step"] == 5
 
 
 @pytest.mark.parametrize("text", ["", "global_step9", "../other", "..", ".", "/", "a\0b", "x" * 300, "x" * 100_000])
-def test_latest_that_names_no_tag_is_refused(text: str, tmp_path: Path) -> None:
+def test_latest_that_names_no_tag_is_refused(text, tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     shutil.copytree(run, tmp_path / "other")
     (run / "latest").write_text(text)
     refused(3, "inspect", run, words=(str(run / "latest"), "--tag"))
 
 
-def test_latest_may_be_binary(tmp_path: Path) -> None:
+def test_latest_may_be_binary(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     (run / "latest").write_bytes(bytes(range(256)))
     refused(3, "inspect", run, words=(str(run / "latest"),))
 
 
-def test_files_of_another_node_are_added_by_root(tmp_path: Path) -> None:
+def test_files_of_another_node_are_added_by_root(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     node = tmp_path / "node1" / "global_step5"
     node.mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_files_of_another_node_are_added_by_root(tmp_path: Path) -> None:
 # --- how it is printed
 
 
-def test_without_json_a_person_reads_it() -> None:
+def test_without_json_a_person_reads_it():
     done = succeeded("inspect", FIXTURES / "s2_bf16_dp2")
     assert "ZeRO stage 2" in done.stdout
     assert "exp_avg_sq" in done.stdout
@@ -268,7 +268,7 @@ def test_without_json_a_person_reads_it() -> None:
     assert done.stderr == ""
 
 
-def test_parameters_lists_every_parameter_and_buffer() -> None:
+def test_parameters_lists_every_parameter_and_buffer():
     done = succeeded("inspect", FIXTURES / "s2_bf16_dp2", "--parameters")
     lines = done.stdout.splitlines()
     for name in (*Truth(FIXTURES / "s2_bf16_dp2").weights, "head.weight", "counter"):
@@ -276,13 +276,13 @@ def test_parameters_lists_every_parameter_and_buffer() -> None:
     assert any("tied to emb.weight" in line for line in lines)
 
 
-def test_files_lists_every_file_with_its_rank() -> None:
+def test_files_lists_every_file_with_its_rank():
     done = succeeded("inspect", FIXTURES / "s2_bf16_dp4", "--files")
     for rank in range(4):
         assert f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" in done.stdout
 
 
-def test_globals_lists_what_the_pickles_mention() -> None:
+def test_globals_lists_what_the_pickles_mention():
     done = succeeded("inspect", FIXTURES / "s2_bf16_dp2_client", "--globals")
     for name in (
         "torch._utils._rebuild_tensor_v2",
@@ -292,19 +292,19 @@ def test_globals_lists_what_the_pickles_mention() -> None:
         assert name in done.stdout
 
 
-def test_globals_are_in_the_document_only_when_asked_for() -> None:
+def test_globals_are_in_the_document_only_when_asked_for():
     source = FIXTURES / "s2_bf16_dp2"
     assert all("globals" not in file for file in inspected(source)["files"])
     for file in inspected(source, "--globals")["files"]:
         assert "torch._utils._rebuild_tensor_v2" in file["globals"]["data.pkl"]
 
 
-def test_odd_client_state_is_named_and_does_no_harm_to_the_json() -> None:
+def test_odd_client_state_is_named_and_does_no_harm_to_the_json():
     document = inspected(FIXTURES / "s2_bf16_dp2_client")
     assert {"args", "np_rng", "consumed", "nested"} <= set(document["metadata"])
 
 
-def test_document_is_strict_json() -> None:
+def test_document_is_strict_json():
     done = succeeded("inspect", "--json", FIXTURES / "s2_bf16_dp2_client")
 
     def no_constant(name: str) -> None:
@@ -313,7 +313,7 @@ def test_document_is_strict_json() -> None:
     json.loads(done.stdout, parse_constant=no_constant)
 
 
-def test_names_that_are_not_ascii_are_printed_where_the_terminal_is(tmp_path: Path) -> None:
+def test_names_that_are_not_ascii_are_printed_where_the_terminal_is(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     run = run.rename(tmp_path / "läuft")
     done = succeeded("inspect", "--json", run)
@@ -328,7 +328,7 @@ def test_names_that_are_not_ascii_are_printed_where_the_terminal_is(tmp_path: Pa
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--parameters", "--files", "--globals")])
-def test_reader_that_goes_away_is_no_error(options: tuple[str, ...]) -> None:
+def test_reader_that_goes_away_is_no_error(options):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as pipe:
@@ -342,7 +342,7 @@ def test_reader_that_goes_away_is_no_error(options: tuple[str, ...]) -> None:
     assert done.stderr == b""
 
 
-def test_output_that_cannot_be_written_is_one_line() -> None:
+def test_output_that_cannot_be_written_is_one_line():
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             command("inspect", FIXTURES / "s2_bf16_dp2"),
@@ -359,38 +359,38 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
 # --- errors
 
 
-def test_absent_source_is_one_line_with_status_3(tmp_path: Path) -> None:
+def test_absent_source_is_one_line_with_status_3(tmp_path):
     refused(3, "inspect", tmp_path / "absent", words=(str(tmp_path / "absent"),))
 
 
-def test_name_too_long_for_a_file_is_one_line(tmp_path: Path) -> None:
+def test_name_too_long_for_a_file_is_one_line(tmp_path):
     refused(3, "inspect", tmp_path / ("x" * 1000))
 
 
-def test_empty_directory_is_refused(tmp_path: Path) -> None:
+def test_empty_directory_is_refused(tmp_path):
     refused(3, "inspect", tmp_path, words=(str(tmp_path), "no checkpoint recognised"))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", b"\x80\x02}.", bytes(100)])
-def test_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_file_that_is_no_checkpoint_is_refused(content, tmp_path):
     path = tmp_path / "x.pt"
     path.write_bytes(content)
     refused(3, "inspect", path, words=(str(path),))
 
 
-def test_tag_for_a_file_is_refused() -> None:
+def test_tag_for_a_file_is_refused():
     refused(2, "inspect", FIXTURES / "other/plain_adamw/ckpt.pt", "--tag", "x", words=("--tag",))
 
 
-def test_root_for_a_file_is_refused(tmp_path: Path) -> None:
+def test_root_for_a_file_is_refused(tmp_path):
     refused(2, "inspect", FIXTURES / "other/plain_adamw/ckpt.pt", "--root", tmp_path, words=("--root",))
 
 
-def test_root_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+def test_root_that_is_no_directory_is_refused(tmp_path):
     refused(3, "inspect", FIXTURES / "s2_bf16_dp2", "--root", tmp_path / "absent", words=("absent",))
 
 
-def test_root_without_files_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_root_without_files_of_the_checkpoint_is_refused(tmp_path):
     refused(3, "inspect", FIXTURES / "s2_bf16_dp2", "--root", tmp_path, words=(str(tmp_path),))
 
 
@@ -398,17 +398,17 @@ def test_root_without_files_of_the_checkpoint_is_refused(tmp_path: Path) -> None
     "arguments",
     [("inspect",), ("inspect", "--frobnicate", "x"), ("frobnicate",), ("inspect", "x", "y"), ("inspect", "x", "--tag")],
 )
-def test_unusable_arguments_are_one_line_with_status_2(arguments: tuple[str, ...]) -> None:
+def test_unusable_arguments_are_one_line_with_status_2(arguments):
     refused(2, *arguments)
 
 
-def test_names_file_that_is_absent_is_refused(tmp_path: Path) -> None:
+def test_names_file_that_is_absent_is_refused(tmp_path):
     source = FIXTURES / "other/plain_adamw/ckpt.pt"
     refused(2, "inspect", source, "--names", tmp_path / "absent", words=(str(tmp_path / "absent"),))
 
 
 @pytest.mark.parametrize("position", [0, 1, 3])
-def test_debug_shows_a_traceback_wherever_it_is_given(position: int, tmp_path: Path) -> None:
+def test_debug_shows_a_traceback_wherever_it_is_given(position, tmp_path):
     arguments: list[object] = ["inspect", tmp_path, "--json"]
     arguments.insert(position, "--debug")
     done = run(*arguments)
@@ -417,15 +417,15 @@ def test_debug_shows_a_traceback_wherever_it_is_given(position: int, tmp_path: P
     assert "UnknownFormatError" in done.stderr
 
 
-def test_debug_keeps_the_exit_status(tmp_path: Path) -> None:
+def test_debug_keeps_the_exit_status(tmp_path):
     assert run("inspect", tmp_path, "--debug").returncode == 3
 
 
-def test_help_and_version_are_on_standard_output() -> None:
+def test_help_and_version_are_on_standard_output():
     assert "consolidate" in succeeded("--help").stdout
     assert "SOURCE" in succeeded("inspect", "-h").stdout
     assert succeeded("--version").stdout.startswith("zckpt")
 
 
-def test_a_command_without_the_group_has_the_same_help() -> None:
+def test_a_command_without_the_group_has_the_same_help():
     assert CliRunner().invoke(inspect_command, ["-h"]).exit_code == 0

@@ -44,7 +44,7 @@ EVERY = [at if at in SOME else pytest.param(at, marks=pytest.mark.nightly) for a
 
 
 @pytest.mark.parametrize("at", EVERY)
-def test_one_line_whatever_is_imported(at: int) -> None:
+def test_one_line_whatever_is_imported(at):
     done = interrupted(signal.SIGINT, at)
     if at > LAST and done.returncode == 0:
         assert (done.stdout[:6], done.stderr) == ("source", "")
@@ -53,12 +53,12 @@ def test_one_line_whatever_is_imported(at: int) -> None:
     assert done.stdout == ""
 
 
-def test_so_does_a_scheduler_that_ends_a_job() -> None:
+def test_so_does_a_scheduler_that_ends_a_job():
     done = interrupted(signal.SIGTERM, 12)
     assert (done.returncode, done.stderr) == (143, "zckpt: terminated; nothing was left behind\n")
 
 
-def test_nothing_is_said_when_all_is_done() -> None:
+def test_nothing_is_said_when_all_is_done():
     done = interrupted(signal.SIGINT, 0)
     assert done.stdout.startswith("source")
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")

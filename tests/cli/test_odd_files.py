@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,7 +64,7 @@ def said_in_one_line(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize(("file", "kind"), each(FILES, KINDS))
-def test_no_verb_waits_for_what_is_no_file(file: str, kind: str, tmp_path: Path) -> None:
+def test_no_verb_waits_for_what_is_no_file(file, kind, tmp_path):
     original, name = FILES[file]
     source = tmp_path / original.name
     if original.is_dir():
@@ -87,7 +87,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["checkpoint.json", "rank-00001-of-00002.safetensors"])
-def test_files_of_zckpts_own_format_are_files(name: str, kind: str, native: Path, tmp_path: Path) -> None:
+def test_files_of_zckpts_own_format_are_files(name, kind, native, tmp_path):
     source = Path(shutil.copytree(native, tmp_path / "step5"))
     (source / name).unlink(missing_ok=True)
     KINDS[kind](source / name)
@@ -96,7 +96,7 @@ def test_files_of_zckpts_own_format_are_files(name: str, kind: str, native: Path
 
 
 @pytest.mark.parametrize("kind", ["pipe", "zeros"])
-def test_digests_are_read_from_files_only(kind: str, tmp_path: Path) -> None:
+def test_digests_are_read_from_files_only(kind, tmp_path):
     KINDS[kind](tmp_path / "digests.json")
     done = run("verify", OTHER / "plain_adamw" / "ckpt.pt", "--against", tmp_path / "digests.json")
     assert done.returncode == 3
@@ -129,9 +129,7 @@ def with_index(directory: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b", "\x9b31m"])
 @pytest.mark.parametrize("make", [with_latest, with_index, with_universal])
-def test_name_that_no_file_can_have_is_said_to_name_nothing(
-    make: Callable[[Path, str], Path], name: str, tmp_path: Path
-) -> None:
+def test_name_that_no_file_can_have_is_said_to_name_nothing(make, name, tmp_path):
     source = make(tmp_path, name)
     for verb in (("inspect",), ("verify", "--deep"), ("consolidate",)):
         done = run(*verb, source, *([tmp_path / "out.pt"] if verb == ("consolidate",) else []))
@@ -142,7 +140,7 @@ def test_name_that_no_file_can_have_is_said_to_name_nothing(
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a\0b"])
-def test_argument_that_no_file_can_have_is_said_to_be_none(name: str, tmp_path: Path) -> None:
+def test_argument_that_no_file_can_have_is_said_to_be_none(name, tmp_path):
     if "\0" in name:
         return
     done = run("inspect", tmp_path / name)

@@ -42,25 +42,25 @@ def closed(descriptor: int, *arguments: object, **variables: str) -> subprocess.
 
 
 @pytest.mark.parametrize("options", [("--json",), ("--parameters",)])
-def test_reader_may_leave_after_a_line(options: tuple[str, ...], large: Path) -> None:
+def test_reader_may_leave_after_a_line(options, large):
     assert left("inspect", large, *options) == (0, "")
 
 
-def test_what_verify_found_is_its_status_though_nobody_reads_it(large: Path) -> None:
+def test_what_verify_found_is_its_status_though_nobody_reads_it(large):
     assert left("verify", "--deep", "--json", large) == (1, "")
 
 
-def test_what_diff_found_is_its_status_though_nobody_reads_it(large: Path) -> None:
+def test_what_diff_found_is_its_status_though_nobody_reads_it(large):
     assert left("diff", "--json", large, CKPT) == (1, "")
 
 
-def test_closed_standard_output_is_said_in_one_line() -> None:
+def test_closed_standard_output_is_said_in_one_line():
     done = closed(1, "inspect", CKPT)
     assert done.returncode == 4
     assert done.stderr == "zckpt: cannot print: Bad file descriptor\n"
 
 
-def test_verb_that_prints_nothing_needs_no_standard_output(tmp_path: Path) -> None:
+def test_verb_that_prints_nothing_needs_no_standard_output(tmp_path):
     done = closed(1, "consolidate", CKPT, tmp_path / "closed.pt")
     assert done.returncode == 0, done.stderr
     succeeded("consolidate", CKPT, tmp_path / "open.pt")
@@ -68,14 +68,14 @@ def test_verb_that_prints_nothing_needs_no_standard_output(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("descriptor", [0, 2])
-def test_other_closed_streams_do_no_harm(descriptor: int, tmp_path: Path) -> None:
+def test_other_closed_streams_do_no_harm(descriptor, tmp_path):
     done = closed(descriptor, "consolidate", CKPT, tmp_path / "model.pt")
     assert done.returncode == 0
     assert torch.load(tmp_path / "model.pt")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_names_that_no_encoding_has_are_printed(encoding: str, tmp_path: Path) -> None:
+def test_names_that_no_encoding_has_are_printed(encoding, tmp_path):
     path = os.fsencode(tmp_path) + b"/\xff.pt"
     torch.save({"schön.\ud800": torch.ones(2)}, tmp_path / "model.pt")
     os.rename(tmp_path / "model.pt", path)  # noqa: PTH104  # a name that is not text

@@ -25,11 +25,11 @@ def endless(tmp_path: Path) -> Path:
     return tmp_path / "a.pt"
 
 
-def test_verify_looks_at_what_is_stored(endless: Path) -> None:
+def test_verify_looks_at_what_is_stored(endless):
     assert "4 elements looked at" in succeeded("verify", "--deep", endless).stdout
 
 
-def test_verify_finds_what_is_repeated(tmp_path: Path) -> None:
+def test_verify_finds_what_is_repeated(tmp_path):
     values = torch.tensor([1.0, float("nan"), 2.0])
     torch.save({"w": values[:, None, None].expand(3, 10**6, 10**6)}, tmp_path / "a.pt")
     done = run("verify", "--deep", tmp_path / "a.pt")
@@ -38,17 +38,17 @@ def test_verify_finds_what_is_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [("fingerprint",), ("diff", "again")])
-def test_what_reads_each_element_in_its_place_refuses_at_once(verb: tuple[str, ...], endless: Path) -> None:
+def test_what_reads_each_element_in_its_place_refuses_at_once(verb, endless):
     more = [endless] if "again" in verb else []
     refused(5, verb[0], endless, *more, words=("repeats 1 stored elements as 1000000000000",))
 
 
 @pytest.mark.parametrize("target", ["out.pt", "out.safetensors"])
-def test_target_that_has_no_room_is_refused_at_once(target: str, endless: Path) -> None:
+def test_target_that_has_no_room_is_refused_at_once(target, endless):
     refused(4, "consolidate", endless, endless.parent / target, words=("not enough space",))
 
 
-def test_repeated_elements_have_the_fingerprint_of_stored_ones(tmp_path: Path) -> None:
+def test_repeated_elements_have_the_fingerprint_of_stored_ones(tmp_path):
     row = torch.arange(50.0)
     torch.save({"w": row.expand(40, 50), "v": row[:, None].expand(50, 30)}, tmp_path / "a.pt")
     whole = {"w": row.expand(40, 50).contiguous(), "v": row[:, None].expand(50, 30).contiguous()}
@@ -64,7 +64,7 @@ def slot(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Slot:
     return Slot("weight", "float32", shape, (Span(Extent.whole(shape), "x", 0, "float32", strides),))
 
 
-def test_only_what_all_repeat_is_left_out() -> None:
+def test_only_what_all_repeat_is_left_out():
     a, b = stored_once([slot((4, 5, 6), (0, 0, 1)), slot((4, 5, 6), (0, 6, 1))])
     assert a.shape == b.shape == (1, 5, 6)
     assert a.spans[0].strides == (0, 0, 1)

@@ -34,7 +34,7 @@ def flat_files(world_size: int, folder: str = "") -> list[str]:
 # --- what is written
 
 
-def test_run_directory_comes_out_as_a_run_directory(tmp_path: Path) -> None:
+def test_run_directory_comes_out_as_a_run_directory(tmp_path):
     done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3)
     assert done.stdout == ""
     assert "wrote" in done.stderr
@@ -43,14 +43,14 @@ def test_run_directory_comes_out_as_a_run_directory(tmp_path: Path) -> None:
     assert zckpt.open(tmp_path / "cut").topology.dp == 3
 
 
-def test_tag_directory_comes_out_as_a_tag_directory(tmp_path: Path) -> None:
+def test_tag_directory_comes_out_as_a_tag_directory(tmp_path):
     succeeded("reshard", SOURCE / "global_step5", tmp_path / "cut", "--world-size", 3)
     assert files(tmp_path / "cut") == flat_files(3)
     assert zckpt.open(tmp_path / "cut").topology.dp == 3
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_stage_is_the_one_asked_for(stage: int, tmp_path: Path) -> None:
+def test_stage_is_the_one_asked_for(stage, tmp_path):
     succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--stage", stage)
     document = inspected(tmp_path / "cut")
     assert document["zero_stage"] == stage
@@ -58,7 +58,7 @@ def test_stage_is_the_one_asked_for(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("option", "key"), [("round-robin", "round_robin_gradients"),
                                              ("parameter-alignment", "parameter_alignment")])  # fmt: skip
-def test_order_and_alignment_are_switched_on_and_off(option: str, key: str, tmp_path: Path) -> None:
+def test_order_and_alignment_are_switched_on_and_off(option, key, tmp_path):
     succeeded("reshard", SOURCE, tmp_path / "on", "--world-size", 3, f"--{option}")
     succeeded("reshard", tmp_path / "on", tmp_path / "kept", "--world-size", 2)
     succeeded("reshard", tmp_path / "kept", tmp_path / "off", "--world-size", 3, f"--no-{option}")
@@ -66,7 +66,7 @@ def test_order_and_alignment_are_switched_on_and_off(option: str, key: str, tmp_
     assert found == [True, True, False]
 
 
-def test_stage_form_and_order_together(tmp_path: Path) -> None:
+def test_stage_form_and_order_together(tmp_path):
     succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--stage", 1, "--elastic", "--round-robin")
     found = inspected(tmp_path / "cut")
     assert found["zero_stage"] == 1
@@ -74,18 +74,18 @@ def test_stage_form_and_order_together(tmp_path: Path) -> None:
     assert found["details"]["round_robin_gradients"] is True
 
 
-def test_elastic_is_written(tmp_path: Path) -> None:
+def test_elastic_is_written(tmp_path):
     succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--elastic")
     assert zckpt.open(tmp_path / "cut").details["optimizer_form"] == "elastic"
 
 
-def test_experts_are_regrouped(tmp_path: Path) -> None:
+def test_experts_are_regrouped(tmp_path):
     source = FIXTURES / "moe_ep2_s2_fp32_dp4"
     succeeded("reshard", source, tmp_path / "cut", "--world-size", 6, "--expert-parallel-size", 1)
     assert inspected(tmp_path / "cut")["topology"] == {"dp": 6, "tp": 1, "pp": 1, "ep": 1}
 
 
-def test_slices_are_resharded(tmp_path: Path) -> None:
+def test_slices_are_resharded(tmp_path):
     source, options = FIXTURES / "tp2_s1_bf16_dp2", ("--tensor-parallel-size", 4, "--padded-vocab-size", 48)
     succeeded("reshard", source, tmp_path / "cut", "--world-size", 3, *options)
     assert inspected(tmp_path / "cut")["topology"] == {"dp": 3, "tp": 4, "pp": 1, "ep": 1}
@@ -95,7 +95,7 @@ def test_slices_are_resharded(tmp_path: Path) -> None:
     assert files(tmp_path / "cut") == sorted(expected)
 
 
-def test_rules_come_from_a_file(tmp_path: Path) -> None:
+def test_rules_come_from_a_file(tmp_path):
     run_directory = sliced.make(tmp_path / "source", 2, 2, rules=None)
     rules = tmp_path / "rules.json"
     rules.write_text(json.dumps(sliced.RULES))
@@ -110,7 +110,7 @@ def test_rules_come_from_a_file(tmp_path: Path) -> None:
     refused(2, "reshard", run_directory, tmp_path / "no", "--world-size", 3, *options, words=("rules.json", "JSON"))
 
 
-def test_tag_chooses_another_checkpoint(tmp_path: Path) -> None:
+def test_tag_chooses_another_checkpoint(tmp_path):
     source = FIXTURES / "s2_bf16_dp2_multitag"
     succeeded("reshard", source, tmp_path / "cut", "--world-size", 3, "--tag", "global_step3")
     assert (tmp_path / "cut" / "latest").read_text() == "global_step3"
@@ -119,7 +119,7 @@ def test_tag_chooses_another_checkpoint(tmp_path: Path) -> None:
     assert zckpt.open(tmp_path / "newest").step == 5
 
 
-def test_root_adds_another_nodes_files(tmp_path: Path) -> None:
+def test_root_adds_another_nodes_files(tmp_path):
     run_directory = copy("s2_bf16_dp2", tmp_path)
     name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     other = tmp_path / "node1" / "global_step5"
@@ -132,7 +132,7 @@ def test_root_adds_another_nodes_files(tmp_path: Path) -> None:
     assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
 
 
-def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
+def test_overwrite_replaces_a_checkpoint(tmp_path):
     succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 6)
     succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--overwrite")
     assert files(tmp_path) == sorted(["cut/latest", *flat_files(3, "cut/global_step5/")])
@@ -141,7 +141,7 @@ def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
 # --- what is printed
 
 
-def test_dry_run_lists_the_files_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_lists_the_files_and_writes_nothing(tmp_path):
     done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--dry-run")
     assert list(tmp_path.iterdir()) == []
     for name in ["latest", *flat_files(3, "global_step5/")]:
@@ -149,7 +149,7 @@ def test_dry_run_lists_the_files_and_writes_nothing(tmp_path: Path) -> None:
     assert "would write" in done.stdout
 
 
-def test_json_is_one_document(tmp_path: Path) -> None:
+def test_json_is_one_document(tmp_path):
     dry = json.loads(succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--dry-run", "--json").stdout)
     done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--json")
     document = json.loads(done.stdout)
@@ -172,24 +172,24 @@ def test_json_is_one_document(tmp_path: Path) -> None:
         ("tp2_s1_bf16_dp2", ("--world-size", 3)),
     ],
 )
-def test_verify_compares_all_that_was_written(name: str, options: tuple[object, ...], tmp_path: Path) -> None:
+def test_verify_compares_all_that_was_written(name, options, tmp_path):
     done = succeeded("reshard", FIXTURES / name, tmp_path / "out", *options, "--verify")
     assert "compared with the source, byte for byte" in done.stderr
 
 
-def test_no_weight_check_compares_nothing(tmp_path: Path) -> None:
+def test_no_weight_check_compares_nothing(tmp_path):
     options = ("--world-size", 3, "--json", "--no-weight-check")
     assert json.loads(succeeded("reshard", SOURCE, tmp_path / "cut", *options).stdout)["checked_elements"] == 0
 
 
-def test_notes_name_random_states_that_are_carried_over(tmp_path: Path) -> None:
+def test_notes_name_random_states_that_are_carried_over(tmp_path):
     done = succeeded("reshard", FIXTURES / "s2_bf16_dp2_client", tmp_path / "cut", "--world-size", 3, "--json")
     notes = "\n".join(json.loads(done.stdout)["notes"])
     assert "np_rng" in notes
     assert "py_rng" in notes
 
 
-def test_quiet_says_nothing(tmp_path: Path) -> None:
+def test_quiet_says_nothing(tmp_path):
     done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--quiet")
     assert (done.stdout, done.stderr) == ("", "")
     assert zckpt.open(tmp_path / "cut").topology.dp == 3
@@ -198,7 +198,7 @@ def test_quiet_says_nothing(tmp_path: Path) -> None:
 # --- what is refused
 
 
-def test_target_that_exists_is_kept(tmp_path: Path) -> None:
+def test_target_that_exists_is_kept(tmp_path):
     succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3)
     before = snapshot(tmp_path)
     refused(4, "reshard", SOURCE, tmp_path / "cut", "--world-size", 6, words=("exists", "--overwrite"))
@@ -216,19 +216,19 @@ def test_target_that_exists_is_kept(tmp_path: Path) -> None:
         ("tp2_s1_bf16_dp2", ("--world-size", 6, "--padded-vocab-size", 39), ("padded size", "39")),
     ],
 )
-def test_degrees_that_cannot_be(name: str, options: tuple[object, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_degrees_that_cannot_be(name, options, words, tmp_path):
     refused(2, "reshard", FIXTURES / name, tmp_path / "cut", *options, words=words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_slices_that_do_not_divide_are_named(tmp_path: Path) -> None:
+def test_slices_that_do_not_divide_are_named(tmp_path):
     options = ("--world-size", 2, "--tensor-parallel-size", 3)
     refused(3, "reshard", FIXTURES / "tp2_s1_bf16_dp2", tmp_path / "cut", *options, words=("query_key_value", "3"))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("world_size", ["0", "-1"])
-def test_impossible_world_size(world_size: str, tmp_path: Path) -> None:
+def test_impossible_world_size(world_size, tmp_path):
     refused(2, "reshard", SOURCE, tmp_path / "cut", "--world-size", world_size, words=("world size", world_size))
     assert list(tmp_path.iterdir()) == []
 
@@ -238,7 +238,7 @@ def test_impossible_world_size(world_size: str, tmp_path: Path) -> None:
                 ("--world-size", "3", "--stage", "4"), ("--world-size", "3", "--stage", "0"),
                 ("--stage", "2")]
 )  # fmt: skip
-def test_options_that_cannot_be_read(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_options_that_cannot_be_read(options, tmp_path):
     done = run("reshard", SOURCE, tmp_path / "cut", *options)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -247,13 +247,13 @@ def test_options_that_cannot_be_read(options: tuple[str, ...], tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plain_torch_file_is_not_resharded(tmp_path: Path) -> None:
+def test_plain_torch_file_is_not_resharded(tmp_path):
     (path,) = sorted((FIXTURES / "other" / "plain_adamw").glob("*.pt"))[:1]
     refused(5, "reshard", path, tmp_path / "cut", "--world-size", 3, words=(path.name,))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_rank_is_named(tmp_path: Path) -> None:
+def test_missing_rank_is_named(tmp_path):
     run_directory = copy("s3_bf16_dp4", tmp_path)
     (run_directory / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
     refused(3, "reshard", run_directory, tmp_path / "cut", "--world-size", 3, words=("rank 2", "missing"))
@@ -261,14 +261,14 @@ def test_missing_rank_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["--rigid", "--stage=3"])
-def test_elastic_source_lacks_what_other_forms_need(form: str, tmp_path: Path) -> None:
+def test_elastic_source_lacks_what_other_forms_need(form, tmp_path):
     source = FIXTURES / "s2_bf16_dp2_elastic"
     refused(5, "reshard", source, tmp_path / "cut", "--world-size", 3, form, words=("elastic", "hyperparameters"))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options", [("--stage", "2"), ("--elastic",), ("--round-robin",), ("--parameter-alignment",)])
-def test_bf16_optimizer_stays_one(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_bf16_optimizer_stays_one(options, tmp_path):
     source = FIXTURES / "s1_bf16_dp2_bf16opt"
     refused(5, "reshard", source, tmp_path / "cut", "--world-size", 3, *options, words=("BF16_Optimizer",))
     assert list(tmp_path.iterdir()) == []
@@ -276,7 +276,7 @@ def test_bf16_optimizer_stays_one(options: tuple[str, ...], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("target", [".", "global_step5", ".."])
 @pytest.mark.parametrize("source", [".", "global_step5"])
-def test_target_that_is_or_contains_the_source(source: str, target: str, tmp_path: Path) -> None:
+def test_target_that_is_or_contains_the_source(source, target, tmp_path):
     run_directory = copy("s2_bf16_dp2", tmp_path / "around")
     before = snapshot(tmp_path)
     where = (run_directory / target).resolve()
@@ -287,7 +287,7 @@ def test_target_that_is_or_contains_the_source(source: str, target: str, tmp_pat
 @pytest.mark.parametrize(
     ("source", "inside"), [(".", "cut"), (".", "global_step5/cut"), ("global_step5", "global_step5/cut")]
 )
-def test_target_inside_the_source(source: str, inside: str, tmp_path: Path) -> None:
+def test_target_inside_the_source(source, inside, tmp_path):
     """It would be read with the source from then on, and lost with it."""
     run_directory = copy("s2_bf16_dp2", tmp_path)
     before = snapshot(run_directory)
@@ -295,14 +295,14 @@ def test_target_inside_the_source(source: str, inside: str, tmp_path: Path) -> N
     assert snapshot(run_directory) == before
 
 
-def test_tag_directory_beside_the_source(tmp_path: Path) -> None:
+def test_tag_directory_beside_the_source(tmp_path):
     run_directory = copy("s2_bf16_dp2", tmp_path)
     succeeded("reshard", run_directory / "global_step5", run_directory / "cut", "--world-size", 3)
     assert zckpt.open(run_directory).topology.dp == 2
     assert zckpt.open(run_directory, tag="cut").topology.dp == 3
 
 
-def test_source_behind_a_link_is_the_source(tmp_path: Path) -> None:
+def test_source_behind_a_link_is_the_source(tmp_path):
     run_directory = copy("s2_bf16_dp2", tmp_path)
     (tmp_path / "link").symlink_to(run_directory)
     before = snapshot(run_directory)
@@ -313,7 +313,7 @@ def test_source_behind_a_link_is_the_source(tmp_path: Path) -> None:
     assert snapshot(run_directory) == before
 
 
-def test_overwrite_keeps_other_files(tmp_path: Path) -> None:
+def test_overwrite_keeps_other_files(tmp_path):
     target = tmp_path / "cut"
     succeeded("reshard", SOURCE, target, "--world-size", 3)
     (target / "notes.txt").write_text("mine")
@@ -322,6 +322,6 @@ def test_overwrite_keeps_other_files(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
-def test_parent_that_is_not_there(tmp_path: Path) -> None:
+def test_parent_that_is_not_there(tmp_path):
     refused(4, "reshard", SOURCE, tmp_path / "no" / "cut", "--world-size", 3, words=("no",))
     assert list(tmp_path.iterdir()) == []

@@ -208,7 +208,7 @@ def expected(source: Path, out: Path, *arguments: object) -> bytes:
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_a_remote_source_is_known_by_its_url(source: Path, out: Path) -> None:
+def test_a_remote_source_is_known_by_its_url(source, out):
     """And not by the path that it has in one process."""
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.put(str(source), "/resumed", recursive=True)
@@ -238,9 +238,7 @@ class InterruptedReporter(SilentReporter):
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_what_other_processes_have_done_is_gone_on_with(
-    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_other_processes_have_done_is_gone_on_with(source, out, monkeypatch):
     from zckpt.engine import tasks
 
     monkeypatch.setattr(tasks, "LEAST_TASK_NBYTES", 1 << 10)
@@ -257,7 +255,7 @@ def test_what_other_processes_have_done_is_gone_on_with(
 
 @pytest.mark.usefixtures("small_tasks")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_failed_write_keeps_what_is_done_and_says_how_to_go_on(number: int, source: Path, out: Path) -> None:
+def test_a_failed_write_keeps_what_is_done_and_says_how_to_go_on(number, source, out):
     said = failed_writing(source, out, number=number)
     assert f"cannot be written: found {os.strerror(number)}; " in said
     assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume goes on with them" in said
@@ -271,7 +269,7 @@ def test_a_failed_write_keeps_what_is_done_and_says_how_to_go_on(number: int, so
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_restart_begins_anew(source: Path, out: Path) -> None:
+def test_restart_begins_anew(source, out):
     failed_writing(source, out)
     succeeded("consolidate", source, out / MODEL, "--restart", "--dtype", "keep")
     assert (out / MODEL).read_bytes() == expected(source, out, "--dtype", "keep")
@@ -285,9 +283,7 @@ def test_restart_begins_anew(source: Path, out: Path) -> None:
 
 @pytest.mark.usefixtures("small_tasks")
 @pytest.mark.parametrize("options", [(), ("--no-checksums",)])
-def test_a_source_that_cannot_be_read_for_a_while(
-    options: tuple[str, ...], source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_cannot_be_read_for_a_while(options, source, out, monkeypatch):
     from zckpt.storage import files
 
     with monkeypatch.context() as patched:
@@ -314,7 +310,7 @@ def write_begun(out: Path) -> Callable[[], bool]:
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_short_reads_and_writes_are_only_slow(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_reads_and_writes_are_only_slow(source, out, monkeypatch):
     whole = expected(source, out)
     read, write = os.preadv, os.pwrite
     monkeypatch.setattr(
@@ -332,7 +328,7 @@ def optimizer_file(source: Path) -> Path:
 
 @pytest.mark.usefixtures("small_tasks")
 @pytest.mark.parametrize("name", ["*rank_0_*_optim_states.pt", "*rank_1_*_model_states.pt"])  # of the latter, no tensor
-def test_a_source_that_has_changed_is_not_gone_on_with(name: str, out: Path, tmp_path: Path) -> None:
+def test_a_source_that_has_changed_is_not_gone_on_with(name, out, tmp_path):
     source = copy("s3_bf16_dp2_nofrozen", tmp_path)
     failed_writing(source, out)
     file = next(source.rglob(name))
@@ -344,9 +340,7 @@ def test_a_source_that_has_changed_is_not_gone_on_with(name: str, out: Path, tmp
 
 @pytest.mark.usefixtures("small_tasks")
 @pytest.mark.parametrize("before_checks", [False, True])
-def test_a_source_that_changes_while_it_is_read(
-    before_checks: bool, source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_changes_while_it_is_read(before_checks, source, out, monkeypatch):
     """Where it states no checksums, too: nobody can say which of its bytes belong together."""
     file = optimizer_file(source)
 
@@ -368,7 +362,7 @@ def test_a_source_that_changes_while_it_is_read(
         (("--add-prefix", "x."), "add_prefix was not given and is x."),
     ],
 )
-def test_another_run_is_not_gone_on_with(options: tuple[str, ...], word: str, source: Path, out: Path) -> None:
+def test_another_run_is_not_gone_on_with(options, word, source, out):
     failed_writing(source, out)
     said = refused(4, "consolidate", source, out / MODEL, "--resume", *options)
     assert f"begun with other options: {word}; --restart begins anew" in said
@@ -376,7 +370,7 @@ def test_another_run_is_not_gone_on_with(options: tuple[str, ...], word: str, so
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_bytes_that_a_loss_of_power_took_are_written_again(source: Path, out: Path) -> None:
+def test_bytes_that_a_loss_of_power_took_are_written_again(source, out):
     failed_writing(source, out)
     with (out / f".{MODEL}.zckpt-partial").open("r+b") as file:
         file.truncate(file.seek(0, os.SEEK_END) // 2)
@@ -396,7 +390,7 @@ def test_bytes_that_a_loss_of_power_took_are_written_again(source: Path, out: Pa
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_what_could_be_anybodys_is_not_written_into(source: Path, out: Path, tmp_path: Path) -> None:
+def test_what_could_be_anybodys_is_not_written_into(source, out, tmp_path):
     failed_writing(source, out)
     os.link(out / f".{MODEL}.zckpt-partial", tmp_path / "precious")
     precious = (tmp_path / "precious").read_bytes()
@@ -406,7 +400,7 @@ def test_what_could_be_anybodys_is_not_written_into(source: Path, out: Path, tmp
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_a_link_in_a_directory_that_is_gone_on_with(source: Path, out: Path, tmp_path: Path) -> None:
+def test_a_link_in_a_directory_that_is_gone_on_with(source, out, tmp_path):
     (tmp_path / "precious").write_text("precious")
     with pytest.MonkeyPatch.context() as patched:
         at_write(patched, 10, fail(errno.ENOSPC))
@@ -426,7 +420,7 @@ def test_a_link_in_a_directory_that_is_gone_on_with(source: Path, out: Path, tmp
 
 
 @pytest.mark.usefixtures("small_tasks")
-def test_a_disk_that_fails_to_sync_is_not_trusted(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_to_sync_is_not_trusted(source, out, monkeypatch):
     """The system says so once, and a later sync of the same bytes says that all is well."""
     monkeypatch.setattr(os, "fsync", after(0, fail(errno.EIO), os.fsync))
     said = refused(4, "consolidate", source, out / MODEL)
@@ -434,12 +428,12 @@ def test_a_disk_that_fails_to_sync_is_not_trusted(source: Path, out: Path, monke
     assert not names_in(out)
 
 
-def test_resume_without_remains_begins(source: Path, out: Path) -> None:
+def test_resume_without_remains_begins(source, out):
     succeeded("consolidate", source, out / MODEL, "--resume")
     assert (out / MODEL).read_bytes() == expected(source, out)
 
 
-def test_little_work_is_not_kept(source: Path, out: Path) -> None:
+def test_little_work_is_not_kept(source, out):
     assert "nothing was left behind" in failed_writing(source, out, at=0)
     assert not names_in(out)
 
@@ -448,19 +442,19 @@ def test_little_work_is_not_kept(source: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_at_random_times_and_gone_on_with(verb: str, tmp_path: Path) -> None:
+def test_killed_at_random_times_and_gone_on_with(verb, tmp_path):
     assert forked(kill_and_resume, verb, 2, 1, tmp_path) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("verb", VERBS)
-def test_killed_a_hundred_times(verb: str, tmp_path: Path) -> None:
+def test_killed_a_hundred_times(verb, tmp_path):
     assert forked(kill_and_resume, verb, 100, 2, tmp_path, timeout=600) == []
 
 
 @pytest.mark.usefixtures("small_tasks")
 @pytest.mark.parametrize("arguments", [[], ["--restart"]])
-def test_a_link_at_the_journals_name_is_named(arguments: list[str], source: Path, out: Path, tmp_path: Path) -> None:
+def test_a_link_at_the_journals_name_is_named(arguments, source, out, tmp_path):
     if arguments:
         failed_writing(source, out)
         (out / f".{MODEL}.zckpt-journal").unlink()

@@ -113,7 +113,7 @@ def in_one_line(done: Any) -> None:
 
 @pytest.mark.parametrize(("tree", "place"), each(TREES, ["beside the model", "in a group"]))
 @pytest.mark.usefixtures("fewer_leaves")
-def test_every_verb_reads_a_file_with_such_a_tree(tree: str, place: str, tmp_path: Path) -> None:
+def test_every_verb_reads_a_file_with_such_a_tree(tree, place, tmp_path):
     source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
     in_one_line(run("inspect", source, "--parameters", "--globals"))
     in_one_line(run("verify", source, "--deep"))
@@ -128,7 +128,7 @@ def test_every_verb_reads_a_file_with_such_a_tree(tree: str, place: str, tmp_pat
 
 
 @pytest.mark.parametrize(("place", "tree"), each(PLACES, ["dicts", "a list in itself"]))
-def test_such_a_tree_may_be_anywhere_in_a_file(tree: str, place: str, tmp_path: Path) -> None:
+def test_such_a_tree_may_be_anywhere_in_a_file(tree, place, tmp_path):
     source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
     in_one_line(run("inspect", source))
     in_one_line(run("verify", source))
@@ -150,7 +150,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize(("place", "tree"), each(SHARDS, ["lists", "a dict in itself"]))
-def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree: str, place: str, tmp_path: Path) -> None:
+def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree, place, tmp_path):
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
     name, path = SHARDS[place]
     file = source / "global_step5" / name
@@ -162,7 +162,7 @@ def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree: str, place: str, 
 
 @pytest.mark.usefixtures("fewer_leaves")
 @pytest.mark.parametrize("tree", ["lists", "objects", "a dict in itself"])
-def test_what_is_carried_comes_back_as_it_was(tree: str, tmp_path: Path) -> None:
+def test_what_is_carried_comes_back_as_it_was(tree, tmp_path):
     """Through zckpt's own format and back into a file of torch's, which torch loads."""
     source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES[tree])
     succeeded("convert", source, tmp_path / "zckpt", "--to", "zckpt", "--quiet")
@@ -173,7 +173,7 @@ def test_what_is_carried_comes_back_as_it_was(tree: str, tmp_path: Path) -> None
         assert json.loads(done.stdout)["equal"] is True
 
 
-def test_a_difference_far_below_is_found(tmp_path: Path) -> None:
+def test_a_difference_far_below_is_found(tmp_path):
     a = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["lists"])
     b = with_tree(PLAIN, tmp_path / "b.pt", ("extra",), TREES["lists"].replace(b"K\x07", b"K\x08"))
     done = run("diff", a, b, "--json")
@@ -182,13 +182,13 @@ def test_a_difference_far_below_is_found(tmp_path: Path) -> None:
     assert found["equal"] is False
 
 
-def test_program_gets_a_list_in_itself_as_one(tmp_path: Path) -> None:
+def test_program_gets_a_list_in_itself_as_one(tmp_path):
     source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["a list in itself"])
     tree = value_of(open_checkpoint(source).metadata["extra"])
     assert tree[0] is tree
 
 
-def test_program_gets_the_tree_that_was_saved(tmp_path: Path) -> None:
+def test_program_gets_the_tree_that_was_saved(tmp_path):
     source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["lists"])
     tree = value_of(open_checkpoint(source).metadata["extra"])
     for _ in range(DOUBLED):

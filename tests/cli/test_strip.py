@@ -22,7 +22,7 @@ def nbytes(path: Path) -> int:
     return sum(one.stat().st_size for one in [path, *path.rglob("*")] if one.is_file())
 
 
-def test_bytes_saved_are_printed_by_kind(tmp_path: Path) -> None:
+def test_bytes_saved_are_printed_by_kind(tmp_path):
     done = succeeded("strip", SOURCE, tmp_path / "thin", "--padding", "--unreferenced")
     assert done.stdout == ""
     rows = dict(
@@ -35,7 +35,7 @@ def test_bytes_saved_are_printed_by_kind(tmp_path: Path) -> None:
     assert files(tmp_path / "thin") == files(SOURCE)
 
 
-def test_json_is_one_document_and_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+def test_json_is_one_document_and_a_dry_run_writes_nothing(tmp_path):
     options = ("--keep-slots", "exp_avg", "--json")
     dry = json.loads(succeeded("strip", PLAIN, tmp_path / "thin.pt", *options, "--dry-run").stdout)
     assert list(tmp_path.iterdir()) == []
@@ -51,7 +51,7 @@ def test_json_is_one_document_and_a_dry_run_writes_nothing(tmp_path: Path) -> No
     assert "exp_avg" not in document["saved_nbytes"]
 
 
-def test_dry_run_prints_what_would_be_saved(tmp_path: Path) -> None:
+def test_dry_run_prints_what_would_be_saved(tmp_path):
     done = succeeded("strip", PLAIN, tmp_path / "thin.pt", "--optimizer", "--dry-run")
     assert f"would write {tmp_path / 'thin.pt'}" in done.stdout
     assert "exp_avg_sq" in done.stdout
@@ -60,18 +60,18 @@ def test_dry_run_prints_what_would_be_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [("--keep-slots", "exp_avg,exp_avg_sq"),
                                      ("--keep-slots", "exp_avg", "--keep-slots", "exp_avg_sq")])  # fmt: skip
-def test_slots_are_named_at_once_or_one_by_one(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_slots_are_named_at_once_or_one_by_one(options, tmp_path):
     succeeded("strip", PLAIN, tmp_path / "thin.pt", *options, "--quiet")
     assert (tmp_path / "thin.pt").read_bytes() == PLAIN.read_bytes()
 
 
-def test_file_that_is_written_is_sound(tmp_path: Path) -> None:
+def test_file_that_is_written_is_sound(tmp_path):
     succeeded("strip", PLAIN, tmp_path / "thin.pt", "--optimizer")
     loaded = torch.load(tmp_path / "thin.pt", weights_only=True, mmap=True)
     assert any(isinstance(value, dict) and value.get("state") == {} for value in loaded.values())
 
 
-def test_without_an_option_it_says_what_could_be_saved(tmp_path: Path) -> None:
+def test_without_an_option_it_says_what_could_be_saved(tmp_path):
     line = refused(2, "strip", SOURCE, tmp_path / "thin", words=("--padding (", "--optimizer (", "--unreferenced ("))
     assert "momentum_buffer" in line
     assert list(tmp_path.iterdir()) == []
@@ -85,12 +85,12 @@ def test_without_an_option_it_says_what_could_be_saved(tmp_path: Path) -> None:
         (("--padding", "--memory", "0"), ()),
     ],
 )
-def test_unusable_options_are_refused(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_unusable_options_are_refused(options, words, tmp_path):
     refused(2, "strip", SOURCE, tmp_path / "thin", *options, words=words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_existing_target_is_refused_and_replaced_only_when_told(tmp_path: Path) -> None:
+def test_existing_target_is_refused_and_replaced_only_when_told(tmp_path):
     succeeded("strip", SOURCE, tmp_path / "thin", "--padding")
     refused(4, "strip", SOURCE, tmp_path / "thin", "--optimizer", words=("exists",))
     succeeded("strip", SOURCE, tmp_path / "thin", "--optimizer", "--overwrite")
@@ -99,13 +99,13 @@ def test_existing_target_is_refused_and_replaced_only_when_told(tmp_path: Path) 
     refused(4, "strip", SOURCE, tmp_path / "thin", "--padding", "--overwrite", words=("mine.txt",))
 
 
-def test_damaged_source_is_refused(tmp_path: Path) -> None:
+def test_damaged_source_is_refused(tmp_path):
     (tmp_path / "cut.pt").write_bytes(PLAIN.read_bytes()[:-100])
     refused(3, "strip", tmp_path / "cut.pt", tmp_path / "thin.pt", "--optimizer", words=("cut.pt",))
     assert not (tmp_path / "thin.pt").exists()
 
 
-def test_missing_rank_is_refused(tmp_path: Path) -> None:
+def test_missing_rank_is_refused(tmp_path):
     for path in [SOURCE / "latest", *(SOURCE / "global_step5").iterdir()]:
         if "rank_2" not in path.name:
             target = tmp_path / "run" / path.relative_to(SOURCE)
@@ -114,7 +114,7 @@ def test_missing_rank_is_refused(tmp_path: Path) -> None:
     refused(3, "strip", tmp_path / "run", tmp_path / "thin", "--padding", words=("rank 2",))
 
 
-def test_help_names_every_kind() -> None:
+def test_help_names_every_kind():
     text = run("strip", "--help").stdout
     for option in ("--padding", "--optimizer", "--unreferenced", "--keep-slots"):
         assert option in text

@@ -16,12 +16,12 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
-def test_colour_is_for_terminals(verb: str) -> None:
+def test_colour_is_for_terminals(verb):
     assert ESCAPE in on_terminal(*COMMANDS[verb])
     assert ESCAPE not in run(*COMMANDS[verb]).stdout
 
 
-def test_no_color_is_heeded_unless_it_is_empty_and_tables_fit_the_terminal() -> None:
+def test_no_color_is_heeded_unless_it_is_empty_and_tables_fit_the_terminal():
     assert ESCAPE in on_terminal(*COMMANDS["verify"], NO_COLOR="")
     assert ESCAPE not in on_terminal(*COMMANDS["verify"], NO_COLOR="1")
     shown = on_terminal(*COMMANDS["diff"], NO_COLOR="1")

@@ -29,13 +29,13 @@ def damaged(tmp_path: Path) -> Path:
     return target
 
 
-def test_sound_checkpoint_exits_0() -> None:
+def test_sound_checkpoint_exits_0():
     done = succeeded("verify", FIXTURES / RUN, "--deep")
     assert done.stdout.startswith(f"sound  {FIXTURES / RUN} (deepspeed)\n")
     assert done.stderr == ""
 
 
-def test_unsound_checkpoint_exits_1_and_names_what_is_wrong(damaged: Path) -> None:
+def test_unsound_checkpoint_exits_1_and_names_what_is_wrong(damaged):
     done = run("verify", damaged, "--deep")
     assert done.returncode == 1
     assert done.stderr == ""
@@ -45,14 +45,14 @@ def test_unsound_checkpoint_exits_1_and_names_what_is_wrong(damaged: Path) -> No
     assert "\x1b" not in done.stdout
 
 
-def test_warnings_alone_exit_0(tmp_path: Path) -> None:
+def test_warnings_alone_exit_0(tmp_path):
     target = copy(RUN, tmp_path)
     name = "global_step5/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
     shutil.copy(FIXTURES / "s2_bf16_dp3" / name, target / name)
     assert "ZC-114" in succeeded("verify", target).stdout
 
 
-def test_json_is_one_document(damaged: Path) -> None:
+def test_json_is_one_document(damaged):
     done = run("verify", damaged, "--deep", "--json")
     assert (done.returncode, done.stderr) == (1, "")
     document = json.loads(done.stdout)
@@ -66,7 +66,7 @@ def test_json_is_one_document(damaged: Path) -> None:
     assert [finding["ranks"] for finding in document["findings"]] == [[1], [0]]
 
 
-def test_truncated_missing_and_hostile_are_findings_and_not_refusals(tmp_path: Path) -> None:
+def test_truncated_missing_and_hostile_are_findings_and_not_refusals(tmp_path):
     target = copy(RUN, tmp_path)
     optimizer_file(target, 0).write_bytes(b"PK\3\4")
     optimizer_file(target, 1).unlink()
@@ -76,31 +76,31 @@ def test_truncated_missing_and_hostile_are_findings_and_not_refusals(tmp_path: P
     assert "ZC-102" in done.stdout
 
 
-def test_latest_that_names_nothing_is_a_finding(tmp_path: Path) -> None:
+def test_latest_that_names_nothing_is_a_finding(tmp_path):
     target = copy(RUN, tmp_path)
     (target / "latest").write_text("nothing")
     assert "ZC-115" in run("verify", target).stdout
     assert run("verify", target, "--tag", "global_step5").returncode == 0
 
 
-def test_nothing_to_verify_exits_3(tmp_path: Path) -> None:
+def test_nothing_to_verify_exits_3(tmp_path):
     refused(3, "verify", tmp_path / "nowhere", words=("cannot be opened",))
     refused(3, "verify", tmp_path, words=("no checkpoint recognised",))
     refused(3, "verify", FIXTURES / RUN, "--against", tmp_path / "nowhere.json", words=("nowhere.json",))
 
 
-def test_unusable_arguments_exit_2() -> None:
+def test_unusable_arguments_exit_2():
     refused(2, "verify", words=("SOURCE",))
     refused(2, "verify", FIXTURES / RUN, "--memory", "none", words=("size",))
     refused(2, "verify", FIXTURES / "other/plain_adamw/ckpt.pt", "--tag", "x", words=("--tag",))
 
 
-def test_quiet_prints_nothing(damaged: Path) -> None:
+def test_quiet_prints_nothing(damaged):
     done = run("verify", damaged, "--deep", "--quiet")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
-def test_page_is_written_whole_or_not_at_all(damaged: Path, tmp_path: Path) -> None:
+def test_page_is_written_whole_or_not_at_all(damaged, tmp_path):
     page = tmp_path / "page.html"
     assert run("verify", damaged, "--deep", "--html", page).returncode == 1
     text = page.read_text()
@@ -111,7 +111,7 @@ def test_page_is_written_whole_or_not_at_all(damaged: Path, tmp_path: Path) -> N
     assert "ZC-201" not in page.read_text()
 
 
-def test_page_of_a_checkpoint_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_page_of_a_checkpoint_that_cannot_be_opened(tmp_path):
     target = copy(RUN, tmp_path)
     optimizer_file(target, 1).unlink()
     assert run("verify", target, "--html", tmp_path / "page.html").returncode == 1
@@ -119,7 +119,7 @@ def test_page_of_a_checkpoint_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 100])
-def test_text_fits_the_terminal_but_for_paths_and_names(damaged: Path, width: int) -> None:
+def test_text_fits_the_terminal_but_for_paths_and_names(damaged, width):
     text = on_terminal("verify", damaged, "--deep", columns=width, NO_COLOR="1").replace("\r\n", "\n")
     long = [line for line in text.splitlines()[1:] if len(line) > width]
     assert all(any(len(word) > width - 13 for word in line.split()) for line in long)
@@ -127,7 +127,7 @@ def test_text_fits_the_terminal_but_for_paths_and_names(damaged: Path, width: in
     assert {len(line) - len(line[2:].split(maxsplit=1)[1]) for line in labels} == {13}
 
 
-def test_many_findings_and_names_are_counted() -> None:
+def test_many_findings_and_names_are_counted():
     document = verify(FIXTURES / RUN).as_dict()
     names = [f"p{i}" for i in range(1000)]
     finding = {"code": "ZC-202", "severity": "error", "title": "NaN or Inf", "message": "m", "ranks": [0, 1]}
@@ -139,7 +139,7 @@ def test_many_findings_and_names_are_counted() -> None:
     assert "p9," not in text
 
 
-def test_shallow_run_needs_no_numpy_until_there_are_weights_to_compare() -> None:
+def test_shallow_run_needs_no_numpy_until_there_are_weights_to_compare():
     program = (
         "import sys; from zckpt.operations.verify import verify; "
         f"v = verify({str(FIXTURES / 's3_bf16_dp2')!r}); assert v.sound; "
@@ -151,7 +151,7 @@ def test_shallow_run_needs_no_numpy_until_there_are_weights_to_compare() -> None
     assert done.stdout == "[]\n"
 
 
-def test_help_names_the_exit_statuses() -> None:
+def test_help_names_the_exit_statuses():
     text = CliRunner().invoke(verify_command, ["--help"]).output
     for word in ("--deep", "--against", "--json", "--html", "--tag", "--root", "--names", "1 unsound"):
         assert word in text

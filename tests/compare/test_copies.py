@@ -31,7 +31,7 @@ def drifted(tmp_path: Path) -> Path:
     return run
 
 
-def test_what_makes_one_of_them_says_which(drifted: Path, tmp_path: Path) -> None:
+def test_what_makes_one_of_them_says_which(drifted, tmp_path):
     done = zckpt.consolidate(drifted, tmp_path / "model.safetensors")
     [note] = [note for note in done.notes if TIED in note]
     assert "copies of tied_modules.embed.weight that ranks keep differ" in note
@@ -43,7 +43,7 @@ def test_what_makes_one_of_them_says_which(drifted: Path, tmp_path: Path) -> Non
     assert "ZC-206" in {one.code for one in zckpt.verify(drifted, deep=True).findings}
 
 
-def test_stages_that_stay_keep_their_own(drifted: Path, tmp_path: Path) -> None:
+def test_stages_that_stay_keep_their_own(drifted, tmp_path):
     """As DeepSpeed gives each stage its own back."""
     zckpt.reshard(drifted, tmp_path / "cut", world_size=1)
     for one in (drifted, tmp_path / "cut"):
@@ -53,6 +53,6 @@ def test_stages_that_stay_keep_their_own(drifted: Path, tmp_path: Path) -> None:
     assert "ZC-206" in {one.code for one in zckpt.verify(tmp_path / "cut", deep=True).findings}
 
 
-def test_copies_that_are_alike_are_not_mentioned(tmp_path: Path) -> None:
+def test_copies_that_are_alike_are_not_mentioned(tmp_path):
     for name in ("pp2_s1_fp32_dp2", "tp2_s2_fp32_dp2"):
         assert not any("copies" in note for note in zckpt.consolidate(run_of(name), tmp_path / name).notes)

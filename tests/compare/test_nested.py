@@ -21,7 +21,7 @@ def written(path: Path, factor: float, *, apart: bool = False) -> Path:
     return path
 
 
-def test_trees_that_differ_in_an_element_differ(tmp_path: Path) -> None:
+def test_trees_that_differ_in_an_element_differ(tmp_path):
     one, other = written(tmp_path / "one.pt", 1.0), written(tmp_path / "other.pt", 2.0)
     found = zckpt.diff(one, other)
     assert not found.equal
@@ -29,7 +29,7 @@ def test_trees_that_differ_in_an_element_differ(tmp_path: Path) -> None:
     assert zckpt.fingerprint(one).text != zckpt.fingerprint(other).text
 
 
-def test_it_does_not_matter_how_they_lie_or_in_which_format(tmp_path: Path) -> None:
+def test_it_does_not_matter_how_they_lie_or_in_which_format(tmp_path):
     one, other = written(tmp_path / "one.pt", 1.0), written(tmp_path / "other.pt", 1.0, apart=True)
     assert zckpt.diff(one, other).equal
     zckpt.convert(one, tmp_path / "z", to="zckpt")

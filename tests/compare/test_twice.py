@@ -56,25 +56,25 @@ def slices(a: np.ndarray, b: np.ndarray, key: str = "master") -> Tensors:
 
 
 @pytest.mark.parametrize("head", [(), (0, 64, 0)])
-def test_slices_of_the_same_parameters_are_told(head: tuple[int, ...], tmp_path: Path) -> None:
+def test_slices_of_the_same_parameters_are_told(head, tmp_path):
     files = slices(RANDOM, OTHER), slices(RANDOM, OTHER), slices(OTHER, LESS)
     assert pairs(checkpoint(tmp_path, *files, head=head)) == [("rank_1", "rank_0")]
 
 
-def test_the_last_rank_may_have_less_of_them(tmp_path: Path) -> None:
+def test_the_last_rank_may_have_less_of_them(tmp_path):
     files = slices(OTHER, LESS), slices(RANDOM, OTHER), slices(RANDOM[:7], OTHER[:3])
     assert pairs(checkpoint(tmp_path, *files)) == [("rank_2", "rank_1")]
 
 
 @pytest.mark.parametrize("key", ["weight", "master"])
-def test_slices_of_which_one_is_alike_are_not(key: str, tmp_path: Path) -> None:
+def test_slices_of_which_one_is_alike_are_not(key, tmp_path):
     """Each row of a state space's `A_log` begins as the others do, whatever else there is."""
     assert not pairs(checkpoint(tmp_path, slices(RANDOM, OTHER, key), slices(RANDOM, LESS, key)))
     assert not pairs(checkpoint(tmp_path, {("A_log", key): RANDOM}, {("A_log", key): RANDOM}))
 
 
 @pytest.mark.parametrize("values", [ZEROS, ONES, FEW])
-def test_what_is_one_value_or_few_tells_nothing(values: np.ndarray, tmp_path: Path) -> None:
+def test_what_is_one_value_or_few_tells_nothing(values, tmp_path):
     assert not pairs(checkpoint(tmp_path, slices(values, values, "exp_avg"), slices(values, values, "exp_avg")))
 
 
@@ -83,14 +83,14 @@ def of_expert(number: int, values: np.ndarray, moments: np.ndarray) -> Tensors:
     return {(name, "weight"): values, (name, "master"): values, (name, "exp_avg"): moments}
 
 
-def test_experts_that_begin_as_one_are_not_told_and_what_was_trained_is(tmp_path: Path) -> None:
+def test_experts_that_begin_as_one_are_not_told_and_what_was_trained_is(tmp_path):
     assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, ZEROS), of_expert(1, RANDOM, ZEROS)))
     assert not pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, LESS)))
     assert pairs(checkpoint(tmp_path, of_expert(0, RANDOM, OTHER), of_expert(1, RANDOM, OTHER)))
 
 
 @pytest.mark.parametrize(("step", "rate", "told"), [(1, 0.1, False), (5, 0.0, False), (5, 0.1, True)])
-def test_masters_that_were_stepped_apart_are_not_alike(step: int, rate: float, told: bool, tmp_path: Path) -> None:
+def test_masters_that_were_stepped_apart_are_not_alike(step, rate, told, tmp_path):
     """Each slot in a file of its own, as universal checkpoints have them."""
     files = [{place: values} for number, moments in ((0, OTHER), (1, LESS))
              for place, values in of_expert(number, RANDOM, moments).items() if place[1] != "weight"]  # fmt: skip
@@ -104,7 +104,7 @@ def named(*archives: str, role: str = "model") -> Checkpoint:
     return Checkpoint("/run", "of a test", files=files)
 
 
-def test_names_that_archives_have_for_themselves(tmp_path: Path) -> None:
+def test_names_that_archives_have_for_themselves(tmp_path):
     assert not pairs(named("rank_0", "rank_1"))
     assert not pairs(named("archive", "archive"))
     assert not pairs(named("rank_7", "rank_8"))  # renamed together, or of another run: nothing says which is which

@@ -184,7 +184,7 @@ def test_mean_leaves_what_is_averaged_alone():
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", *COMPLEX, *INTEGERS[:5]])
 @given(data=st.binary(min_size=16, max_size=160), bits=st.sampled_from([("conj",), ("neg",), ("conj", "neg")]))
-def test_lazy_views_are_resolved_as_torch_does(dtype: str, data: bytes, bits: tuple[str, ...]) -> None:
+def test_lazy_views_are_resolved_as_torch_does(dtype, data, bits):
     size = itemsize(dtype)
     array = np.frombuffer(data[: len(data) // size * size], numpy_dtype(dtype))
     lazy = in_torch(array, dtype)
@@ -199,7 +199,7 @@ def test_lazy_views_are_resolved_as_torch_does(dtype: str, data: bytes, bits: tu
 
 
 @pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn", "quint4x2"])
-def test_what_torch_does_not_negate_is_refused(dtype: str) -> None:
+def test_what_torch_does_not_negate_is_refused(dtype):
     with refusing(UnsupportedError, "not negated"):
         resolved(np.zeros(4, numpy_dtype(dtype)), dtype, ("neg",))
 

@@ -47,9 +47,7 @@ def parts_of(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int, bool]], int]:
 
 
 @given(drawn=parts_of())
-def test_parts_in_any_order_that_may_overlap_are_put_together(
-    drawn: tuple[bytes, list[tuple[int, int, bool]], int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_parts_in_any_order_that_may_overlap_are_put_together(drawn, tmp_path_factory):
     data, ranges, flipped = drawn
     there = bytes(byte ^ (at == flipped) for at, byte in enumerate(data))
     path = tmp_path_factory.mktemp("record") / "x"
@@ -68,7 +66,7 @@ def test_parts_in_any_order_that_may_overlap_are_put_together(
         assert (checked.records, checked.nbytes) == (1, len(data))
 
 
-def test_what_was_seen_end_to_end_is_kept_as_one() -> None:
+def test_what_was_seen_end_to_end_is_kept_as_one():
     data = bytes(range(200)) * 3
     checks = Checks([Sum("record", "x", 0, 700, 0)])
     for at in (*range(0, 600, 12), *range(6, 600, 12)):
@@ -102,7 +100,7 @@ def in_record(path: Path, key: str) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "key", "memory"), each(["keep", "bfloat16"], ["0", "1", "2"], [64_000_000, 1]))
-def test_damage_is_found_in_any_copy(dtype: str, key: str, memory: int, tmp_path: Path) -> None:
+def test_damage_is_found_in_any_copy(dtype, key, memory, tmp_path):
     """Bytes are summed as they are stored, whether they are moved as they are, cast or put into another order."""
     source, target = tmp_path / "x.pt", tmp_path / "model.safetensors"
     big(source)
@@ -119,7 +117,7 @@ def test_damage_is_found_in_any_copy(dtype: str, key: str, memory: int, tmp_path
 
 
 @pytest.mark.parametrize("pad", [1000, REST_NBYTES // 2])
-def test_a_record_that_is_copied_in_part_is_checked_if_the_rest_is_small(pad: int, tmp_path: Path) -> None:
+def test_a_record_that_is_copied_in_part_is_checked_if_the_rest_is_small(pad, tmp_path):
     source = tmp_path / "x.pt"
     big(source, pad=pad)
     is_small = pad * 4 <= REST_NBYTES
@@ -133,7 +131,7 @@ def test_a_record_that_is_copied_in_part_is_checked_if_the_rest_is_small(pad: in
         assert done.checksummed < done.read_nbytes
 
 
-def test_copies_by_other_processes_are_checked(tmp_path: Path) -> None:
+def test_copies_by_other_processes_are_checked(tmp_path):
     source = tmp_path / "x.pt"
     big(source)
     slot = open_checkpoint(source).parameters["w"].slots[WEIGHT]
@@ -150,7 +148,7 @@ def test_copies_by_other_processes_are_checked(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
+def test_reads_into_memory_can_be_checked(tmp_path):
     source = tmp_path / "x.pt"
     big(source)
     checkpoint = open_checkpoint(source)
@@ -170,7 +168,7 @@ def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
         flip(source, in_record(source, "1"))
 
 
-def test_files_that_are_copied_as_they_are_are_checked(tmp_path: Path) -> None:
+def test_files_that_are_copied_as_they_are_are_checked(tmp_path):
     """A copy of a whole file runs over its records."""
     (tmp_path / "source").mkdir()
     source = tmp_path / "source" / "x.pt"
@@ -185,14 +183,14 @@ def test_files_that_are_copied_as_they_are_are_checked(tmp_path: Path) -> None:
         write_target(made, tmp_path / "other.pt", checks=source_checks(Checkpoint("", "torch"), made))
 
 
-def test_sources_that_are_not_watched_keep_nothing(tmp_path: Path) -> None:
+def test_sources_that_are_not_watched_keep_nothing(tmp_path):
     (tmp_path / "x").write_bytes(b"abc")
     with WatchedSources(frozenset()) as sources:
         sources.read(str(tmp_path / "x"), 0, memoryview(bytearray(3)))
         assert sources.seen == []
 
 
-def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path: Path) -> None:
+def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path):
     source = tmp_path / "x.pt"
     torch.save({"weight": torch.ones(3)}, source)
     flip(source, source.read_bytes().index(b"weight"))
@@ -202,7 +200,7 @@ def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path: Path) -> None
     assert not verify(source).sound
 
 
-def test_a_file_that_torch_wrote_without_checksums_is_sound(tmp_path: Path) -> None:
+def test_a_file_that_torch_wrote_without_checksums_is_sound(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
         big(tmp_path / "x.pt")
@@ -212,7 +210,7 @@ def test_a_file_that_torch_wrote_without_checksums_is_sound(tmp_path: Path) -> N
     assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors").checksummed == 0
 
 
-def test_the_command_says_what_was_checked_and_can_salvage(tmp_path: Path) -> None:
+def test_the_command_says_what_was_checked_and_can_salvage(tmp_path):
     source, target = tmp_path / "x.pt", tmp_path / "model.safetensors"
     big(source)
     assert "of the source agree with the checksums in its files" in succeeded("consolidate", source, target).stderr
@@ -229,7 +227,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {one.relative_to(path).as_posix(): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
 
 
-def test_no_single_flipped_bit_gives_a_wrong_target(tmp_path: Path) -> None:
+def test_no_single_flipped_bit_gives_a_wrong_target(tmp_path):
     """A flip is refused, or it is in bytes that the target does not depend on."""
     zckpt.convert(FIXTURES / "s2_bf16_dp3", tmp_path / "native", to="zckpt", world_size=2)
     verbs = {

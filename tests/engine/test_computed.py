@@ -66,7 +66,7 @@ def written(slot: Slot, dtype: str, folder: Path, memory: int = 64 << 20) -> byt
 
 
 @given(st.data())
-def test_a_mean_is_torchs_in_float32_rounded_once(data: st.DataObject) -> None:
+def test_a_mean_is_torchs_in_float32_rounded_once(data):
     shape = data.draw(shapes())
     target = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
     weights = data.draw(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=4))
@@ -86,7 +86,7 @@ def test_a_mean_is_torchs_in_float32_rounded_once(data: st.DataObject) -> None:
     assert found == raw((total / len(used) if used[0] == 1 else total).to(DTYPES[target]))
 
 
-def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path: Path) -> None:
+def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path):
     from torch.optim.swa_utils import get_ema_avg_fn
 
     tensors = [torch.randn(7, 5) for _ in range(4)]
@@ -98,7 +98,7 @@ def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path: Path) -> None:
     assert found == raw(mean)
 
 
-def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
+def test_float64_is_computed_in_float64(tmp_path):
     tensors = [torch.randn(33, dtype=torch.float64) for _ in range(3)]
     slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(tensors))
     found = written(computed(Mean(slots, "float64", (0.2, 0.3, 0.5)), (33,)), "float64", tmp_path)
@@ -106,7 +106,7 @@ def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_no_number_stays_none(tmp_path: Path) -> None:
+def test_what_is_no_number_stays_none(tmp_path):
     odd = [torch.tensor([math.inf, math.inf, math.nan, 3e38, 65000.0]), torch.tensor([1, -math.inf, 1, 3e38, 65000.0])]
     slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(odd))
     mean = computed(Mean(slots, "float32", (0.75, 0.25)), (5,))
@@ -130,13 +130,13 @@ def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bo
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(1000, 700, 4), (1, 9, 1), (5, 1, 3), (3, 400_000, 2)])
-def test_a_product_is_added_in_blocks(tmp_path: Path, rows: int, columns: int, rank: int, transposed: bool) -> None:
+def test_a_product_is_added_in_blocks(tmp_path, rows, columns, rank, transposed):
     function, truth = low_rank(tmp_path, rows, columns, rank, transposed=transposed)
     found = np.frombuffer(written(computed(function, (rows, columns)), "float32", tmp_path, 1), np.float32)
     np.testing.assert_allclose(found, np.frombuffer(truth), rtol=1e-5, atol=1e-5)
 
 
-def test_bits_of_a_product_do_not_depend_on_who_asks(tmp_path: Path) -> None:
+def test_bits_of_a_product_do_not_depend_on_who_asks(tmp_path):
     function, _ = low_rank(tmp_path, 1000, 700, 16)
     slot = computed(function, (1000, 700))
     found = written(slot, "float32", tmp_path)
@@ -146,7 +146,7 @@ def test_bits_of_a_product_do_not_depend_on_who_asks(tmp_path: Path) -> None:
             assert some.tobytes() == found[4 * start : 4 * (start + numel)]
 
 
-def test_the_right_factor_is_read_once(tmp_path: Path) -> None:
+def test_the_right_factor_is_read_once(tmp_path):
     function, _ = low_rank(tmp_path, 1000, 700, 4)
     reads = []
     right = np.ones(2800, np.float32)
@@ -156,7 +156,7 @@ def test_the_right_factor_is_read_once(tmp_path: Path) -> None:
     assert reads == [1]
 
 
-def test_other_processes_compute_the_same(tmp_path: Path) -> None:
+def test_other_processes_compute_the_same(tmp_path):
     function, _ = low_rank(tmp_path, 1000, 700, 4)
     slot = computed(function, (1000, 700))
     assert pickle.loads(pickle.dumps(function)).step == function.step
@@ -166,21 +166,21 @@ def test_other_processes_compute_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "x").read_bytes()[3:] == found
 
 
-def test_a_plan_counts_what_is_read_and_written(tmp_path: Path) -> None:
+def test_a_plan_counts_what_is_read_and_written(tmp_path):
     slots = tuple(stored(tmp_path / str(i), torch.randn(10, 3).bfloat16()) for i in range(3))
     found = planned(computed(Mean(slots, "float32", (1, 1, 1)), (10, 3)), "float32")
     assert (found.read_nbytes, found.copy_nbytes, found.write_nbytes) == (180, 120, 123)
     assert found.sources == {str(tmp_path / str(i)) for i in range(3)}
 
 
-def test_an_input_with_a_gap_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_input_with_a_gap_is_refused_before_anything_is_written(tmp_path):
     whole = stored(tmp_path / "0", torch.randn(10))
     gap = stored(tmp_path / "1", torch.randn(10), [Extent.flat((10,), 0, 4), Extent.flat((10,), 5, 5)])
     with refusing(LayoutError, "not every element is there"):
         planned(computed(Mean((whole, gap), "float32", (1, 1)), (10,)), "float32")
 
 
-def test_a_box_of_a_computed_slot_is_refused(tmp_path: Path) -> None:
+def test_a_box_of_a_computed_slot_is_refused(tmp_path):
     slot = computed(Mean((stored(tmp_path / "0", torch.randn(4, 4)),), "float32", (1,)), (4, 4))
     file = TargetFile("x", 16, [], [Hole(0, "w", slot, Extent((0, 0), (2, 2), 0, 4), "float32")])
     with refusing(LayoutError, "computed"):

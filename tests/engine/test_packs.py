@@ -64,9 +64,7 @@ def row(spans: list[CutSpans], world: int) -> PackedSlot:
 
 @pytest.mark.parametrize("flat", [False, True])
 @given(numels=NUMELS, old=WORLDS, new=WORLDS, most=st.sampled_from([0, 8, 1 << 14]), gap=st.sampled_from([0, 8, 999]))
-def test_a_target_has_what_its_ranks_shares_are(
-    tmp_path_factory: pytest.TempPathFactory, flat: bool, numels: list[int], old: int, new: int, most: int, gap: int
-) -> None:
+def test_a_target_has_what_its_ranks_shares_are(tmp_path_factory, flat, numels, old, new, most, gap):
     directory = tmp_path_factory.mktemp("packs")
     spans = source(directory, numels, old, flat=flat)
     made = row(spans, new)
@@ -97,7 +95,7 @@ def test_a_target_has_what_its_ranks_shares_are(
 
 
 @given(numels=NUMELS, old=WORLDS, new=WORLDS)
-def test_a_pack_names_the_files_that_copies_would_read(numels: list[int], old: int, new: int) -> None:
+def test_a_pack_names_the_files_that_copies_would_read(numels, old, new):
     held = [shard_numel(n, old) for n in numels]
     files = CutFiles(tuple(map(str, range(old))), (0,) * old, "float32")
     spans = [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(numels, held, flat_starts(held), strict=False)]
@@ -115,7 +113,7 @@ def test_a_pack_names_the_files_that_copies_would_read(numels: list[int], old: i
         assert pack.moved_nbytes == sum(copy.nbytes for copy in copies)
 
 
-def test_shares_are_sent_once_for_all_ranks() -> None:
+def test_shares_are_sent_once_for_all_ranks():
     held = [shard_numel(n, 4) for n in range(1, 1001)]
     files = CutFiles(("a", "b", "c", "d"), (0,) * 4, "float32")
     spans = [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(range(1, 1001), held, flat_starts(held), strict=False)]
@@ -134,7 +132,7 @@ def test_shares_are_sent_once_for_all_ranks() -> None:
 
 
 @pytest.mark.parametrize("position", [[0, 5], [-1, 6]])  # over another, outside of the hole
-def test_shares_that_do_not_fit_are_refused(position: list[int]) -> None:
+def test_shares_that_do_not_fit_are_refused(position):
     files = CutFiles(("a",), (0,), "float32")
     cuts = Cuts([CutSpans(files, (6,), 0, 6), CutSpans(files, (4,), 0, 4, 6)])
     with pytest.raises(LayoutError):

@@ -35,13 +35,13 @@ def values(seed: int) -> np.ndarray:
     return found.reshape(-1)
 
 
-def test_codes_are_of_the_nearest() -> None:
+def test_codes_are_of_the_nearest():
     qmap = np.array([-1, -0.5, 0, 0.25, 1], np.float32)
     given = np.array([-2, -1, -0.8, -0.75, -0.7, 0.12, 0.125, 0.13, 0.9, 2, np.nan], np.float32)
     assert nearest(given, qmap).tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 4, 4, 0]
 
 
-def test_scales_are_the_largest_of_a_block_and_codes_give_values_back() -> None:
+def test_scales_are_the_largest_of_a_block_and_codes_give_values_back():
     given = values(0)
     qmap = np.linspace(-1, 1, 256, dtype=np.float32)
     codes, scales = made(given, qmap)
@@ -54,7 +54,7 @@ def test_scales_are_the_largest_of_a_block_and_codes_give_values_back() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_are_those_of_torchao(seed: int) -> None:
+def test_they_are_those_of_torchao(seed):
     pytest.importorskip("torchao.optim")
     import torch
     from torchao.optim import quant_utils as own

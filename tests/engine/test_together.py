@@ -54,9 +54,7 @@ def shards(folder: Path, numels: list[int], ranks: int, dtype: str = "float32", 
 
 
 @given(data=st.data())
-def test_elements_are_those_that_are_read_one_by_one(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_elements_are_those_that_are_read_one_by_one(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("together")
     ranks = data.draw(st.integers(1, 9))
     numels = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=6))
@@ -76,7 +74,7 @@ def test_elements_are_those_that_are_read_one_by_one(
             assert bytes(memory[one.position : one.end]) == alone.tobytes()
 
 
-def test_a_line_that_parameters_share_is_read_alike(tmp_path: Path) -> None:
+def test_a_line_that_parameters_share_is_read_alike(tmp_path):
     paths = tuple(str(tmp_path / str(rank)) for rank in range(12))
     for path in paths:
         Path(path).write_bytes(np.random.default_rng(len(path)).bytes(10 * 4))
@@ -91,7 +89,7 @@ def test_a_line_that_parameters_share_is_read_alike(tmp_path: Path) -> None:
     assert bytes(memory) == b"".join(Path(path).read_bytes() for path in paths)[: len(memory)]
 
 
-def test_each_file_is_read_once(tmp_path: Path) -> None:
+def test_each_file_is_read_once(tmp_path):
     slots = [*shards(tmp_path, [300] * 50, 100), *shards(tmp_path, [300] * 50, 100, "bfloat16")]
     cuts, end = [], 0
     for slot in slots:
@@ -104,7 +102,7 @@ def test_each_file_is_read_once(tmp_path: Path) -> None:
         assert sum(nbytes for _, _, nbytes in sources.reads) == end
 
 
-def test_parts_of_a_parameter_are_read_at_once(tmp_path: Path) -> None:
+def test_parts_of_a_parameter_are_read_at_once(tmp_path):
     (slot,) = shards(tmp_path, [300], 100)
     cuts = [Cut(slot.spans, start, 75, (225 - start) * 4) for start in (0, 75, 150, 225)]  # type: ignore[arg-type]
     memory = bytearray(1200)
@@ -115,7 +113,7 @@ def test_parts_of_a_parameter_are_read_at_once(tmp_path: Path) -> None:
     assert bytes(memory) == b"".join(alone[start : start + 300] for start in (900, 600, 300, 0))
 
 
-def test_a_scan_reads_what_is_cut_finely_together(tmp_path: Path, reads: list[str]) -> None:
+def test_a_scan_reads_what_is_cut_finely_together(tmp_path, reads):
     slots = shards(tmp_path, [4000, 3, 129] * 20, 128)
     sets = [SlotSet(str(number), (slot,), ("float32",)) for number, slot in enumerate(slots)]
     found = dict(scan(sets, lambda index, start, arrays: arrays[0].copy()))
@@ -140,7 +138,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("files", [1, 30])
-def test_targets_of_what_is_cut_finely_are_read_together(tmp_path: Path, reads: list[str], files: int) -> None:
+def test_targets_of_what_is_cut_finely_are_read_together(tmp_path, reads, files):
     slots = shards(tmp_path, [4000, 3, 129] * 20, 128)
     targets, expected = [], []
     for number in range(files):
@@ -165,7 +163,7 @@ def test_targets_of_what_is_cut_finely_are_read_together(tmp_path: Path, reads: 
             assert path.read_bytes() == b"".join(one.tobytes() for one in wanted)
 
 
-def test_shares_of_many_ranks_are_read_once_for_all(tmp_path: Path, reads: list[str]) -> None:
+def test_shares_of_many_ranks_are_read_once_for_all(tmp_path, reads):
     numels, ranks = [4000, 3, 129] * 20, 64
     slots = shards(tmp_path, numels, 128)
     held = [shard_numel(numel, ranks) for numel in numels]
@@ -186,7 +184,7 @@ def test_shares_of_many_ranks_are_read_once_for_all(tmp_path: Path, reads: list[
         assert path.read_bytes() == b"".join(one.tobytes() for one in wanted)
 
 
-def test_values_that_overflow_a_cast_are_counted(tmp_path: Path) -> None:
+def test_values_that_overflow_a_cast_are_counted(tmp_path):
     (slot,) = shards(tmp_path, [640], 64)
     for rank, span in enumerate(slot.spans):
         Path(span.path).write_bytes(bytes(rank % 7) + np.full(10, 1e9 if rank == 5 else 1, np.float32).tobytes())

@@ -43,7 +43,7 @@ def written(file: TargetFile, path: Path) -> bytearray:
     ("name", "world_size", "stage"),
     [("s2_bf16_dp4", 3, 2), ("s3_bf16_dp2", 3, 3), ("s1_fp32_dp3", 2, 3), ("s2_bf16_dp2_palign", 1, 1)],
 )
-def test_it_has_the_bytes_that_would_be_written(name: str, world_size: int, stage: int, tmp_path: Path) -> None:
+def test_it_has_the_bytes_that_would_be_written(name, world_size, stage, tmp_path):
     dice = random.Random(name)
     for file in laid_out(FIXTURES / name, world_size, stage):
         expected = written(file, tmp_path / "file")
@@ -58,14 +58,14 @@ def test_it_has_the_bytes_that_would_be_written(name: str, world_size: int, stag
             assert virtual.read(count) == expected[at : at + count], (file.name, at, count)
 
 
-def test_what_it_reads_is_counted() -> None:
+def test_what_it_reads_is_counted():
     file = laid_out(FIXTURES / "s2_bf16_dp4", 2, 2)[-1]
     virtual = VirtualFile(file)
     virtual.read()
     assert virtual.read_nbytes == sum(hole.nbytes for hole in file.holes) > 0
 
 
-def test_file_that_is_too_short_is_found_before_anything_is_read(tmp_path: Path) -> None:
+def test_file_that_is_too_short_is_found_before_anything_is_read(tmp_path):
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp4", tmp_path / "run"))
     files = laid_out(source, 3, 2)
     (shard,) = source.glob("global_step5/*rank_3_mp*optim*")

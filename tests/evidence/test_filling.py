@@ -14,7 +14,7 @@ sizes = st.lists(st.integers(1, 4), max_size=7)
 
 
 @given(sizes, st.integers(0, 12))
-def test_some_of_a_list_fill_a_number_in_as_many_ways_as_there_are(numels: list[int], whole: int) -> None:
+def test_some_of_a_list_fill_a_number_in_as_many_ways_as_there_are(numels, whole):
     def steps(index: int, at: int) -> Iterator[tuple[int | None, int]]:
         yield None, at
         if at + numels[index] <= whole:
@@ -33,7 +33,7 @@ def test_some_of_a_list_fill_a_number_in_as_many_ways_as_there_are(numels: list[
 
 
 @given(sizes, st.lists(st.integers(1, 6), max_size=4))
-def test_a_list_is_cut_in_as_many_ways_as_there_are(numels: list[int], widths: list[int]) -> None:
+def test_a_list_is_cut_in_as_many_ways_as_there_are(numels, widths):
     """Each part has at most as many elements as it is wide, and at least half of them."""
 
     def steps(number: int, begin: int) -> Iterator[tuple[int, int]]:

@@ -36,7 +36,7 @@ def _joined(names: list[str], first: list[str], prefix: str, children: list[str]
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_possible_names_are_those_of_all_orders_that_fit(data: st.DataObject) -> None:
+def test_possible_names_are_those_of_all_orders_that_fit(data):
     names = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True))
     shape = {name: data.draw(st.integers(0, 2), label=name) for name in names}
     group_of = {name: data.draw(st.integers(0, 1), label=f"group of {name}") for name in names}
@@ -56,7 +56,7 @@ def test_possible_names_are_those_of_all_orders_that_fit(data: st.DataObject) ->
     assert found == expected
 
 
-def test_places_and_siblings_leave_fewer_orders() -> None:
+def test_places_and_siblings_leave_fewer_orders():
     names = {"a.x": 0, "a.y": 0, "b.x": 0, "b.y": 0}
 
     def search(places: dict[str, int], known: tuple[str, ...]) -> dict[tuple[int, int], set[str]]:
@@ -69,7 +69,7 @@ def test_places_and_siblings_leave_fewer_orders() -> None:
     assert search({"a.x": 0, "a.y": 2, "b.x": 1}, ()) == {}
 
 
-def test_what_would_take_too_long_is_not_searched() -> None:
+def test_what_would_take_too_long_is_not_searched():
     wide = {f"m{number}.w": 0 for number in range(40)}
     with pytest.raises(TooManyOrdersError):
         Search(wide, lambda *_: True, 1, {}, lambda *_: ()).possible()

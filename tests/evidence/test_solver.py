@@ -48,43 +48,43 @@ def numbered(groups: Sequence[Sequence[int]]) -> list[list[int]]:
 # --- what is certain --------------------------------------------------------------------------------------------
 
 
-def test_all_parameters_in_the_models_order() -> None:
+def test_all_parameters_in_the_models_order():
     model = {"wte": 1, "h.0": 2, "h.1": 2, "ln": 3}
     assert deduced(model, [1, 2, 2, 3]) == ["wte", "h.0", "h.1", "ln"]
 
 
-def test_groups_with_and_without_weight_decay() -> None:
+def test_groups_with_and_without_weight_decay():
     model = {"wte": 1, "h.weight": 2, "h.bias": 3, "ln.weight": 4, "ln.bias": 5}
     assert deduced(model, [1, 2], [3, 4, 5]) == list(model)
 
 
-def test_tensors_that_the_optimizer_does_not_own_are_skipped() -> None:
+def test_tensors_that_the_optimizer_does_not_own_are_skipped():
     assert deduced({"frozen": 1, "lora_a": 2, "lora_b": 3}, [2, 3]) == ["lora_a", "lora_b"]
 
 
-def test_parameter_without_state_is_named_by_its_neighbours() -> None:
+def test_parameter_without_state_is_named_by_its_neighbours():
     model = {"a": 1, "b": 2, "c": 3}
     assert deduced(model, [1, ANYTHING, 3]) == ["a", "b", "c"]
 
 
-def test_parameters_without_state_are_named_where_they_are_the_whole_model() -> None:
+def test_parameters_without_state_are_named_where_they_are_the_whole_model():
     assert deduced({"a": 1, "b": 2, "c": 3}, [ANYTHING] * 3) == ["a", "b", "c"]
 
 
-def test_group_sorted_by_name_is_recognised_by_its_shapes() -> None:
+def test_group_sorted_by_name_is_recognised_by_its_shapes():
     model = {"wte": 1, "h.0": 2, "ln": 3}
     assert deduced(model, [2, 3, 1]) == ["h.0", "ln", "wte"]
 
 
-def test_name_of_one_group_frees_the_others_of_doubt() -> None:
+def test_name_of_one_group_frees_the_others_of_doubt():
     assert deduced({"a": 1, "b": 1, "c": 2}, [1, 1], [ANYTHING]) == ["a", "b", "c"]
 
 
-def test_doubt_between_two_groups_remains() -> None:
+def test_doubt_between_two_groups_remains():
     assert deduced({"a": 1, "b": 1, "c": 2}, [1, 2], [1]) == [None, "c", None]
 
 
-def test_models_without_an_optimizer_and_optimizers_without_parameters() -> None:
+def test_models_without_an_optimizer_and_optimizers_without_parameters():
     assert evidence({"a": 1}, []).certain() == {}
     assert evidence({"a": 1}, [[]]).certain() == {}
     assert evidence({}, [[ANYTHING]]).certain() == {}
@@ -93,29 +93,29 @@ def test_models_without_an_optimizer_and_optimizers_without_parameters() -> None
 # --- what is not ------------------------------------------------------------------------------------------------
 
 
-def test_one_of_two_tensors_of_a_shape_stays_a_number() -> None:
+def test_one_of_two_tensors_of_a_shape_stays_a_number():
     assert deduced({"a": 1, "b": 1}, [1]) == [None]
 
 
-def test_two_orders_that_both_fit_leave_numbers() -> None:
+def test_two_orders_that_both_fit_leave_numbers():
     """The model's order says b, a; sorted by name it is a, b; both have one shape."""
     assert deduced({"b": 1, "a": 1}, [1, 1]) == [None, None]
 
 
-def test_only_what_both_orders_agree_on_is_named() -> None:
+def test_only_what_both_orders_agree_on_is_named():
     assert deduced({"b": 1, "a": 1, "c": 2}, [1, 1, 2]) == [None, None, "c"]
 
 
-def test_shape_that_no_tensor_has_stays_a_number() -> None:
+def test_shape_that_no_tensor_has_stays_a_number():
     assert deduced({"a": 1}, [9]) == [None]
 
 
-def test_order_that_is_neither_the_models_nor_the_names_gives_no_name() -> None:
+def test_order_that_is_neither_the_models_nor_the_names_gives_no_name():
     assert deduced({"b": 1, "c": 2, "a": 3}, [3, 1, 2]) == ["a", "b", "c"]
     assert deduced({"b": 1, "c": 2, "a": 3}, [3, 2, 1]) == [None, None, None]
 
 
-def test_two_groups_that_need_the_same_tensor_give_no_name() -> None:
+def test_two_groups_that_need_the_same_tensor_give_no_name():
     first, second, third = deduced({"a": 1, "b": 2}, [1, 2], [1])
     assert (first, third) == (None, None)
     assert second in ("b", None)
@@ -157,12 +157,12 @@ kinds_of_groups = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=3)
 
 
 @given(models, kinds_of_groups)
-def test_name_that_is_given_is_the_one_of_every_reading(model: Model, groups: list[list[int]]) -> None:
+def test_name_that_is_given_is_the_one_of_every_reading(model, groups):
     assert_sound(model, groups)
 
 
 @given(st.data(), models)
-def test_names_of_an_optimizer_that_was_made_of_the_model_are_never_wrong(data: st.DataObject, model: Model) -> None:
+def test_names_of_an_optimizer_that_was_made_of_the_model_are_never_wrong(data, model):
     """Groups drawn as a program makes them, so that some reading is always there: the true one."""
     membership = {name: data.draw(st.sampled_from(["decay", "no decay", "frozen"]), label=name) for name in model}
     members = [[name for name in model if membership[name] == group] for group in ("decay", "no decay")]
@@ -185,9 +185,7 @@ def assert_sound(model: Model, groups: Sequence[Sequence[int]]) -> None:
 
 
 @given(models, st.lists(st.integers(0, 3), min_size=1, max_size=6), st.booleans(), st.sets(st.sampled_from("abcdefg")))
-def test_single_group_gets_every_name_that_is_certain(
-    model: Model, kinds: list[int], sorted_too: bool, last: set[str]
-) -> None:
+def test_single_group_gets_every_name_that_is_certain(model, kinds, sorted_too, last):
     group = list(range(len(kinds)))
     orders: Orders = (
         list,
@@ -200,7 +198,7 @@ def test_single_group_gets_every_name_that_is_certain(
 
 
 @given(models, st.lists(st.integers(0, 3), min_size=1, max_size=5), st.data())
-def test_rules_leave_what_all_readings_without_them_leave(model: Model, kinds: list[int], data: st.DataObject) -> None:
+def test_rules_leave_what_all_readings_without_them_leave(model, kinds, data):
     may = {(n, name): data.draw(st.booleans()) for n in range(len(kinds)) for name in model}
     said = replace(evidence(model, [kinds]), rules=(lambda number, name: may[number, name],))
     every = readings(kinds, range(len(kinds)), model, list(model))
@@ -212,7 +210,7 @@ def test_rules_leave_what_all_readings_without_them_leave(model: Model, kinds: l
 
 
 @given(models, st.lists(st.integers(0, 3), max_size=4), st.lists(st.sampled_from("abcdefgx"), max_size=5))
-def test_given_names_are_taken_as_they_are_or_refused(model: Model, kinds: list[int], names: list[str]) -> None:
+def test_given_names_are_taken_as_they_are_or_refused(model, kinds, names):
     said = replace(evidence(model, [kinds]), tied={"x": "a"})
     owners = ["a" if name == "x" else name for name in names]
     right = (
@@ -236,14 +234,14 @@ def test_given_names_are_taken_as_they_are_or_refused(model: Model, kinds: list[
         (["a", "alias"], "two of the names are of one tied parameter"),
     ],
 )
-def test_given_names_that_cannot_be(names: list[str], message: str) -> None:
+def test_given_names_that_cannot_be(names, message):
     said = replace(evidence({"a": 1, "b": 2}, [[1], [ANYTHING]]), tied={"alias": "a"})
     assert said.given(["module.a", "module.b"]) == {0: "a", 1: "b"}
     with refusing(UsageError, message):
         said.given(names)
 
 
-def test_factored_state_is_of_parameters_with_its_dimensions_only_where_that_is_said() -> None:
+def test_factored_state_is_of_parameters_with_its_dimensions_only_where_that_is_said():
     said: Evidence[int] = Evidence([[0]], {"a": (3, 4), "b": (5, 6)}, {0: (5,)})
     assert said.certain() == {}
     assert replace(said, factored=True).certain() == {0: "b"}
@@ -252,7 +250,7 @@ def test_factored_state_is_of_parameters_with_its_dimensions_only_where_that_is_
 # --- shapes -----------------------------------------------------------------------------------------------------
 
 
-def test_shape_is_that_of_the_largest_tensor_and_of_adafactors_two_together() -> None:
+def test_shape_is_that_of_the_largest_tensor_and_of_adafactors_two_together():
     assert shown_shape({"step": [()], "exp_avg": [(2, 3)], "norm": [(7,)]}) == (2, 3)
     assert shown_shape({"exp_avg_sq_row": [(4, 2)], "exp_avg_sq_col": [(4, 3)], "RMS": [()]}) == (4, 2, 3)
     assert shown_shape({"exp_avg": [(9, 9)], "master": [(2,)]}) == (2,)
@@ -262,7 +260,7 @@ def test_shape_is_that_of_the_largest_tensor_and_of_adafactors_two_together() ->
 # --- what is said -----------------------------------------------------------------------------------------------
 
 
-def test_parameters_without_names_are_refused_where_names_are_needed() -> None:
+def test_parameters_without_names_are_refused_where_names_are_needed():
     checkpoint = Checkpoint("run", "torch", param_groups=[ParamGroup({}, ["a", "1"])])
     checkpoint.parameters["a"] = Parameter("a", (1,), "float32")
     with refusing(UnsupportedError, r"the names of some .* are not known, why: found 1; give --names"):

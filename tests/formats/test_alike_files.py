@@ -57,7 +57,7 @@ def same(one: TorchFile, other: TorchFile) -> bool:
 
 @pytest.mark.parametrize("name", ["zero_pp_rank_1_model.pt", "zero_pp_rank_2_model.pt", "zero_pp_rank_10_model.pt"])
 @pytest.mark.parametrize("numel", [50, 5000])
-def test_a_file_with_other_values_shares_the_tree(tmp_path: Path, name: str, numel: int) -> None:
+def test_a_file_with_other_values_shares_the_tree(tmp_path, name, numel):
     reader = AlikeReader()
     first = reader.read(save(tmp_path / "zero_pp_rank_1_model.pt", numel=numel))
     (tmp_path / "b").mkdir()
@@ -70,7 +70,7 @@ def test_a_file_with_other_values_shares_the_tree(tmp_path: Path, name: str, num
 
 
 @pytest.mark.parametrize("changes", [{"step": 4}, {"shape": (1,)}])
-def test_a_file_with_another_pickle_is_read_by_itself(tmp_path: Path, changes: dict[str, int]) -> None:
+def test_a_file_with_another_pickle_is_read_by_itself(tmp_path, changes):
     reader = AlikeReader()
     first = reader.read(save(tmp_path / "rank_1.pt"))
     path = save(tmp_path / "rank_2.pt", **changes)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_a_file_with_another_pickle_is_read_by_itself(tmp_path: Path, changes: d
     assert same(found, read_torchfile(path))
 
 
-def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(tmp_path: Path, held: str) -> None:
+def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(tmp_path, held):
     """A file that differs in one byte of its structure is refused, or read, exactly as it is without the other."""
     reader = AlikeReader()
     pattern = save(tmp_path / "rank_1.pt")
@@ -113,7 +113,7 @@ def outcome(read):  # type: ignore[no-untyped-def]
     return repr(found.root), list(found.records), found.archive, found.byteorder
 
 
-def test_a_glance_reads_no_more_than_a_files_beginning_and_its_directory(tmp_path: Path, held: str) -> None:
+def test_a_glance_reads_no_more_than_a_files_beginning_and_its_directory(tmp_path, held):
     """A pickle with another CRC-32 is read; one that is damaged elsewhere is its like; without sums, all is."""
     reader = AlikeReader()
     first = reader.read(save(tmp_path / "rank_1.pt", many=True))
@@ -139,7 +139,7 @@ def test_a_glance_reads_no_more_than_a_files_beginning_and_its_directory(tmp_pat
     assert same(reader.read(path), read_torchfile(path))
 
 
-def test_an_entry_under_another_archives_name_is_not_taken_for_its_own(tmp_path: Path) -> None:
+def test_an_entry_under_another_archives_name_is_not_taken_for_its_own(tmp_path):
     reader = AlikeReader()
     reader.read(save(tmp_path / "rank_1.pt"))
     path = save(tmp_path / "rank_2.pt")
@@ -150,7 +150,7 @@ def test_an_entry_under_another_archives_name_is_not_taken_for_its_own(tmp_path:
     assert outcome(lambda: reader.read(path)) == outcome(lambda: read_torchfile(path))
 
 
-def test_a_copy_of_a_file_shares_its_tree(tmp_path: Path) -> None:
+def test_a_copy_of_a_file_shares_its_tree(tmp_path):
     reader = AlikeReader()
     path = save(tmp_path / "rank_1.pt")
     shutil.copy(path, tmp_path / "copy.pt")

@@ -40,7 +40,7 @@ def joined(tree: dict[str, Any], front: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s3_bf16_dp2"])
-def test_a_nested_model_is_that_whose_names_are_joined(name: str, tmp_path: Path) -> None:
+def test_a_nested_model_is_that_whose_names_are_joined(name, tmp_path):
     run = Path(shutil.copytree(FIXTURES / name, tmp_path / "run"))
     for file in run.glob(STATES):
         content = torch.load(file, weights_only=False)
@@ -56,7 +56,7 @@ def test_a_nested_model_is_that_whose_names_are_joined(name: str, tmp_path: Path
     assert isinstance(module["big"], dict)
 
 
-def test_what_is_none_of_the_model_stays_where_it_was(tmp_path: Path) -> None:
+def test_what_is_none_of_the_model_stays_where_it_was(tmp_path):
     torch.save({"a": {"w": torch.ones(2), "x._extra_state": {"s": torch.ones(1)}}, "empty": {}, "n": 3}, tmp_path / "m")
     file = read_torchfile(tmp_path / "m")
     assert isinstance(file.root, dict)
@@ -136,7 +136,7 @@ def resumed(rank: int, world: int, source: Path | None, target: Path) -> list[fl
 
 
 @pytest.mark.interop
-def test_deepspeed_goes_on_from_a_nested_model_on_other_ranks(tmp_path: Path) -> None:
+def test_deepspeed_goes_on_from_a_nested_model_on_other_ranks(tmp_path):
     gloo.run(resumed, 1, None, tmp_path / "run")
     opened = zckpt.open(tmp_path / "run")
     assert "language_model.encoder.layers.0.dense_h_to_4h.weight" in opened.parameters

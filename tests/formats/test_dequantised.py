@@ -45,7 +45,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_slot_is_read_as_the_program_reads_it(kind: str) -> None:
+def test_a_slot_is_read_as_the_program_reads_it(kind):
     opened = zckpt.open(source(kind))
     for (name, slot), wanted in truth(kind).items():
         assert digest(opened.read(name, slot)) == wanted, (name, slot)
@@ -54,7 +54,7 @@ def test_a_slot_is_read_as_the_program_reads_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ADAM)
-def test_every_target_that_holds_floats_gets_them(kind: str, tmp_path: Path) -> None:
+def test_every_target_that_holds_floats_gets_them(kind, tmp_path):
     targets: list[tuple[str, dict[str, Any]]] = [
         ("zckpt", {"world_size": 3}), ("dcp", {"world_size": 2}), ("universal", {}),
         ("deepspeed", {"world_size": 3, "stage": 2}), ("fsdp-rank-files", {"world_size": 2}),
@@ -73,7 +73,7 @@ def test_every_target_that_holds_floats_gets_them(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ADAM)
-def test_a_plain_adamw_resumes_from_the_file(kind: str, tmp_path: Path) -> None:
+def test_a_plain_adamw_resumes_from_the_file(kind, tmp_path):
     zckpt.consolidate(source(kind), tmp_path / "x.pt", slots="all", dequantize=True)
     zckpt.consolidate(source(kind), tmp_path / "x.safetensors", slots="all", dequantize=True)
     state = torch.load(tmp_path / "x.optimizer.pt")
@@ -96,7 +96,7 @@ def assert_loaded(kind: str, net: nn.Module, optimizer: torch.optim.Optimizer) -
     assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
 
 
-def test_a_plain_adamw_resumes_from_deepspeeds() -> None:
+def test_a_plain_adamw_resumes_from_deepspeeds():
     opened = zckpt.open(FIXTURES / "own_blockwise_s3_fp32_dp2")
     net = nn.Module()
     for one in opened.parameters.values():
@@ -118,7 +118,7 @@ def test_a_plain_adamw_resumes_from_deepspeeds() -> None:
 
 
 @pytest.mark.parametrize("kind", ADAM)
-def test_a_plain_adamw_resumes_from_load(kind: str) -> None:
+def test_a_plain_adamw_resumes_from_load(kind):
     net = model(kind)
     optimizer = torch.optim.AdamW(net.parameters())
     zckpt.load(source(kind), model=net, optimizer=optimizer, dequantize=True)
@@ -145,7 +145,7 @@ def shares(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_ranks_read_their_shares() -> None:
+def test_ranks_read_their_shares():
     on_ranks(shares, 3)
 
 
@@ -172,7 +172,7 @@ def values(state: dict[str, torch.Tensor], key: str) -> torch.Tensor:
     return state[f"qmap{number}"][codes.long()] * scales
 
 
-def test_blocks_of_each_ranks_partition(tmp_path: Path) -> None:
+def test_blocks_of_each_ranks_partition(tmp_path):
     """Of ZeRO-3: rank after rank has a padded piece of each parameter, in the order of the sub-group."""
     run_directory = FIXTURES / "own_blockwise_s3_fp32_dp2"
     opened = zckpt.open(run_directory)
@@ -221,7 +221,7 @@ def saved(path: Path, weight: torch.Tensor, state: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(("numel", "block"), [(5000, 2048), (100, 256), (BLOCK_NBYTES // 4 + 77, 256), (129, 128)])
-def test_blocks_of_any_size_end_anywhere(numel: int, block: int, nested: bool, tmp_path: Path) -> None:
+def test_blocks_of_any_size_end_anywhere(numel, block, nested, tmp_path):
     pieces = of_bitsandbytes(numel, block, (numel,))
     state = {"step": 3, **({"__bnb_optimizer_quant_state__": pieces} if nested else pieces)}
     path = saved(tmp_path / "c.pt", torch.zeros(numel), state)
@@ -236,7 +236,7 @@ def test_blocks_of_any_size_end_anywhere(numel: int, block: int, nested: bool, t
     assert set(cut.parameters["w"].slots) == {"weight", "master", "exp_avg", "exp_avg_sq"}
 
 
-def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_known_is_refused_by_name(tmp_path):
     pieces = of_bitsandbytes(5000, 256, (5000,))
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"step": 1, **pieces, "max1": torch.rand(1)}, UnsupportedError, "max1 of w is quantised in a way"),
@@ -254,7 +254,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
-def test_the_option_is_refused_where_it_would_do_nothing(tmp_path: Path) -> None:
+def test_the_option_is_refused_where_it_would_do_nothing(tmp_path):
     with refusing(UsageError, "no quantised state of an optimizer"):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "t", to="zckpt", dequantize=True)
     with refusing(UsageError, "the optimizer's slots, which are not written"):
@@ -264,7 +264,7 @@ def test_the_option_is_refused_where_it_would_do_nothing(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dequantize", [False, True])
 @pytest.mark.parametrize("kind", ["bnb_adamw8bit", "ao_adamw8bit"])
-def test_a_map_does_not_take_blocks_apart(kind: str, dequantize: bool, tmp_path: Path) -> None:
+def test_a_map_does_not_take_blocks_apart(kind, dequantize, tmp_path):
     rules = [{"a": {"0.weight": "out in"}, "b": {"w": "in out"}}, {"a": "0.bias", "b": "bias"}]
     turned = {"about": "a transposed layer", "sides": ["a", "b"], "sizes": {}, "rules": rules}
     with refusing(UnsupportedError, r"of 0\.weight is or was quantised, in blocks that the map .* takes apart"):
@@ -275,7 +275,7 @@ def test_a_map_does_not_take_blocks_apart(kind: str, dequantize: bool, tmp_path:
     assert torch.equal(zckpt.open(tmp_path / "u").read("w", "exp_avg"), expected.t())
 
 
-def test_the_command_line_has_it(tmp_path: Path) -> None:
+def test_the_command_line_has_it(tmp_path):
     path = str(source("ao_adamw4bit"))
     done = run("convert", path, str(tmp_path / "z"), "--to", "zckpt", "--dequantize", "--verify")
     assert done.returncode == 0, done.stderr

@@ -77,9 +77,7 @@ def save_cut(folder: Path, sizes: tuple[int, ...], placements: list[Any], whole:
         ((1,), [Shard(0)], (3, 2)),
     ],
 )
-def test_boxes_are_where_torch_says(
-    sizes: tuple[int, ...], placements: list[Any], shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_boxes_are_where_torch_says(sizes, placements, shape, tmp_path):
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
     save_cut(tmp_path / "run", sizes, placements, whole)
     checkpoint = zckpt.open(tmp_path / "run")
@@ -90,7 +88,7 @@ def test_boxes_are_where_torch_says(
     assert torch.equal(torch.load(tmp_path / "whole.pt")["w"], whole)
 
 
-def test_partial_sums_are_refused(tmp_path: Path) -> None:
+def test_partial_sums_are_refused(tmp_path):
     with rank_of(0, 1):
         one = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
         torch.save({"w": one}, tmp_path / "model_world_size_1_rank_0.pt")
@@ -98,7 +96,7 @@ def test_partial_sums_are_refused(tmp_path: Path) -> None:
         zckpt.open(tmp_path)
 
 
-def test_another_order_of_strided_shards_is_refused(tmp_path: Path) -> None:
+def test_another_order_of_strided_shards_is_refused(tmp_path):
     with rank_of(0, 4):
         mesh = init_device_mesh("cpu", (2, 2))
         one = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=4), Shard(0)], run_check=False)
@@ -108,7 +106,7 @@ def test_another_order_of_strided_shards_is_refused(tmp_path: Path) -> None:
         zckpt.open(tmp_path)
 
 
-def test_copies_that_differ_are_found(tmp_path: Path) -> None:
+def test_copies_that_differ_are_found(tmp_path):
     save_cut(tmp_path / "run", (2, 2), [Replicate(), Shard(0)], torch.arange(6.0))
     path = tmp_path / "run" / "model_world_size_4_rank_2.pt"
     data = path.read_bytes()
@@ -126,7 +124,7 @@ def layout_of(**state: object) -> Object:
     return Object(Global("torch.distributed._mesh_layout", "_MeshLayout"), how="newobj", state=state, has_state=True)
 
 
-def test_meshes_of_older_torch_are_read() -> None:
+def test_meshes_of_older_torch_are_read():
     ranks = Tensor(Storage("0", "int32", 16, "cpu", 0), "int32", (2, 2), (2, 1), 0, "little")
     old = mesh_of(device_type="cuda", mesh=ranks, mesh_dim_names=("ddp", "fsdp"), _flatten_mesh_list=(0, 1, 2, 3),
                   _coordinate_on_dim=[1, 0])  # fmt: skip
@@ -168,7 +166,7 @@ def resaved(folder: Path, kind: str, change: Callable[[Any], Any]) -> None:
         torch.save(change(torch.load(path, weights_only=False)), path)
 
 
-def test_a_run_is_opened_at_its_last_step(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_is_opened_at_its_last_step(written, tmp_path):
     source = written(LLAMA, world_size=2)
     for step in (2, 4):
         copied(source, tmp_path / f"global_step_{step}" / "actor")
@@ -190,7 +188,7 @@ def test_a_run_is_opened_at_its_last_step(written: Callable[..., Path], tmp_path
         zckpt.open(tmp_path)
 
 
-def test_a_step_may_have_no_roles(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_step_may_have_no_roles(written, tmp_path):
     for step in (2, 4):
         copied(written(LLAMA, world_size=2), tmp_path / f"global_step_{step}")
         torch.save({"position": step}, tmp_path / f"global_step_{step}" / "data.pt")
@@ -201,7 +199,7 @@ def test_a_step_may_have_no_roles(written: Callable[..., Path], tmp_path: Path) 
     assert not take_inventory(zckpt.open(tmp_path)).left_out
 
 
-def test_a_missing_rank_and_other_world_sizes_are_found(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     for path in written(LLAMA, world_size=3).glob("*_world_size_3_*"):
         shutil.copy(path, folder)
@@ -225,7 +223,7 @@ def test_a_missing_rank_and_other_world_sizes_are_found(written: Callable[..., P
         zckpt.open(folder)
 
 
-def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_ranks_that_contradict_each_other_are_refused(written, tmp_path):
     source = written(LLAMA, world_size=2)
 
     def changed(kind: str, change: Callable[[Any], None], name: str) -> Path:
@@ -253,7 +251,7 @@ def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Pat
         zckpt.open(swapped)
 
 
-def test_a_configuration_that_cannot_be_read_is_found(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_configuration_that_cannot_be_read_is_found(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "f")
     (folder / "huggingface").mkdir()
     (folder / "huggingface/config.json").write_text('{"model_type": "llama"}')
@@ -266,9 +264,7 @@ def test_a_configuration_that_cannot_be_read_is_found(written: Callable[..., Pat
 
 
 @pytest.mark.parametrize("kind", ["model", "optim"])
-def test_a_file_under_the_name_of_another_rank_is_named(
-    kind: str, written: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_file_under_the_name_of_another_rank_is_named(kind, written, tmp_path):
     """Rank 2 has nothing of what has one row: copied over rank 0's file, it leaves no element of that."""
     folder = copied(written("s2_bf16_dp2", world_size=3), tmp_path / "f")
     shutil.copy(folder / f"{kind}_world_size_3_rank_2.pt", folder / f"{kind}_world_size_3_rank_0.pt")
@@ -276,7 +272,7 @@ def test_a_file_under_the_name_of_another_rank_is_named(
         zckpt.open(folder)
 
 
-def test_a_tensor_of_which_no_rank_has_any_element_is_not_covered() -> None:
+def test_a_tensor_of_which_no_rank_has_any_element_is_not_covered():
     with refusing(LayoutError, r"expected 3 elements of shape \(3,\), found 0"):
         RankFiles(["a", "b"]).joined("weight", "w", [(rank, Held(SHARDED, (3,), "float32", ())) for rank in (0, 1)])
 
@@ -284,7 +280,7 @@ def test_a_tensor_of_which_no_rank_has_any_element_is_not_covered() -> None:
 @pytest.mark.parametrize(
     "holds", ["model", "optimizer", "both", "whole model", "model by itself", "optimizer by itself"]
 )
-def test_a_file_of_one_rank_is_refused_under_any_name(holds: str, written: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_file_of_one_rank_is_refused_under_any_name(holds, written, tmp_path):
     folder = written(LLAMA, world_size=2)
     model, optimizer = (
         torch.load(folder / f"{kind}_world_size_2_rank_1.pt", weights_only=False) for kind in ("model", "optim")
@@ -309,9 +305,7 @@ def test_a_file_of_one_rank_is_refused_under_any_name(holds: str, written: Calla
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_model_that_verl_saves_once_more_is_a_copy(
-    dtype: torch.dtype, written: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_model_that_verl_saves_once_more_is_a_copy(dtype, written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     checkpoint = zckpt.open(folder)
     whole = {name: checkpoint.read(name, "weight").to(dtype) for name in checkpoint.parameters}
@@ -326,7 +320,7 @@ def test_the_model_that_verl_saves_once_more_is_a_copy(
     assert zckpt.open(folder).duplicates == checkpoint.duplicates
 
 
-def test_what_is_not_certain_keeps_its_number(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_not_certain_keeps_its_number(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
 
     def only_three(tree: Any) -> Any:
@@ -358,16 +352,14 @@ def assert_slots_are_those_of(folder: Path, name: str, names: list[str] | None =
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_units_of_flat_parameters_are_found_without_names_of_modules(
-    world_size: int, written: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_units_of_flat_parameters_are_found_without_names_of_modules(world_size, written, tmp_path):
     folder = copied(written(LLAMA, world_size=world_size, **FLAT), tmp_path / "run")
     assert_slots_are_those_of(folder, LLAMA)
     resaved(folder, "model", dict)
     assert_slots_are_those_of(folder, LLAMA)
 
 
-def test_names_say_what_is_in_flat_parameters_of_other_units(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_names_say_what_is_in_flat_parameters_of_other_units(written, tmp_path):
     units = "model.layers.*.mlp,model.layers.1"
     folder = copied(written(LLAMA, world_size=3, fsdp_version=1, groups="one", units=units), tmp_path / "run")
     assert_slots_are_those_of(folder, LLAMA)
@@ -383,7 +375,7 @@ def test_names_say_what_is_in_flat_parameters_of_other_units(written: Callable[.
         zckpt.open(folder, names=every)
 
 
-def test_what_is_written_is_what_is_read(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_written_is_what_is_read(written, tmp_path):
     source = written(LLAMA, world_size=2)
     zckpt.convert(source, tmp_path / "again", to="fsdp-rank-files", world_size=5, fsdp_size=5)
     found, expected = zckpt.open(tmp_path / "again"), zckpt.open(source)
@@ -395,7 +387,7 @@ def test_what_is_written_is_what_is_read(written: Callable[..., Path], tmp_path:
     assert zckpt.diff(source, tmp_path / "back").equal
 
 
-def test_every_rank_keeps_its_random_state(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_rank_keeps_its_random_state(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     for rank in range(2):
         path = folder / f"extra_state_world_size_2_rank_{rank}.pt"
@@ -412,7 +404,7 @@ def test_every_rank_keeps_its_random_state(written: Callable[..., Path], tmp_pat
             assert rank > 1 or found["rng"]["cpu"].tolist() == [rank]
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said(tmp_path):
     target = tmp_path / "out"
     for options, said in (
         ({"fsdp_size": 3, "world_size": 4}, "unusable fsdp-size: expected a divisor of the world size, 4, found 3"),
@@ -428,7 +420,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert not target.exists()
 
 
-def test_one_group_has_every_parameter_in_the_models_order(tmp_path: Path) -> None:
+def test_one_group_has_every_parameter_in_the_models_order(tmp_path):
     done = zckpt.convert(FIXTURES / LLAMA, tmp_path / "one", to="fsdp-rank-files", groups="one")
     assert any("weight_decay of all parameters is" in note for note in done.notes)
     (tmp_path / "one" / "zckpt.pt").unlink()
@@ -442,20 +434,20 @@ def test_one_group_has_every_parameter_in_the_models_order(tmp_path: Path) -> No
         zckpt.convert(expected, tmp_path / "two", to="fsdp-rank-files", groups="one")
 
 
-def test_lost_metadata_of_a_state_dict_is_no_loss(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_lost_metadata_of_a_state_dict_is_no_loss(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     resaved(folder, "model", OrderedDict)
     assert_slots_are_those_of(folder, LLAMA)
 
 
-def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path: Path) -> None:
+def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path):
     source = FIXTURES / "other" / "dcp_fsdp2_dp2" / "ckpt"  # DCP has both names of a tied parameter, as two
     zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, verify=True)
     assert zckpt.diff(source, tmp_path / "ranks").equal
     assert zckpt.open(tmp_path / "ranks").parameters["head.weight"].tied_to is None
 
 
-def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")  # verl writes None then
     zckpt.convert(folder, tmp_path / "deepspeed", to="deepspeed", world_size=3, stage=2)
     assert zckpt.diff(folder, tmp_path / "deepspeed").equal

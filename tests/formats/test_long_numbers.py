@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def lengthened(node: Any, pattern: re.Pattern[str]) -> Any:
     ("name", "which"),
     some(itertools.product(DAILY, WHICH), itertools.product(sorted(SOURCES.keys() - set(DAILY)), WHICH)),
 )
-def test_names_in_files_may_have_long_numbers(name: str, which: str, tmp_path: Path) -> None:
+def test_names_in_files_may_have_long_numbers(name, which, tmp_path):
     source = SOURCES[name]
     if not any(path.suffix in (".pt", ".bin", ".pth") for path in source.rglob("*")):
         return
@@ -75,7 +74,7 @@ def test_names_in_files_may_have_long_numbers(name: str, which: str, tmp_path: P
             assert run(*arguments).returncode in (0, 1, 2, 3, 5), arguments
 
 
-def test_maps_and_trainers_take_long_numbers(tmp_path: Path) -> None:
+def test_maps_and_trainers_take_long_numbers(tmp_path):
     save_file({f"model.layers.{LONG}.mlp.up_proj.weight": torch.ones(2, 2)}, tmp_path / "x.safetensors")
     with refusing(zckpt.UsageError, "has no rule for"):
         zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", map="llama-huggingface-meta")
@@ -89,7 +88,7 @@ def test_maps_and_trainers_take_long_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [LONG, "²", "1" * 19])
-def test_what_names_a_checkpoint_may_be_no_number(text: str, tmp_path: Path) -> None:
+def test_what_names_a_checkpoint_may_be_no_number(text, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     assert run("inspect", tmp_path).returncode in (2, 3)
     shutil.copytree(FIXTURES / "other" / "mcore_legacy_tp2_pp2", tmp_path / "run")
@@ -99,7 +98,7 @@ def test_what_names_a_checkpoint_may_be_no_number(text: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 5000 + "GB", "1e5", "0.0"])
-def test_sizes_of_any_length_are_refused_or_taken(size: str, tmp_path: Path) -> None:
+def test_sizes_of_any_length_are_refused_or_taken(size, tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     assert run("consolidate", tmp_path / "x.pt", tmp_path / "m.pt", "--memory", size).returncode == 2
 
@@ -121,7 +120,7 @@ def replaced(node: Any, key: str, value: object) -> Any:
         ("other/zro_dp2_adamw", "step"), ("universal/s2_bf16_dp4", "skipped_steps"),
     ],
 )  # fmt: skip
-def test_numbers_in_files_may_be_beyond_all_floats(name: str, key: str, value: object, tmp_path: Path) -> None:
+def test_numbers_in_files_may_be_beyond_all_floats(name, key, value, tmp_path):
     shutil.copytree(SOURCES[name], tmp_path / "a") if SOURCES[name].is_dir() else shutil.copy(
         SOURCES[name], tmp_path / "a"
     )

@@ -56,7 +56,7 @@ def made(folder: Path, kind: str, *, config: bool) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "config"), [*((kind, True) for kind in KINDS), *((kind, False) for kind in SCALED)])
-def test_codes_are_kept_and_not_cast(kind: str, config: bool, tmp_path: Path) -> None:
+def test_codes_are_kept_and_not_cast(kind, config, tmp_path):
     source = made(tmp_path / "source", kind, config=config)
     for target, how in (("m.safetensors", {"dtype": "float32"}), ("m.pt", {"dtype": "float16"})):
         with refusing(zckpt.UnsupportedError, r"codes of few bits.*--dtype keep"):
@@ -73,19 +73,19 @@ def test_codes_are_kept_and_not_cast(kind: str, config: bool, tmp_path: Path) ->
         )
 
 
-def test_a_model_that_says_it_is_quantised_and_is_not_is_cast(tmp_path: Path) -> None:
+def test_a_model_that_says_it_is_quantised_and_is_not_is_cast(tmp_path):
     source = made(tmp_path / "source", "blocks of fp8", config=True)
     save_file({"q.weight": torch.ones(4, 4).bfloat16(), "ids": torch.arange(4)}, source / "model.safetensors")
     zckpt.consolidate(source, tmp_path / "m.safetensors", dtype="float32")
 
 
-def test_fp8_without_scales_is_a_number(tmp_path: Path) -> None:
+def test_fp8_without_scales_is_a_number(tmp_path):
     save_file({"w": FP8, "b.scale": torch.ones(4)}, tmp_path / "x.safetensors")
     zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", dtype="bfloat16")
     assert load_file(tmp_path / "m.safetensors")["w"].equal(FP8.bfloat16())
 
 
-def test_what_is_trained_beside_frozen_codes_is_cast(tmp_path: Path) -> None:
+def test_what_is_trained_beside_frozen_codes_is_cast(tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
     zckpt.consolidate(source, tmp_path / "m.pt", slots="all", dtype="keep")
     optimizer = torch.load(tmp_path / "m.optimizer.pt")
@@ -101,7 +101,7 @@ def test_what_is_trained_beside_frozen_codes_is_cast(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "o.pt")["q.weight"].equal(CODES)
 
 
-def test_codes_do_not_become_weights_of_a_live_model(tmp_path: Path) -> None:
+def test_codes_do_not_become_weights_of_a_live_model(tmp_path):
     import torch.distributed.checkpoint as dcp
 
     source = made(tmp_path / "source", "blocks of fp8", config=True)
@@ -119,7 +119,7 @@ def test_codes_do_not_become_weights_of_a_live_model(tmp_path: Path) -> None:
     assert live["weight"].view(torch.uint8).equal(FP8.view(torch.uint8))
 
 
-def test_the_command_says_so_on_one_line(tmp_path: Path) -> None:
+def test_the_command_says_so_on_one_line(tmp_path):
     source = made(tmp_path / "source", "mxfp4", config=True)
     done = run("consolidate", source, tmp_path / "m.pt", "--dtype", "float32")
     assert (done.returncode, done.stderr.count("\n")) == (5, 1)

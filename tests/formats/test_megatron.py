@@ -62,7 +62,7 @@ def read_all(checkpoint: zckpt.OpenedCheckpoint, slot: str = "weight") -> dict[s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_real_checkpoint_says_what_its_program_knew(name: str) -> None:
+def test_a_real_checkpoint_says_what_its_program_knew(name):
     truth, checkpoint = Truth(OTHER / name), zckpt.open(OTHER / name / "ckpt")
     facts, spec = truth.facts, truth.facts["spec"]
     assert (checkpoint.format, checkpoint.step) == ("megatron", facts["step"])
@@ -81,7 +81,7 @@ def test_a_real_checkpoint_says_what_its_program_knew(name: str) -> None:
     assert "default rule" in str(checkpoint.details["param groups"])
 
 
-def test_run_iteration_and_file_of_it(tmp_path: Path) -> None:
+def test_run_iteration_and_file_of_it(tmp_path):
     run = OTHER / "mcore_bf16_plain_tp2" / "ckpt"
     same = zckpt.fingerprint(run).text
     assert zckpt.fingerprint(run / "iter_0000004").text == same
@@ -98,7 +98,7 @@ def test_run_iteration_and_file_of_it(tmp_path: Path) -> None:
         zckpt.open(tmp_path / "run")
 
 
-def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path: Path) -> None:
+def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path):
     tensors = {f"module.{FC2}": counted(2, 3, 4), f"optimizer.state.exp_avg.module.{FC2}": counted(2, 3, 4) + 1,
                "module.embedding.word_embeddings.weight": counted(5, 2)}  # fmt: skip
     common = {"global_step": 9, "iteration": None, "optimizer": [optimizer(GROUP)], "lr_schedulers": [{"max_lr": 1}]}
@@ -118,9 +118,7 @@ def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("step", "kept"), [(3.0, False), (4.0, True)])
-def test_steps_of_parameters_that_their_groups_have_are_not_kept_twice(
-    step: float, *, kept: bool, tmp_path: Path
-) -> None:
+def test_steps_of_parameters_that_their_groups_have_are_not_kept_twice(step, *, kept, tmp_path):
     state = {"param_state": {0: {"step": torch.tensor(step)}, 1: {"step": torch.tensor(3.0)}}}
     write(tmp_path, {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)},
           optimizer={**optimizer(GROUP), **state})  # fmt: skip
@@ -129,7 +127,7 @@ def test_steps_of_parameters_that_their_groups_have_are_not_kept_twice(
     assert take_inventory(checkpoint).left_out == []
 
 
-def test_difference_of_ranks_is_none(tmp_path: Path) -> None:
+def test_difference_of_ranks_is_none(tmp_path):
     tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
     about = {"content_metadata": {"singleton_local_shards": False}, "optimizer": optimizer(GROUP)}
     write(tmp_path / "a", tensors, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=1.0), **about)
@@ -147,7 +145,7 @@ def test_difference_of_ranks_is_none(tmp_path: Path) -> None:
 # --- what is stored together, and apart
 
 
-def test_layers_and_experts_are_parameters_of_their_own(tmp_path: Path) -> None:
+def test_layers_and_experts_are_parameters_of_their_own(tmp_path):
     weight, moment = counted(2, 3, 4, 5), -counted(2, 3, 4, 5)
     tensors = {EXPERTS: weight, f"chained_1.optimizer.state.exp_avg.{EXPERTS}": moment,
                "decoder.layers.mlp.router.expert_bias": counted(2, 3),
@@ -167,7 +165,7 @@ def test_layers_and_experts_are_parameters_of_their_own(tmp_path: Path) -> None:
     assert take_inventory(opened).left_out == []
 
 
-def test_tensors_that_are_written_as_several_are_one(tmp_path: Path) -> None:
+def test_tensors_that_are_written_as_several_are_one(tmp_path):
     at = "decoder.layers.0.mlp"
     gate, up = counted(3, 4), counted(3, 4) + 50
     parts = {"z": 4, "x": 4, "B": 2, "C": 2, "dt": 1}
@@ -192,7 +190,7 @@ def test_tensors_that_are_written_as_several_are_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [(1, 1), (2, 1), (1, 3), (4, 1), (2, 3)], ids=str)
-def test_flattened_slices_are_read_as_the_tensor(cut: tuple[int, int], tmp_path: Path) -> None:
+def test_flattened_slices_are_read_as_the_tensor(cut, tmp_path):
     """`fully_sharded_model_space`: [layers, X/x, Y/y, x*y]."""
     rows, columns = 8 // cut[0], 6 // cut[1]
     whole = counted(2, 8, 6)
@@ -207,7 +205,7 @@ def test_flattened_slices_are_read_as_the_tensor(cut: tuple[int, int], tmp_path:
 
 
 @pytest.mark.parametrize("cuts", [(0, 12), (0, 5, 12), (0, 1, 7, 8, 12)], ids=str)
-def test_data_parallel_ranks_cut_a_flattened_slice_anywhere(cuts: tuple[int, ...]) -> None:
+def test_data_parallel_ranks_cut_a_flattened_slice_anywhere(cuts):
     """[X, Y] = [4, 6] in slices of [2, 6] or [4, 3], and those where the ranks please."""
     for blocks, block in (((2, 1), (2, 6)), ((1, 2), (4, 3))):
         disk = []
@@ -222,7 +220,7 @@ def test_data_parallel_ranks_cut_a_flattened_slice_anywhere(cuts: tuple[int, ...
         assert run(copies, {"f": np.arange(100)}, 24, "float32") == each_once(expected.reshape(-1))
 
 
-def test_empty_tensors_and_odd_numbers_are_names_as_any(tmp_path: Path) -> None:
+def test_empty_tensors_and_odd_numbers_are_names_as_any(tmp_path):
     names = ["a.empty", f"decoder.layers.{'9' * 5000}.x", "decoder.layers.0.mlp.experts.local_experts.x.y"]
     tensors = {name: counted(3) for name in names} | {"a.empty": torch.zeros(0, 4)}
     opened = zckpt.open(write(tmp_path / "d", tensors))
@@ -230,7 +228,7 @@ def test_empty_tensors_and_odd_numbers_are_names_as_any(tmp_path: Path) -> None:
     assert opened.read("a.empty").shape == (0, 4)
 
 
-def test_names_are_in_the_models_order() -> None:
+def test_names_are_in_the_models_order():
     experts = "decoder.layers.2.mlp.experts.local_experts."
     given = ["output_layer.weight", "decoder.final_layernorm.weight", "decoder.layers.10.b", "decoder.layers.2.b",
              f"{experts}1.x", f"{experts}0.y", f"{experts}0.x", "mtp.layers.0.c",
@@ -246,7 +244,7 @@ def test_names_are_in_the_models_order() -> None:
 # --- param groups
 
 
-def test_groups_that_the_rule_does_not_tell_apart_are_kept_without_parameters(tmp_path: Path) -> None:
+def test_groups_that_the_rule_does_not_tell_apart_are_kept_without_parameters(tmp_path):
     tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
     own = optimizer(GROUP, {**GROUP, "lr_mult": 0.1})
     source = write(tmp_path / "d", tensors, optimizer=own)
@@ -259,7 +257,7 @@ def test_groups_that_the_rule_does_not_tell_apart_are_kept_without_parameters(tm
     zckpt.consolidate(source, tmp_path / "m.safetensors", slots="all")
 
 
-def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path: Path) -> None:
+def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path):
     names = ["decoder.layers.0.self_attention.q_layernorm.weight", "decoder.layers.0.self_attention.linear_proj.bias"]
     tensors = {name: counted(4) for name in names} | {f"optimizer.state.exp_avg.{name}": counted(4) for name in names}
     groups = optimizer(GROUP, {**GROUP, "wd_mult": 0.0})
@@ -268,7 +266,7 @@ def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path: Pa
         assert [one.parameters for one in zckpt.open(at).param_groups] == expected
 
 
-def test_loss_scaler_is_carried(tmp_path: Path) -> None:
+def test_loss_scaler_is_carried(tmp_path):
     scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
     tensors = {"a.weight": counted(2, 2).half(), "optimizer.state.fp32_param.a.weight": counted(2, 2)}
     whole = {"optimizer": {"param_groups": [GROUP], "state": {"common_step": torch.tensor(5.0)}}, "grad_scaler": scaler}
@@ -279,7 +277,7 @@ def test_loss_scaler_is_carried(tmp_path: Path) -> None:
     assert take_inventory(opened).left_out == []
 
 
-def test_state_of_modules_is_carried_where_there_is_any(tmp_path: Path) -> None:
+def test_state_of_modules_is_carried_where_there_is_any(tmp_path):
     tensors = {FC2: counted(2, 3, 4), "decoder.layers.mlp.linear_fc2._extra_state/shard_0_2": [None],
                "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2": [{"scale_fwd": counted(3)}],
                "rng_state/shard_0.0_1.1": [[{"torch": torch.ones(5, dtype=torch.uint8)}]]}  # fmt: skip
@@ -294,7 +292,7 @@ def test_state_of_modules_is_carried_where_there_is_any(tmp_path: Path) -> None:
 # --- what is not read, and what is wrong
 
 
-def test_flat_buffers_are_left_out_and_nothing_is_written(tmp_path: Path) -> None:
+def test_flat_buffers_are_left_out_and_nothing_is_written(tmp_path):
     flat = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
     source = write(tmp_path / "d", {FC2: counted(2, 3, 4), flat: counted(24)})
     opened = zckpt.open(source)
@@ -305,7 +303,7 @@ def test_flat_buffers_are_left_out_and_nothing_is_written(tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_master_of_another_place_is_noticed_and_nothing_is_written(tmp_path: Path) -> None:
+def test_master_of_another_place_is_noticed_and_nothing_is_written(tmp_path):
     """As megatron-core 0.16.1 writes it where a rank has two padded buckets: shifted, and the rest zero."""
     torch.manual_seed(1)
     master = torch.randn(2, 8, 40)
@@ -344,7 +342,7 @@ def _say(**values: Any) -> Any:
     ],
     ids=["common", "metadata", "items", "other", "version", "json", "list"],
 )
-def test_missing_and_unknown_files_are_named(damage: Any, error: type[Exception], said: str, tmp_path: Path) -> None:
+def test_missing_and_unknown_files_are_named(damage, error, said, tmp_path):
     source = write(tmp_path / "d", {FC2: counted(2, 3, 4)})
     damage(source)
     with pytest.raises(error, match=said):
@@ -369,14 +367,12 @@ def test_missing_and_unknown_files_are_named(damage: Any, error: type[Exception]
     ],
     ids=["shape", "flat", "nameless", "twice", "same", "parts", "half", "scalar", "empty", "types"],
 )  # fmt: skip
-def test_tensors_that_contradict_each_other_are_refused(
-    tensors: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
-) -> None:
+def test_tensors_that_contradict_each_other_are_refused(tensors, error, said, tmp_path):
     with pytest.raises(error, match=said):
         zckpt.open(write(tmp_path / "d", {FC2: counted(2, 3, 4), **tensors}))
 
 
-def test_what_is_read_is_the_truth_slot_by_slot() -> None:
+def test_what_is_read_is_the_truth_slot_by_slot():
     truth = Truth(OTHER / "mcore_bf16_moe_freq")
     checkpoint = zckpt.open(OTHER / "mcore_bf16_moe_freq" / "ckpt")
     for key, value in truth.tensors.items():

@@ -47,7 +47,7 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[ty
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_slot_is_bit_equal_to_the_live_optimizer(name: str) -> None:
+def test_every_slot_is_bit_equal_to_the_live_optimizer(name):
     opened = zckpt.open(OTHER / name / "ckpt")
     assert_slots_equal(opened, OTHER / name / "truth.safetensors")
     topology = opened.topology
@@ -58,14 +58,14 @@ def test_every_slot_is_bit_equal_to_the_live_optimizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_nothing_is_left_out_and_copies_agree(name: str) -> None:
+def test_nothing_is_left_out_and_copies_agree(name):
     source = OTHER / name / "ckpt"
     items = zckpt.inspect(source, include_inventory=True).as_dict()["inventory"]["items"]
     assert [one for one in items if one["fate"] == "left out"] == []
     assert [one for one in zckpt.verify(source, deep=True).findings if one.severity == "error"] == []
 
 
-def test_a_run_goes_to_one_file_and_back(tmp_path: Path) -> None:
+def test_a_run_goes_to_one_file_and_back(tmp_path):
     source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
     zckpt.convert(source, tmp_path / "own", to="zckpt")
     compared = zckpt.diff(source, tmp_path / "own")
@@ -77,7 +77,7 @@ def gaps(layout: Layout, members: list[Member]) -> list[tuple[int, int]]:
     return between([(start, numel[name]) for name, start in layout.starts().items()], layout.numel)
 
 
-def test_a_buffer_is_laid_out_from_its_end() -> None:
+def test_a_buffer_is_laid_out_from_its_end():
     members = [Member("embedding", 192), Member("norm", 12), Member("fc", 240)]
     layout = lay_out(members)
     assert layout == Layout({"fc": (0, 0), "norm": (0, 256), "embedding": (0, 320)}, (512,))
@@ -85,7 +85,7 @@ def test_a_buffer_is_laid_out_from_its_end() -> None:
     assert fit(members, layout.sizes) == layout
 
 
-def test_a_bucket_ends_where_it_has_reached_its_size_and_is_not_padded() -> None:
+def test_a_bucket_ends_where_it_has_reached_its_size_and_is_not_padded():
     members = [Member(str(at), 100) for at in range(5)]
     layout = lay_out(members, 200)
     assert [*layout.places.values()] == [(0, 0), (0, 128), (1, 0), (1, 128), (2, 0)]
@@ -95,7 +95,7 @@ def test_a_bucket_ends_where_it_has_reached_its_size_and_is_not_padded() -> None
     assert fit(members[1:], layout.sizes) is None
 
 
-def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
+def test_a_shared_embedding_has_a_bucket_of_its_own():
     members = [Member("embedding", 192, alone=True), Member("norm", 12)]
     layout = lay_out(members)
     assert layout == Layout({"norm": (0, 0), "embedding": (1, 0)}, (64, 192))
@@ -109,7 +109,7 @@ def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
 BUCKETS = OTHER / "mcore_bf16_buckets_tp2_dp2"
 
 
-def test_flat_buffers_of_torch_dist_are_slots_of_parameters() -> None:
+def test_flat_buffers_of_torch_dist_are_slots_of_parameters():
     opened = zckpt.open(BUCKETS / "ckpt")
     truth = load_file(BUCKETS / "truth.safetensors")
     assert {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots} == truth.keys()
@@ -121,7 +121,7 @@ def test_flat_buffers_of_torch_dist_are_slots_of_parameters() -> None:
     assert not [warning for warning in opened.warnings if "buffers" in warning]
 
 
-def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path: Path) -> None:
+def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path):
     run = Path(shutil.copytree(BUCKETS / "ckpt", tmp_path / "run"))
     opened = zckpt.open(run)
     (span,) = opened.parameters["decoder.final_layernorm.weight"].slots["weight"].spans
@@ -136,7 +136,7 @@ def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path: Path) -> None:
         zckpt.convert(run, tmp_path / "own", to="zckpt")
 
 
-def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it() -> None:
+def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it():
     front = "decoder.layers.0."
     names = [f"{front}mlp.linear_fc2.weight", f"{front}self_attention.linear_proj.weight", "output_layer.weight",
              f"{front}self_attention.linear_qkv.layer_norm_weight", "embedding.word_embeddings.weight"]  # fmt: skip
@@ -146,7 +146,7 @@ def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it() -
     assert orders([*names, f"{front}mixer.in_proj.weight"]) == []
 
 
-def test_masters_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:
+def test_masters_that_are_not_the_weights_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
 
     def shift(content: list) -> None:  # type: ignore[type-arg]
@@ -158,7 +158,7 @@ def test_masters_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:
         zckpt.open(run)
 
 
-def test_two_parameters_of_one_shape_in_the_other_order_are_refused(tmp_path: Path) -> None:
+def test_two_parameters_of_one_shape_in_the_other_order_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_vp2", tmp_path)
 
     def swap(content: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -171,7 +171,7 @@ def test_two_parameters_of_one_shape_in_the_other_order_are_refused(tmp_path: Pa
         zckpt.open(run)
 
 
-def test_buffers_that_the_model_does_not_fill_are_refused(tmp_path: Path) -> None:
+def test_buffers_that_the_model_does_not_fill_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_tp2_pp2_tied", tmp_path)
 
     def drop(content: dict[str, dict[str, object]]) -> None:
@@ -182,28 +182,28 @@ def test_buffers_that_the_model_does_not_fill_are_refused(tmp_path: Path) -> Non
         zckpt.open(run)
 
 
-def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_missing_is_named(tmp_path):
     run = copied("mcore_legacy_tp2_pp2", tmp_path)
     shutil.rmtree(run / "mp_rank_01_001")
     with refusing(ShardError, "none of rank 1 of stage 1"):
         zckpt.open(run)
 
 
-def test_state_of_the_distributed_optimizer_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_state_of_the_distributed_optimizer_that_is_missing_is_named(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
     (run / "mp_rank_00_001" / "distrib_optim.pt").unlink()
     with refusing(ShardError, r"no file of the distributed optimizer's state.*distrib_optim\.pt"):
         zckpt.open(run)
 
 
-def test_a_rank_of_another_step_is_refused(tmp_path: Path) -> None:
+def test_a_rank_of_another_step_is_refused(tmp_path):
     run = copied("mcore_legacy_tp2_pp2", tmp_path)
     edit(run / "mp_rank_01_000" / "model_optim_rng.pt", lambda content: content.update(iteration=4))
     with refusing(ShardError, "is of another iteration"):
         zckpt.open(run)
 
 
-def test_numbers_that_may_be_several_parameters_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_may_be_several_parameters_are_refused(tmp_path):
     run = copied("mcore_legacy_tp2_pp2", tmp_path)
 
     def thin(content: dict) -> None:  # type: ignore[type-arg]
@@ -219,7 +219,7 @@ def test_numbers_that_may_be_several_parameters_are_refused(tmp_path: Path) -> N
         zckpt.open(run)
 
 
-def test_a_layer_of_which_the_cut_is_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_layer_of_which_the_cut_is_not_known_is_refused(tmp_path):
     for rank in range(2):
         (tmp_path / f"mp_rank_{rank:02d}").mkdir()
         torch.save({"model": {"adapter.weight": torch.ones(2, 2)}}, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
@@ -227,7 +227,7 @@ def test_a_layer_of_which_the_cut_is_not_known_is_refused(tmp_path: Path) -> Non
         zckpt.open(tmp_path)
 
 
-def test_one_number_without_arguments_is_no_known_kind_of_rank(tmp_path: Path) -> None:
+def test_one_number_without_arguments_is_no_known_kind_of_rank(tmp_path):
     for rank in range(2):
         (tmp_path / f"mp_rank_00_{rank:03d}").mkdir()
         torch.save({"model": {"a": torch.ones(2)}}, tmp_path / f"mp_rank_00_{rank:03d}/model_optim_rng.pt")
@@ -235,7 +235,7 @@ def test_one_number_without_arguments_is_no_known_kind_of_rank(tmp_path: Path) -
         zckpt.open(tmp_path)
 
 
-def test_a_rank_alone_is_no_checkpoint() -> None:
+def test_a_rank_alone_is_no_checkpoint():
     folder = OTHER / "mcore_legacy_tp2_pp2" / "ckpt" / ITERATION / "mp_rank_00_000"
     for path in (folder, folder / "model_optim_rng.pt"):
         with refusing(ShardError, "one rank's part of a checkpoint of Megatron, which has 4"):
@@ -256,7 +256,7 @@ def old_model(version: float, tp: int, whole: torch.Tensor) -> list[torch.Tensor
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
-def test_old_orders_of_query_key_and_value_come_out_as_todays(version: float, tp: int, tmp_path: Path) -> None:
+def test_old_orders_of_query_key_and_value_come_out_as_todays(version, tp, tmp_path):
     torch.manual_seed(0)
     weight = torch.randn(3 * HEADS * WIDTH, HIDDEN).bfloat16()
     bias, dense, words = torch.randn(3 * HEADS * WIDTH, 1), torch.randn(HIDDEN, HEADS * WIDTH), torch.randn(8, HIDDEN)
@@ -301,7 +301,7 @@ def test_old_orders_of_query_key_and_value_come_out_as_todays(version: float, tp
     assert torch.equal(load_file(tmp_path / "one.safetensors")[f"{front}.attention.query_key_value.weight"], weight)
 
 
-def test_what_modules_keep_for_themselves_is_each_ranks_own(tmp_path: Path) -> None:
+def test_what_modules_keep_for_themselves_is_each_ranks_own(tmp_path):
     for rank in range(2):
         (tmp_path / f"mp_rank_{rank:02d}").mkdir()
         state = torch.full((3 + rank,), rank, dtype=torch.uint8)
@@ -318,7 +318,7 @@ def test_what_modules_keep_for_themselves_is_each_ranks_own(tmp_path: Path) -> N
     assert [one for one in items if one["fate"] == "left out"] == []
 
 
-def test_a_model_that_is_none_is_damage(tmp_path: Path) -> None:
+def test_a_model_that_is_none_is_damage(tmp_path):
     (tmp_path / "mp_rank_00").mkdir()
     torch.save({"model": 1}, tmp_path / "mp_rank_00/model_optim_rng.pt")
     with refusing(DamagedFileError, "state dict"):
@@ -328,9 +328,7 @@ def test_a_model_that_is_none_is_damage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("router", "error", "said"), [
     (None, UnsupportedError, "how many experts"), (torch.zeros(5, 8), LayoutError, "not of the experts"),
 ])  # fmt: skip
-def test_experts_in_one_parameter_are_as_many_as_the_router_has(
-    router: torch.Tensor | None, error: type[Exception], said: str, tmp_path: Path
-) -> None:
+def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, said, tmp_path):
     def change(content: dict) -> None:  # type: ignore[type-arg]
         model = content["model"]
         model["decoder.layers.0.mlp.router.weight"] = router
@@ -345,7 +343,7 @@ def test_experts_in_one_parameter_are_as_many_as_the_router_has(
         zckpt.open(run)
 
 
-def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path: Path) -> None:
+def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
 
     def other(content: dict) -> None:  # type: ignore[type-arg]

@@ -61,7 +61,7 @@ def assert_same(found: Any, expected: Any, at: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name: str, tmp_path: Path) -> None:
+def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name, tmp_path):
     source = OTHER / name / "ckpt"
     chunks = {"virtual_pipeline_parallel_size": 2} if name.endswith("vp2") else {}
     zckpt.reshard(source, tmp_path / "one", world_size=1, **ALONE)
@@ -81,7 +81,7 @@ def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name: str,
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_slot_arrives_at_any_cut(name: str, tmp_path: Path) -> None:
+def test_every_slot_arrives_at_any_cut(name, tmp_path):
     source, truth = OTHER / name / "ckpt", load_file(OTHER / name / "truth.safetensors")
     for at, (tp, pp) in enumerate([(1, 1), (2, 1), (1, 2)][: 2 if "grouped" in name else 3]):  # that has one layer
         target = tmp_path / str(at)
@@ -95,7 +95,7 @@ def test_every_slot_arrives_at_any_cut(name: str, tmp_path: Path) -> None:
         assert [one for one in zckpt.verify(target, deep=True).findings if one.severity == "error"] == []
 
 
-def test_another_format_becomes_legacy_files(tmp_path: Path) -> None:
+def test_another_format_becomes_legacy_files(tmp_path):
     source = OTHER / "mcore_bf16_plain_tp2" / "ckpt"
     zckpt.convert(source, tmp_path / "out", to="megatron", ckpt_format="torch", transformer_impl="local",
                   tensor_parallel_size=2, pipeline_parallel_size=2, verify=True)  # fmt: skip
@@ -112,9 +112,7 @@ def test_another_format_becomes_legacy_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("legacy", "engine", "name"), [
     (True, True, "weight1"), (False, False, "weight1"), (False, True, "linear_fc1.weight1"), (None, True, ""),
 ])  # fmt: skip
-def test_grouped_experts_are_what_the_arguments_say(
-    legacy: bool | None, engine: bool, name: str, tmp_path: Path
-) -> None:
+def test_grouped_experts_are_what_the_arguments_say(legacy, engine, name, tmp_path):
     source = OTHER / "mcore_legacy_grouped_tp2_ep2" / "ckpt"
     zckpt.reshard(source, tmp_path / "one", world_size=1, **ALONE)
     (file,) = (tmp_path / "one").glob("iter_*/mp*/model_optim_rng.pt")
@@ -136,7 +134,7 @@ def test_grouped_experts_are_what_the_arguments_say(
     assert not zckpt.diff(source, tmp_path / "out").changed
 
 
-def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path: Path) -> None:
+def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path):
     source = tmp_path / "source"
     zckpt.reshard(OTHER / "mcore_legacy_dist_vp2" / "ckpt", source, world_size=1, **ALONE)
     for one in source.glob("iter_*/mp*/model_optim_rng.pt"):
@@ -153,7 +151,7 @@ def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path: Path)
     assert group["step"] == 3
 
 
-def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it(tmp_path: Path) -> None:
+def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it(tmp_path):
     source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
     zckpt.convert(source, tmp_path / "own", to="consolidated")
     zckpt.convert(tmp_path / "own", tmp_path / "out", to="megatron", ckpt_format="torch", pipeline_parallel_size=2)
@@ -165,7 +163,7 @@ def test_a_source_without_arguments_is_told_apart_by_what_is_beside_it(tmp_path:
     assert not zckpt.diff(source, tmp_path / "out").changed
 
 
-def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path: Path) -> None:
+def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path):
     source = OTHER / "mcore_legacy_tp2_pp2" / "ckpt"
     zckpt.reshard(source, tmp_path / "out", world_size=1, verify=True, padded_vocab_size=20, **ALONE)
     content = as_mapping(read_torchfile(tmp_path / "out" / ITERATION / "mp_rank_00" / "model_optim_rng.pt").root, "")
@@ -181,7 +179,7 @@ def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path: Pat
         zckpt.reshard(source, tmp_path / "odd", world_size=1, tensor_parallel_size=3)
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(tmp_path):
     source, out = OTHER / "mcore_legacy_tp2_pp2" / "ckpt", tmp_path / "out"
     with refusing(UsageError, "expected --stage-bounds"):
         zckpt.reshard(source, out, world_size=1, pipeline_parallel_size=3)
@@ -205,7 +203,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_uneven_stages_stay_as_they_are_until_their_number_changes(tmp_path: Path) -> None:
+def test_uneven_stages_stay_as_they_are_until_their_number_changes(tmp_path):
     source = OTHER / "mcore_legacy_dist_vp2" / "ckpt"
     four = {"pipeline_parallel_size": 2, "virtual_pipeline_parallel_size": 1, "stage_bounds": "0,1,4"}
     zckpt.reshard(source, tmp_path / "uneven", world_size=1, **four)
@@ -217,7 +215,7 @@ def test_uneven_stages_stay_as_they_are_until_their_number_changes(tmp_path: Pat
 # --- arithmetic
 
 
-def test_layers_go_to_chunks_that_take_turns_on_the_stages() -> None:
+def test_layers_go_to_chunks_that_take_turns_on_the_stages():
     names = ["embedding.word_embeddings.weight", *(f"decoder.layers.{n}.mlp.w" for n in range(4)),
              "decoder.final_layernorm.weight"]  # fmt: skip
     tied = {names[0]: "output_layer.weight"}
@@ -232,7 +230,7 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages() -> None:
         dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={})
 
 
-def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path: Path) -> None:
+def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path):
     zckpt.reshard(OTHER / "mcore_legacy_mtp_pp2" / "ckpt", tmp_path / "one", world_size=1, **ALONE)
     (file,) = (tmp_path / "one").glob("iter_*/mp*/model_optim_rng.pt")
     (own,) = (tmp_path / "one").glob("iter_*/zckpt.pt")
@@ -253,7 +251,7 @@ def test_a_model_of_another_order_keeps_that_of_its_file(tmp_path: Path) -> None
     assert "not known" in str(zckpt.open(tmp_path / "two").details["order of parameters"])
 
 
-def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding() -> None:
+def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding():
     names = ["embedding.word_embeddings.weight", "vision_model.conv1.weight", "decoder.layers.0.x",
              "decoder.final_layernorm.weight", "mtp.layers.0.eh_proj.weight", "output_layer.weight"]  # fmt: skip
     [[first], [last]] = dealt(names, (0, 1, 1), stages=2, tied={})
@@ -265,7 +263,7 @@ def test_further_tokens_are_on_the_last_stage_with_a_copy_of_the_embedding() -> 
             dealt([*names, odd], (0, 1, 1), stages=2, tied=tied)
 
 
-def test_experts_are_numbered_from_0_on_each_rank() -> None:
+def test_experts_are_numbered_from_0_on_each_rank():
     names = [f"decoder.layers.1.mlp.experts.local_experts.{n}.linear_fc1.weight" for n in range(4)]
     [[chunk], _] = dealt(["decoder.layers.0.x", *names], (0, 2, 2), stages=2, tied={})
     own = on_expert_rank(chunk, expert_counts(names, 2), 1, 2)
@@ -274,7 +272,7 @@ def test_experts_are_numbered_from_0_on_each_rank() -> None:
         expert_counts(names, 3)
 
 
-def test_a_rank_has_rows_columns_or_a_part_of_each_half() -> None:
+def test_a_rank_has_rows_columns_or_a_part_of_each_half():
     elements = np.arange(24)
 
     def sliced(shape: tuple[int, int], cut: Cut, rank: int, ranks: int, size: int | None = None) -> Any:
@@ -295,7 +293,7 @@ def test_a_rank_has_rows_columns_or_a_part_of_each_half() -> None:
         cuts_of(shapes, 3, None)
 
 
-def test_transformer_engine_has_the_norm_in_the_layer_behind_it() -> None:
+def test_transformer_engine_has_the_norm_in_the_layer_behind_it():
     front = "decoder.layers.0."
     merged = [f"{front}self_attention.linear_qkv.layer_norm_weight", f"{front}self_attention.linear_proj.weight"]
     assert order_of(merged, engine=True) == merged[::-1]
@@ -305,7 +303,7 @@ def test_transformer_engine_has_the_norm_in_the_layer_behind_it() -> None:
     assert order_of(["vision.patch.weight"], engine=True) is None
 
 
-def test_what_is_written_does_not_depend_on_how_names_were_found() -> None:
+def test_what_is_written_does_not_depend_on_how_names_were_found():
     """They come from sets, whose order is another in each process."""
     checkpoint = zckpt.open(OTHER / "mcore_legacy_tp2_pp2" / "ckpt")
     names = {"b.weight": "y", "a.weight": "x", "same": "same"}

@@ -68,7 +68,7 @@ DECAYED, UNDECAYED = {"keys": is_matrix, "weight_decay": 0.1}, {"keys": is_bias,
     "mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2", "mcore_legacy_tp2_pp2",
     "mcore_legacy_dist_ep2",
 ])  # fmt: skip
-def test_megatrons_own_checkpoints_arrive_whole(name: str, tmp_path: Path) -> None:
+def test_megatrons_own_checkpoints_arrive_whole(name, tmp_path):
     source = OTHER / name / "ckpt"
     zckpt.convert(source, tmp_path / "out", to="megatron", verify=True, world_size=2)
     assert zckpt.diff(source, tmp_path / "out").equal
@@ -81,7 +81,7 @@ def test_megatrons_own_checkpoints_arrive_whole(name: str, tmp_path: Path) -> No
     assert not zckpt.verify(tmp_path / "out", deep=True).findings
 
 
-def test_keys_and_common_values_are_megatrons(tmp_path: Path) -> None:
+def test_keys_and_common_values_are_megatrons(tmp_path):
     """As torch itself reads them."""
     zckpt.convert(OTHER / "mcore_bf16_moe_freq" / "ckpt", tmp_path / "own", to="megatron")
     assert (tmp_path / "own" / "latest_checkpointed_iteration.txt").read_bytes() == b"4"
@@ -108,7 +108,7 @@ def test_keys_and_common_values_are_megatrons(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2"])
-def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name: str, tmp_path: Path) -> None:
+def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name, tmp_path):
     """Each tensor is a slice, but for gated layers, of which each half is. 0.13 itself has loaded such files."""
     source = OTHER / name / "ckpt"
     zckpt.convert(source, tmp_path / "out", to="megatron", optimizer="flattened", verify=True)
@@ -125,7 +125,7 @@ def test_flattened_slices_are_what_megatron_core_0_13_cuts_on_one_rank(name: str
         assert torch.Size(found).numel() == torch.Size(shape).numel()
 
 
-def test_other_names_and_ties_come_back(tmp_path: Path) -> None:
+def test_other_names_and_ties_come_back(tmp_path):
     zckpt.convert(LLAMA, tmp_path / "out", to="megatron", verify=True, **MAPPED)
     opened = zckpt.open(tmp_path / "out")
     assert [len(one.parameters) for one in opened.param_groups] == [9, 5]
@@ -137,7 +137,7 @@ def test_other_names_and_ties_come_back(tmp_path: Path) -> None:
     assert not any("ds_config" in one.key for one in compared.settings)
 
 
-def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(tmp_path: Path) -> None:
+def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(tmp_path):
     front = "decoder.layers.0."
     names = [f"{front}input_layernorm.weight", f"{front}pre_mlp_layernorm.weight"]
     linear = [f"{front}self_attention.linear_qkv.weight", f"{front}mlp.linear_fc1.weight"]
@@ -151,7 +151,7 @@ def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(tm
     assert {*zckpt.open(tmp_path / "out").parameters} == {*new, *linear}
 
 
-def test_weights_alone_are_a_release(tmp_path: Path) -> None:
+def test_weights_alone_are_a_release(tmp_path):
     torch.save(dict(model()), tmp_path / "w.pt")
     zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron", dtype="bfloat16")
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -166,7 +166,7 @@ def test_weights_alone_are_a_release(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["distributed", "plain"])
-def test_a_torch_optimizer_becomes_megatrons(optimizer: str, tmp_path: Path) -> None:
+def test_a_torch_optimizer_becomes_megatrons(optimizer, tmp_path):
     names = trained(tmp_path / "x.pt", model(), DECAYED, UNDECAYED)
     done = zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, optimizer=optimizer)
     assert any("no weight decay there" in note for note in done.notes)
@@ -186,7 +186,7 @@ def test_a_torch_optimizer_becomes_megatrons(optimizer: str, tmp_path: Path) -> 
     assert ("master" in opened.slot_names()) is (optimizer == "distributed")
 
 
-def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path: Path) -> None:
+def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path):
     source = OTHER / "mcore_bf16_moe_freq" / "ckpt"
     for size, chained in ((1, False), (2, True), (None, True)):
         zckpt.convert(source, tmp_path / str(size), to="megatron", expert_parallel_size=size)
@@ -201,7 +201,7 @@ def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path: Path) ->
         zckpt.convert(source, tmp_path / "0", to="megatron", expert_parallel_size=0)
 
 
-def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp_path: Path) -> None:
+def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp_path):
     shapes = {FC1.format(0): ((4, 6), "x"), FC1.format(1): ((4, 6), "x"), "a": ((2,), "x")}
     assert placed(shapes, apart=None)[FC1.format(1)] == Placed(FC1.format("").replace("..", "."), (1,), (2,))
     assert placed(shapes, apart=True)[FC1.format(1)] == Placed(FC1.format(1))
@@ -222,7 +222,7 @@ def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp
         zckpt.convert(source, tmp_path / "stacked", to="megatron", layers="stacked")
 
 
-def test_only_what_zckpt_wrote_is_replaced(tmp_path: Path) -> None:
+def test_only_what_zckpt_wrote_is_replaced(tmp_path):
     source = OTHER / "mcore_bf16_plain_tp2" / "ckpt"
     for _ in range(2):
         zckpt.convert(source, tmp_path / "out", to="megatron", overwrite=True)
@@ -244,7 +244,7 @@ def test_only_what_zckpt_wrote_is_replaced(tmp_path: Path) -> None:
         ([FC1.format(0), "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"], "not numbered through"),
     ],
 )
-def test_models_that_cannot_be_written_are_named(names: list[str], said: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_written_are_named(names, said, tmp_path):
     torch.save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.pt")
     with refusing(UnsupportedError, said):
         zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron")
@@ -261,14 +261,14 @@ def test_models_that_cannot_be_written_are_named(names: list[str], said: str, tm
     ],
     ids=["groups", "values", "frozen"],
 )  # fmt: skip
-def test_state_that_megatron_has_no_place_for_is_named(groups: Any, of: Any, said: str, tmp_path: Path) -> None:
+def test_state_that_megatron_has_no_place_for_is_named(groups, of, said, tmp_path):
     names = trained(tmp_path / "x.pt", model(), *groups, of=of)
     with refusing(UnsupportedError, said):
         zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, layers="stacked")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_step_is_needed_to_go_on(tmp_path: Path) -> None:
+def test_a_step_is_needed_to_go_on(tmp_path):
     names = trained(tmp_path / "x.pt", model(), DECAYED, UNDECAYED)
     content = torch.load(tmp_path / "x.pt", weights_only=False)
     del content["step"]
@@ -279,7 +279,7 @@ def test_a_step_is_needed_to_go_on(tmp_path: Path) -> None:
         zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names)
 
 
-def test_norms_have_the_keys_that_their_implementation_asks_for() -> None:
+def test_norms_have_the_keys_that_their_implementation_asks_for():
     front, dense = "decoder.layers.0", ["self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"]
     experts = [f"{front}.{name}" for name in ("input_layernorm.weight", "pre_mlp_layernorm.weight", "mlp.router.weight",
                                                dense[0])]  # fmt: skip

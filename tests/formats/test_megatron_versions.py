@@ -45,7 +45,7 @@ STEP = 2
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_slot_is_bit_equal_to_what_the_ranks_had(name: str) -> None:
+def test_every_slot_is_bit_equal_to_what_the_ranks_had(name):
     opened = zckpt.open(OTHER / name / "ckpt")
     assert_slots_equal(opened, OTHER / name / "truth.safetensors")
     topology = opened.topology
@@ -58,7 +58,7 @@ def test_every_slot_is_bit_equal_to_what_the_ranks_had(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", some([*KINDS][1::2], [*KINDS][0::2]))
-def test_the_verbs_work_on_it(name: str, tmp_path: Path) -> None:
+def test_the_verbs_work_on_it(name, tmp_path):
     source = OTHER / name / "ckpt"
     assert zckpt.verify(source, deep=True).findings == []
     zckpt.convert(source, tmp_path / "own", to="zckpt")
@@ -66,13 +66,13 @@ def test_the_verbs_work_on_it(name: str, tmp_path: Path) -> None:
     assert zckpt.fingerprint(source).text == zckpt.fingerprint(tmp_path / "own").text
 
 
-def test_the_loss_scaler_beside_flat_buffers_is_carried() -> None:
+def test_the_loss_scaler_beside_flat_buffers_is_carried():
     opened = zckpt.open(OTHER / "mcore11_gathered_fp16_dp2" / "ckpt")
     assert opened.loss_scale == 1024.0
     assert list(opened.optimizer_metadata) == ["grad_scaler"]
 
 
-def test_gathered_buffers_of_other_values_are_left_out(tmp_path: Path) -> None:
+def test_gathered_buffers_of_other_values_are_left_out(tmp_path):
     """A weight that is no longer its master: what lies where is not proven."""
     run = Path(shutil.copytree(OTHER / "mcore11_gathered_fp16_dp2" / "ckpt", tmp_path / "run"))
     weight = zckpt.open(run).parameters["decoder.final_layernorm.weight"].slots["weight"].spans[0]
@@ -97,7 +97,7 @@ def test_gathered_buffers_of_other_values_are_left_out(tmp_path: Path) -> None:
         ("        4,", "        2,", "chunks of an array are missing|not of the size"),
     ],
 )
-def test_an_array_of_zarr_that_is_not_as_megatron_writes_it(old: str, new: str, message: str, tmp_path: Path) -> None:
+def test_an_array_of_zarr_that_is_not_as_megatron_writes_it(old, new, message, tmp_path):
     run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
     array = run / "iter_0000002" / "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight" / ".zarray"
     assert old in array.read_text()
@@ -106,7 +106,7 @@ def test_an_array_of_zarr_that_is_not_as_megatron_writes_it(old: str, new: str, 
         zckpt.open(run)
 
 
-def test_a_chunk_of_zarr_that_is_missing_or_short(tmp_path: Path) -> None:
+def test_a_chunk_of_zarr_that_is_missing_or_short(tmp_path):
     run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
     chunk = run / "iter_0000002" / "embedding.word_embeddings.weight" / "1.0"
     content = chunk.read_bytes()
@@ -121,7 +121,7 @@ def test_a_chunk_of_zarr_that_is_missing_or_short(tmp_path: Path) -> None:
         zckpt.open(run)
 
 
-def test_an_array_that_ends_within_a_chunk(tmp_path: Path) -> None:
+def test_an_array_that_ends_within_a_chunk(tmp_path):
     """Its last chunk is as large as the others, and the rest of it is nothing."""
     run = Path(shutil.copytree(OTHER / "mcore08_zarr_tp2" / "ckpt", tmp_path / "run"))
     folder = run / "iter_0000002" / "embedding.word_embeddings.weight"
@@ -139,7 +139,7 @@ def test_an_array_that_ends_within_a_chunk(tmp_path: Path) -> None:
     assert torch.equal(zckpt.open(run).read(name, slot="weight"), before)
 
 
-def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart() -> None:
+def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart():
     """Rows 0 to 2 and 3 of a rank's four, the first two of which are gates: of the whole they are 0, 1, 4 and 5."""
     boxes = [Span(Extent((0, 0), (3, 5), 0, 15), "f", 100, "float32", (1, 4)),
              Span(Extent((3, 0), (1, 5), 0, 5), "g", 200, "float32", (1, 4))]  # fmt: skip
@@ -152,14 +152,14 @@ def test_a_slice_in_boxes_is_cut_where_its_halves_are_apart() -> None:
     ]  # fmt: skip
 
 
-def test_experts_that_are_one_parameter_in_memory_are_among_the_orders() -> None:
+def test_experts_that_are_one_parameter_in_memory_are_among_the_orders():
     names = [f"decoder.layers.0.mlp.experts.local_experts.{e}.linear_fc{at}.weight" for e in range(2) for at in (1, 2)]
     grouped = [names[0], names[2], names[1], names[3]]
     assert orders(names) == [(names, False), (grouped, False), (grouped, True)]
     assert not any(fused for _, fused in orders([*names, names[0].replace("weight", "bias")]))
 
 
-def test_layers_that_predict_further_tokens_are_before_the_output_layer() -> None:
+def test_layers_that_predict_further_tokens_are_before_the_output_layer():
     inner = ["transformer_layer.input_layernorm.weight", "transformer_layer.self_attention.linear_qkv.weight",
              "transformer_layer.mlp.linear_fc2.weight"]  # fmt: skip
     own = ["enorm.weight", "hnorm.weight", "eh_proj.weight", *inner, "final_layernorm.weight"]
@@ -172,7 +172,7 @@ def test_layers_that_predict_further_tokens_are_before_the_output_layer() -> Non
     assert cut_of(names[4], {names[4]: (8, 32)}) == Cut(0)
 
 
-def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path: Path) -> None:
+def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path):
     run = Path(shutil.copytree(OTHER / "mcore12_grouped_ep2" / "ckpt", tmp_path / "run"))
     name = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight"
     weight = zckpt.open(run).parameters[name].slots["weight"].spans[0]
@@ -183,12 +183,12 @@ def test_state_of_grouped_experts_that_fits_neither_way_is_refused(tmp_path: Pat
         zckpt.open(run)
 
 
-def test_gaps_of_a_line_are_between_its_ranges() -> None:
+def test_gaps_of_a_line_are_between_its_ranges():
     assert between([(64, 10), (0, 64), (128, 2)], 200) == [(74, 54), (130, 70)]
     assert between([], 3) == [(0, 3)]
 
 
-def test_a_run_of_megatron_fsdp_and_a_directory_of_it(tmp_path: Path) -> None:
+def test_a_run_of_megatron_fsdp_and_a_directory_of_it(tmp_path):
     run = OTHER / "mcore16_fsdp_dp2" / "ckpt"
     opened = zckpt.open(run)
     assert (opened.format, opened.format_version) == ("megatron", "fsdp_dtensor")
@@ -201,7 +201,7 @@ def test_a_run_of_megatron_fsdp_and_a_directory_of_it(tmp_path: Path) -> None:
         zckpt.open(tmp_path / "run")
 
 
-def test_a_part_of_a_gated_layer_that_is_missing_is_noticed(tmp_path: Path) -> None:
+def test_a_part_of_a_gated_layer_that_is_missing_is_noticed(tmp_path):
     """Without its other half `weight_w` is a parameter of its own, of which the group has no hyperparameters."""
     import torch.distributed.checkpoint as dcp
 

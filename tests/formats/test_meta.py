@@ -49,7 +49,7 @@ def write(folder: Path, whole: Tensors, ranks: int, *, embedding: int, params: d
 
 @pytest.mark.parametrize("embedding", [0, 1], ids=["llama3", "llama2"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_slices_are_the_whole_model(ranks: int, embedding: int, tmp_path: Path) -> None:
+def test_slices_are_the_whole_model(ranks, embedding, tmp_path):
     whole = llama()
     unsaid = {"vocab_size": -1} if embedding else {}  # the tokenizer's, in Llama 1 and 2
     source = write(tmp_path / "m", whole, ranks, embedding=embedding, params=unsaid)
@@ -72,7 +72,7 @@ def changed(folder: Path, rank: int, name: str, tensor: torch.Tensor | None) -> 
     torch.save(content if tensor is None else {**content, name: tensor}, path)
 
 
-def test_copies_are_compared(tmp_path: Path) -> None:
+def test_copies_are_compared(tmp_path):
     source = write(tmp_path / "m", llama(), 2, embedding=0)
     assert zckpt.verify(source, deep=True).findings == []
     changed(source, 1, "norm.weight", torch.ones(DIM, dtype=torch.bfloat16))
@@ -80,7 +80,7 @@ def test_copies_are_compared(tmp_path: Path) -> None:
     assert "norm.weight" in finding.title + str(finding.as_dict())
 
 
-def test_one_of_several_files_is_not_the_model(tmp_path: Path) -> None:
+def test_one_of_several_files_is_not_the_model(tmp_path):
     source = write(tmp_path / "m", llama(), 2, embedding=0)
     with refusing(ShardError, "is one of 2 files of a model") as raised:
         zckpt.open(source / "consolidated.00.pth")
@@ -105,7 +105,7 @@ def test_one_of_several_files_is_not_the_model(tmp_path: Path) -> None:
         ("tok_embeddings.weight", torch.ones(WORDS // 2, DIM // 2), "tok_embeddings.weight is not 1/2"),
     ],
 )
-def test_a_shape_that_fits_no_cut_is_refused(name: str, tensor: torch.Tensor, words: str, tmp_path: Path) -> None:
+def test_a_shape_that_fits_no_cut_is_refused(name, tensor, words, tmp_path):
     source = write(tmp_path / "m", llama(), 2, embedding=0)
     for rank in range(2):
         changed(source, rank, name, tensor)
@@ -113,7 +113,7 @@ def test_a_shape_that_fits_no_cut_is_refused(name: str, tensor: torch.Tensor, wo
         zckpt.open(source)
 
 
-def test_what_is_missing_or_unknown_is_refused(tmp_path: Path) -> None:
+def test_what_is_missing_or_unknown_is_refused(tmp_path):
     source = write(tmp_path / "m", llama(), 4, embedding=1)
     (source / "consolidated.02.pth").rename(tmp_path / "kept")
     with refusing(ShardError, r"expected consolidated.02.pth"):

@@ -159,7 +159,7 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
 
 
 @pytest.mark.parametrize(("name", "world_size"), each([*RUNS, *OTHERS], WORLD_SIZES))
-def test_everything_comes_back(name: str, world_size: int, tmp_path: Path) -> None:
+def test_everything_comes_back(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     directory = written(expected, tmp_path / str(world_size), world_size)
     assert is_native(directory)
@@ -168,7 +168,7 @@ def test_everything_comes_back(name: str, world_size: int, tmp_path: Path) -> No
     assert all(is_own(path.name) for path in directory.iterdir())
 
 
-def test_native_of_native_is_the_same_at_any_world_size(tmp_path: Path) -> None:
+def test_native_of_native_is_the_same_at_any_world_size(tmp_path):
     first = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "first")
     there = written(read(first), tmp_path / "there", 5)
     back = written(read(there), tmp_path / "back")
@@ -176,7 +176,7 @@ def test_native_of_native_is_the_same_at_any_world_size(tmp_path: Path) -> None:
         assert path.read_bytes() == (back / path.name).read_bytes()
 
 
-def test_odd_client_state_is_loaded_equal_by_torch(tmp_path: Path) -> None:
+def test_odd_client_state_is_loaded_equal_by_torch(tmp_path):
     expected = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
     found = read(written(expected, tmp_path / "native", 3))
     as_torch_file(found.metadata, tmp_path / "tree.pt")
@@ -189,7 +189,7 @@ def test_odd_client_state_is_loaded_equal_by_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [*CONTENTS, *ONLY_IN_ZIP], ids=lambda content: content.__name__)
-def test_every_kind_of_object_in_metadata(content: Callable[[], Any], tmp_path: Path) -> None:
+def test_every_kind_of_object_in_metadata(content, tmp_path):
     torch.save(content(), tmp_path / "source.pt")
     file = read_torchfile(tmp_path / "source.pt")
     shared = {"tree": FromFile.of(file, file.root), "again": FromFile.of(file, [file.root])}
@@ -200,7 +200,7 @@ def test_every_kind_of_object_in_metadata(content: Callable[[], Any], tmp_path: 
         assert as_torch_file(trees[0], tmp_path / "a.pt") == as_torch_file(trees[1], tmp_path / "b.pt")
 
 
-def test_big_endian_storages_become_little_endian(tmp_path: Path) -> None:
+def test_big_endian_storages_become_little_endian(tmp_path):
     tensor = torch.arange(6, dtype=torch.int32)
     torch.save([tensor, tensor[2:], torch.tensor([1.5, 2], dtype=torch.float64)], tmp_path / "source.pt")
     as_big_endian(tmp_path / "source.pt")
@@ -308,7 +308,7 @@ def deepest(text: str) -> int:
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(trees())
-def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree: object) -> None:
+def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree):
     carried = FromFile(tree, "none")
     found = through_json(carried)
     assert isinstance(found, FromFile)
@@ -317,12 +317,12 @@ def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree: objec
 
 @settings(max_examples=100)
 @given(st.floats(), st.integers(), texts)
-def test_numbers_and_text_are_exact(number: float, integer: int, text: str) -> None:
+def test_numbers_and_text_are_exact(number, integer, text):
     values = [number, integer, text, {text: number}, -number, (number, integer)]
     assert dump(through_json(values)).data == dump(values).data
 
 
-def test_large_integers_and_scalars_of_every_type(tmp_path: Path) -> None:
+def test_large_integers_and_scalars_of_every_type(tmp_path):
     state = {
         "unsigned": Scalar(2**64 - 1, "uint64"),
         "infinite": Scalar(math.inf, "float32"),
@@ -339,7 +339,7 @@ def test_large_integers_and_scalars_of_every_type(tmp_path: Path) -> None:
     assert found.loss_scale == math.inf
 
 
-def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take(tmp_path: Path) -> None:
+def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take(tmp_path):
     tree: object = "bottom"
     for _ in range(150):
         tree = [(tree,)] if isinstance(tree, str) else [tree]
@@ -350,7 +350,7 @@ def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take(tmp_path:
         lay_out(Checkpoint("x", "torch", metadata={"tree": tree}))
 
 
-def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
+def test_what_the_format_cannot_say_is_refused(tmp_path):
     tensor = torch.ones(2)
     torch.save(tensor, tmp_path / "source.pt")
     node = read_torchfile(tmp_path / "source.pt").root
@@ -377,7 +377,7 @@ def of_tensors(tensors: dict[str, torch.Tensor], directory: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_every_element_type(world_size: int, tmp_path: Path) -> None:
+def test_every_element_type(world_size, tmp_path):
     names = [name for name in DTYPES if not name.startswith(("qint", "quint"))]
     made = {name: random_tensor(name, (3, 5)) for name in names} | {"": random_tensor("complex128", ())}
     expected = of_tensors(made, tmp_path / "source")
@@ -388,9 +388,7 @@ def test_every_element_type(world_size: int, tmp_path: Path) -> None:
 
 @given(tensors=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8, 16])), max_size=12),
        world_size=st.integers(1, 20), before=st.integers(0, 100))  # fmt: skip
-def test_files_are_of_one_size_and_hold_every_element_once(
-    tensors: list[tuple[int, int]], world_size: int, before: int
-) -> None:
+def test_files_are_of_one_size_and_hold_every_element_once(tensors, world_size, before):
     loads = [before] + [0] * (world_size - 1)
     count = last = 0
     for (numel, size), runs in zip(tensors, even_extents(tensors, world_size, before=before), strict=True):
@@ -407,7 +405,7 @@ def test_files_are_of_one_size_and_hold_every_element_once(
     assert count <= len(tensors) + world_size - 1
 
 
-def test_more_ranks_than_elements(tmp_path: Path) -> None:
+def test_more_ranks_than_elements(tmp_path):
     made = {"one": torch.ones(1), "none": torch.empty(0, 3), "three": torch.arange(3)}
     expected = of_tensors(made, tmp_path / "source")
     directory = written(expected, tmp_path / "native", 12)
@@ -417,7 +415,7 @@ def test_more_ranks_than_elements(tmp_path: Path) -> None:
     assert len([load_file(path) for path in directory.glob("*.safetensors")]) == 12
 
 
-def test_one_file_is_a_safetensors_file_of_whole_tensors(tmp_path: Path) -> None:
+def test_one_file_is_a_safetensors_file_of_whole_tensors(tmp_path):
     expected = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
     directory = written(expected, tmp_path / "native")
     tensors = load_file(directory / "rank-00000-of-00001.safetensors")
@@ -430,14 +428,14 @@ def test_one_file_is_a_safetensors_file_of_whole_tensors(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_tensors_start_on_multiples_of_their_elements(world_size: int, tmp_path: Path) -> None:
+def test_tensors_start_on_multiples_of_their_elements(world_size, tmp_path):
     directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "native", world_size)
     for parameter in read(directory).tensors():
         for slot in parameter.slots.values():
             assert all(span.offset % itemsize(span.dtype) == 0 for span in slot.spans)
 
 
-def test_names_that_would_be_one_key_stay_apart(tmp_path: Path) -> None:
+def test_names_that_would_be_one_key_stay_apart(tmp_path):
     checkpoint = of_tensors({"0": torch.ones(2), "b/c": torch.full((3,), 2.0)}, tmp_path / "source")
     other = of_tensors({"x": torch.zeros(4), "y": torch.full((5,), 4.0)}, tmp_path / "other")
     slot = replace(other.parameters["x"].slots["weight"], name="weight")
@@ -450,9 +448,7 @@ def test_names_that_would_be_one_key_stay_apart(tmp_path: Path) -> None:
 
 @given(data=st.data(), shape=shapes(), dtype=st.sampled_from(["float32", "complex64", "bool"]))
 @settings(max_examples=60)
-def test_boxes_and_ranges_of_any_layout_are_read(
-    data: st.DataObject, shape: tuple[int, ...], dtype: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_boxes_and_ranges_of_any_layout_are_read(data, shape, dtype, tmp_path_factory):
     directory = tmp_path_factory.mktemp("layout")
     slot = stored(directory / "source.bin", random_tensor(dtype, shape))
     extents = data.draw(tilings(shape))
@@ -533,7 +529,7 @@ def independently(directory: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
-def test_specification_suffices_to_read_all_tensors(name: str, world_size: int, tmp_path: Path) -> None:
+def test_specification_suffices_to_read_all_tensors(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     found = independently(written(expected, tmp_path / "native", world_size))
     for parameter in [*expected.tensors(), *expected.unnamed.values()]:
@@ -547,7 +543,7 @@ def test_specification_suffices_to_read_all_tensors(name: str, world_size: int, 
 # --- where tensors lie: the document says it, headers are held against it ---------------------------------------------
 
 
-def test_directory_of_version_1_is_read(tmp_path: Path) -> None:
+def test_directory_of_version_1_is_read(tmp_path):
     """A directory that zckpt wrote when documents did not list headers; no header has its tensors in today's order."""
     found = read(FIXTURES / "other" / "zckpt_v1")
     assert found.format_version == "1"
@@ -555,7 +551,7 @@ def test_directory_of_version_1_is_read(tmp_path: Path) -> None:
     assert check_digests(FIXTURES / "other" / "zckpt_v1") == []
 
 
-def test_ranks_that_share_the_headers_each_look_at_their_own(directory: Path) -> None:
+def test_ranks_that_share_the_headers_each_look_at_their_own(directory):
     """What a rank does not look at, another does; together they look at each file once."""
     (directory / "rank-00001-of-00002.safetensors").unlink()
     with headers_shared(0, 2):
@@ -564,7 +560,7 @@ def test_ranks_that_share_the_headers_each_look_at_their_own(directory: Path) ->
         read(directory)
 
 
-def test_tensors_are_found_where_they_are_though_a_header_was_rewritten(directory: Path) -> None:
+def test_tensors_are_found_where_they_are_though_a_header_was_rewritten(directory):
     expected = {key: read_slot(slot).tobytes() for key, slot in every_slot(read(directory))}
     exchanged = exchange_tensors(directory / "rank-00001-of-00002.safetensors")
     assert {key: read_slot(slot).tobytes() for key, slot in every_slot(read(directory))} == expected
@@ -575,7 +571,7 @@ def test_tensors_are_found_where_they_are_though_a_header_was_rewritten(director
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_table_of_kinds_says_the_same_as_sums_one_by_one(name: str, world_size: int, tmp_path: Path) -> None:
+def test_table_of_kinds_says_the_same_as_sums_one_by_one(name, world_size, tmp_path):
     reading = reading_of(written(open_checkpoint(FIXTURES / name), tmp_path / "native", world_size))
     table = Table(reading.listed, reading.cuts)
     assert table.is_proven
@@ -597,7 +593,7 @@ def reading_of(directory: Path) -> Reading:
     return Reading(directory, document, nbytes, headers=False)
 
 
-def test_many_slots_by_many_files_have_no_object_for_each(tmp_path: Path) -> None:
+def test_many_slots_by_many_files_have_no_object_for_each(tmp_path):
     """More pieces than are summed up one by one; all elements are where they were written."""
     count, each = 256, 3
     shape = (count * each,)
@@ -653,7 +649,7 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def test_flipped_bits_are_found_and_the_tensor_named(directory: Path) -> None:
+def test_flipped_bits_are_found_and_the_tensor_named(directory):
     span = read(directory).parameters["emb.weight"].slots["exp_avg"].spans[0]
     flip(Path(span.path), span.offset + 3)
     last = directory / "rank-00000-of-00002.safetensors"
@@ -663,7 +659,7 @@ def test_flipped_bits_are_found_and_the_tensor_named(directory: Path) -> None:
     assert span.path in str(found[0])
 
 
-def test_any_flipped_bit_of_a_data_section_is_found(tmp_path: Path) -> None:
+def test_any_flipped_bit_of_a_data_section_is_found(tmp_path):
     tensors = {"a": random_tensor("float32", (3,)), "b": random_tensor("bool", (5,)), "c": torch.empty(0)}
     directory = written(of_tensors(tensors, tmp_path / "source"), tmp_path / "native")
     path = directory / "rank-00000-of-00001.safetensors"
@@ -675,7 +671,7 @@ def test_any_flipped_bit_of_a_data_section_is_found(tmp_path: Path) -> None:
     assert check_digests(directory) == []
 
 
-def test_any_flipped_bit_of_the_document_is_found(directory: Path) -> None:
+def test_any_flipped_bit_of_the_document_is_found(directory):
     path = directory / "checkpoint.json"
     sound = path.read_bytes()
     for offset in [*range(0, len(sound), 97), *range(len(sound) - 30, len(sound))]:
@@ -685,7 +681,7 @@ def test_any_flipped_bit_of_the_document_is_found(directory: Path) -> None:
         path.write_bytes(sound)
 
 
-def test_tensors_that_have_changed_places_are_read_where_they_are(directory: Path, tmp_path: Path) -> None:
+def test_tensors_that_have_changed_places_are_read_where_they_are(directory, tmp_path):
     """By every verb: no reader takes the document's word for where they were."""
     before = zckpt.fingerprint(directory)
     zckpt.consolidate(directory, tmp_path / "before.safetensors", slots=["exp_avg"], checksums=False)
@@ -698,7 +694,7 @@ def test_tensors_that_have_changed_places_are_read_where_they_are(directory: Pat
 
 
 @pytest.mark.parametrize(("text", "other"), [(b'"digests"', b'"digestx"'), (b'"I64"', b'"F64"'), (b"{", b"\xff")])
-def test_damage_to_any_header_is_one_clear_error(text: bytes, other: bytes, directory: Path, tmp_path: Path) -> None:
+def test_damage_to_any_header_is_one_clear_error(text, other, directory, tmp_path):
     path = directory / "rank-00001-of-00002.safetensors"
     path.write_bytes(path.read_bytes().replace(text, other, 1))
     with pytest.raises(DamagedFileError):
@@ -708,7 +704,7 @@ def test_damage_to_any_header_is_one_clear_error(text: bytes, other: bytes, dire
     assert str(path) in {one.file for one in found.findings}
 
 
-def test_damaged_identity_of_a_file_is_one_clear_error(directory: Path) -> None:
+def test_damaged_identity_of_a_file_is_one_clear_error(directory):
     path = directory / "rank-00001-of-00002.safetensors"
     identity = json.loads((directory / "checkpoint.json").read_bytes())["id"].encode()
     path.write_bytes(path.read_bytes().replace(identity, b"\xb0" + identity[1:], 1))
@@ -716,7 +712,7 @@ def test_damaged_identity_of_a_file_is_one_clear_error(directory: Path) -> None:
         read(directory)
 
 
-def test_save_that_did_not_finish_is_named(directory: Path) -> None:
+def test_save_that_did_not_finish_is_named(directory):
     (directory / "checkpoint.json").unlink()
     assert is_native(directory)
     with refusing(DamagedFileError, "did not finish") as caught:
@@ -725,7 +721,7 @@ def test_save_that_did_not_finish_is_named(directory: Path) -> None:
     assert "rank-00000-of-00002.safetensors" in str(caught.value)
 
 
-def test_missing_file_and_file_of_another_checkpoint_are_named(directory: Path, tmp_path: Path) -> None:
+def test_missing_file_and_file_of_another_checkpoint_are_named(directory, tmp_path):
     other = written(open_checkpoint(FIXTURES / "s2_bf16_dp2"), tmp_path / "other", 2)
     name = "rank-00001-of-00002.safetensors"
     shutil.copy(other / name, directory / name)
@@ -738,7 +734,7 @@ def test_missing_file_and_file_of_another_checkpoint_are_named(directory: Path, 
     assert name in str(caught.value)
 
 
-def test_one_ranks_file_is_no_model(directory: Path, tmp_path: Path) -> None:
+def test_one_ranks_file_is_no_model(directory, tmp_path):
     """Whatever it is called: it has pieces of tensors, and an optimizer's among them."""
     shutil.copy(directory / rank_name(1, 2), tmp_path / "model.safetensors")
     for path in (directory / rank_name(0, 2), tmp_path / "model.safetensors"):
@@ -746,14 +742,14 @@ def test_one_ranks_file_is_no_model(directory: Path, tmp_path: Path) -> None:
             zckpt.open(path)
 
 
-def test_truncated_file_is_refused(directory: Path) -> None:
+def test_truncated_file_is_refused(directory):
     path = directory / "rank-00001-of-00002.safetensors"
     os.truncate(path, path.stat().st_size - 1)
     with refusing(DamagedFileError, "fill the file"):
         read(directory)
 
 
-def test_directories_of_others_are_not_taken_for_this_format(tmp_path: Path) -> None:
+def test_directories_of_others_are_not_taken_for_this_format(tmp_path):
     assert not is_native(tmp_path)
     assert not is_native(tmp_path / "none")
     (tmp_path / "checkpoint.json").write_text('{"format": "other"}')
@@ -765,7 +761,7 @@ def test_directories_of_others_are_not_taken_for_this_format(tmp_path: Path) -> 
     )
 
 
-def test_a_tag_may_have_slashes(directory: Path, tmp_path: Path) -> None:
+def test_a_tag_may_have_slashes(directory, tmp_path):
     shutil.copytree(directory, tmp_path / "epoch1" / "step5")
     (tmp_path / "latest").write_text("epoch1/step5\n")
     assert zckpt.open(tmp_path).source == str(tmp_path / "epoch1" / "step5")
@@ -783,12 +779,12 @@ def changed(directory: Path, change: Callable[[Any], object]) -> None:
     path.write_text(json.dumps(document))
 
 
-def test_document_may_be_changed_and_written_by_any_json_library(directory: Path) -> None:
+def test_document_may_be_changed_and_written_by_any_json_library(directory):
     changed(directory, lambda d: d["param_groups"][0]["hyperparameters"].update(lr=0.5))
     assert read(directory).param_groups[0].hyperparameters["lr"] == 0.5
 
 
-def test_later_version_is_refused(directory: Path) -> None:
+def test_later_version_is_refused(directory):
     changed(directory, lambda d: d.update(version=3))
     with refusing(UnsupportedError, "later version"):
         read(directory)
@@ -899,7 +895,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_document_is_one_clear_error(case: str, directory: Path) -> None:
+def test_hostile_document_is_one_clear_error(case, directory):
     change, words = HOSTILE[case]
     changed(directory, change)
     with pytest.raises(SourceError) as caught:
@@ -925,13 +921,13 @@ def test_hostile_document_is_one_clear_error(case: str, directory: Path) -> None
         b'\x00\x01{"format":"zckpt"}',
     ],
 )
-def test_text_that_is_no_document_is_one_clear_error(text: bytes, directory: Path) -> None:
+def test_text_that_is_no_document_is_one_clear_error(text, directory):
     (directory / "checkpoint.json").write_bytes(text)
     with refusing(DamagedFileError, r"checkpoint\.json"):
         read(directory)
 
 
-def test_checksum_of_a_document_is_that_of_all_before_it(directory: Path) -> None:
+def test_checksum_of_a_document_is_that_of_all_before_it(directory):
     text = (directory / "checkpoint.json").read_bytes()
     body, mark, end = text[:-22], text[-22:-11], text[-11:]
     assert (mark, end[8:]) == (b',\n"crc32":"', b'"}\n')
@@ -939,7 +935,7 @@ def test_checksum_of_a_document_is_that_of_all_before_it(directory: Path) -> Non
     assert read_document(directory)[0]["version"] == 2
 
 
-def test_what_lies_twice_is_refused_when_it_is_read(directory: Path) -> None:
+def test_what_lies_twice_is_refused_when_it_is_read(directory):
     def overlap(document: Any) -> None:
         (cut,) = [layout for layout in document["layouts"] if len(layout) == 2]
         cut[1]["start"] -= 1

@@ -25,13 +25,13 @@ def foreign(path: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "x.pt", "pytorch_model.bin"])
-def test_pointer_of_git_lfs(name: str, tmp_path: Path) -> None:
+def test_pointer_of_git_lfs(name, tmp_path):
     (tmp_path / name).write_text(POINTER)
     refused(3, "inspect", tmp_path / name, words=("pointer of git-lfs", "run `git lfs pull`"))
     refused(3, "inspect", tmp_path, words=("git-lfs", "run `git lfs pull`"))
 
 
-def test_pointer_of_git_lfs_among_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+def test_pointer_of_git_lfs_among_the_files_of_a_checkpoint(tmp_path):
     run_directory = copy("s2_bf16_dp2", tmp_path)
     shard = run_directory / "global_step5" / "mp_rank_00_model_states.pt"
     shard.write_text(POINTER)
@@ -53,12 +53,12 @@ def test_pointer_of_git_lfs_among_the_files_of_a_checkpoint(tmp_path: Path) -> N
         ("model.onnx", b"\x08\7\x12" + bytes(40), "inference"),
     ],
 )
-def test_files_of_other_programs(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+def test_files_of_other_programs(name, content, said, tmp_path):
     (tmp_path / name).write_bytes(content)
     foreign(tmp_path / name, said, "zckpt does not read", "safetensors")
 
 
-def test_arrays_of_numpy(tmp_path: Path) -> None:
+def test_arrays_of_numpy(tmp_path):
     np.savez(tmp_path / "x.npz", a=np.zeros(3))
     np.save(tmp_path / "x.npy", np.zeros(3))
     foreign(tmp_path / "x.npz", "NumPy")
@@ -78,20 +78,20 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
         (["model.gguf", "README.md"], "GGUF"),
     ],
 )
-def test_directories_of_other_programs(files: list[str], said: str, tmp_path: Path) -> None:
+def test_directories_of_other_programs(files, said, tmp_path):
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     foreign(tmp_path, said)
 
 
-def test_one_ranks_file_says_give_its_directory() -> None:
+def test_one_ranks_file_says_give_its_directory():
     tag = FIXTURES / "s2_bf16_dp2" / "global_step5"
     shard = tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
     refused(5, "inspect", shard, words=("holds no state dict", "one rank of DeepSpeed", f"give its directory, {tag}"))
 
 
-def test_one_item_of_dcp_says_give_its_directory() -> None:
+def test_one_item_of_dcp_says_give_its_directory():
     directory = FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt"
     for name in ("__0_0.distcp", ".metadata"):
         done = run("inspect", directory / name)
@@ -99,7 +99,7 @@ def test_one_item_of_dcp_says_give_its_directory() -> None:
         assert f"give its directory, {directory}" in done.stderr
 
 
-def test_items_of_dcp_without_metadata(tmp_path: Path) -> None:
+def test_items_of_dcp_without_metadata(tmp_path):
     directory = tmp_path / "ckpt"
     shutil.copytree(FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt", directory)
     (directory / ".metadata").unlink()
@@ -111,25 +111,25 @@ def test_items_of_dcp_without_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["zckpt", "consolidated"])
-def test_parent_names_the_last_checkpoint_in_it(to: str, tmp_path: Path) -> None:
+def test_parent_names_the_last_checkpoint_in_it(to, tmp_path):
     for step in (2, 9, 10):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / f"step-{step}", to=to)
     refused(3, "inspect", tmp_path, words=("no checkpoint recognised", f"did you mean {tmp_path / 'step-10'}?"))
 
 
-def test_parent_of_megatron_names_the_iteration_that_its_file_says(tmp_path: Path) -> None:
+def test_parent_of_megatron_names_the_iteration_that_its_file_says(tmp_path):
     for number in (100, 200):
         (tmp_path / f"iter_{number:07d}" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     refused(3, "inspect", tmp_path, words=(f"did you mean {tmp_path / 'iter_0000100'}?",))
 
 
-def test_file_of_torch_without_a_state_dict_is_intact_and_not_supported(tmp_path: Path) -> None:
+def test_file_of_torch_without_a_state_dict_is_intact_and_not_supported(tmp_path):
     torch.save([1, 2], tmp_path / "x.pt")
     foreign(tmp_path / "x.pt", "holds no state dict")
 
 
-def test_what_another_verb_does_is_named(tmp_path: Path) -> None:
+def test_what_another_verb_does_is_named(tmp_path):
     refused(5, "reshard", FIXTURES / "pp2_s1_fp32_dp2", tmp_path / "out", "--world-size", 3, "--stage", 2,
             words=("zckpt convert",))  # fmt: skip
     refused(5, "reshard", FIXTURES / "s0_fp32_dp2", tmp_path / "out", "--world-size", 3, "--stage", 2,

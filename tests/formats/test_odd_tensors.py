@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ KINDS = ["sparse", "compressed", "parameter", "quantised", "packed", "nested", "
 
 @pytest.mark.parametrize("form", ["flat", "model", "with optimizer"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_written_without_it(kind: str, form: str, tmp_path: Path) -> None:
+def test_nothing_is_written_without_it(kind, form, tmp_path):
     source, target = tmp_path / "x.pt", tmp_path / "m.safetensors"
     state = {**PLAIN, "odd_one": odd(kind)}
     parameters = [torch.nn.Parameter(one) for one in PLAIN.values()]
@@ -54,14 +53,14 @@ def test_nothing_is_written_without_it(kind: str, form: str, tmp_path: Path) -> 
     assert zckpt.consolidate(source, target, drop=caught.value.names).num_tensors == 2
 
 
-def test_a_dict_beside_a_model_is_none_of_its_tensors(tmp_path: Path) -> None:
+def test_a_dict_beside_a_model_is_none_of_its_tensors(tmp_path):
     torch.save({"model": PLAIN, "mask": EYE.to_sparse(), "epoch": 3}, tmp_path / "x.pt")
     assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "m.safetensors").num_tensors == 2
     assert "mask" in zckpt.open(tmp_path / "x.pt").metadata
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantised"])
-def test_one_in_deepspeeds_model_file_is_named(kind: str, tmp_path: Path) -> None:
+def test_one_in_deepspeeds_model_file_is_named(kind, tmp_path):
     shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run")
     for path in (tmp_path / "run").glob("*/*model_states.pt"):
         content = torch.load(path, weights_only=False)
@@ -72,7 +71,7 @@ def test_one_in_deepspeeds_model_file_is_named(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantised"])
-def test_one_in_a_models_directory_is_named(kind: str, tmp_path: Path) -> None:
+def test_one_in_a_models_directory_is_named(kind, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     torch.save({**PLAIN, "odd_one": odd(kind)}, tmp_path / "model" / "pytorch_model.bin")

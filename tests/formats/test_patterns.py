@@ -27,7 +27,7 @@ def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 @given(st.recursive(ATOMS, larger, max_leaves=6), st.text("ab.1", max_size=7))
-def test_a_pattern_matches_what_re_matches(pattern: str, name: str) -> None:
+def test_a_pattern_matches_what_re_matches(pattern, name):
     whole = re.fullmatch(pattern, name) is not None
     below = re.match(rf"(.*\.)?({pattern})$", name) is not None  # as PEFT has it
     assert Patterns().match(pattern, name) == whole
@@ -53,7 +53,7 @@ UNSLOTH = (
         (r"(?i).*Q_PROJ", "a.q_proj", True),
     ],
 )
-def test_what_programs_write_is_matched(pattern: str, name: str, matches: bool) -> None:
+def test_what_programs_write_is_matched(pattern, name, matches):
     assert Patterns().match(pattern, name) is matches is (re.fullmatch(pattern, name) is not None)
 
 
@@ -65,7 +65,7 @@ def test_what_programs_write_is_matched(pattern: str, name: str, matches: bool) 
         "." * 60_000 + "b", "(" * 90 + "a*" + ")*" * 90 + "b",
     ],
 )  # fmt: skip
-def test_none_takes_for_ever(pattern: str) -> None:
+def test_none_takes_for_ever(pattern):
     begun, patterns = time.process_time(), Patterns()
     with contextlib.suppress(ValueError):  # "it takes too long"
         for number in range(20):
@@ -77,6 +77,6 @@ def test_none_takes_for_ever(pattern: str) -> None:
     ("pattern", "said"),
     [("(", "unterminated"), (r"(a)\1+", "groupref"), ("(?i:a)+", "subpattern"), ("a" * 70_000, "too long")],
 )
-def test_what_is_not_followed_is_named(pattern: str, said: str) -> None:
+def test_what_is_not_followed_is_named(pattern, said):
     with pytest.raises(ValueError, match=said):
         Patterns().match(pattern, "aa")

@@ -119,7 +119,7 @@ def assert_carried(path: Path, expected: dict[str, dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_codes_and_scales_are_carried_with_names(kind: str, tmp_path: Path) -> None:
+def test_codes_and_scales_are_carried_with_names(kind, tmp_path):
     path = tmp_path / "c.pt"
     expected = written(path, kind)
     assert zckpt.open(path).warnings == []
@@ -133,7 +133,7 @@ def test_codes_and_scales_are_carried_with_names(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_torch_file_of_it_is_what_the_program_wrote(kind: str, tmp_path: Path) -> None:
+def test_a_torch_file_of_it_is_what_the_program_wrote(kind, tmp_path):
     expected = written(tmp_path / "c.pt", kind)
     zckpt.convert(tmp_path / "c.pt", tmp_path / "z", to="zckpt")
     zckpt.consolidate(tmp_path / "z", tmp_path / "x.pt", slots="all")
@@ -149,7 +149,7 @@ def test_a_torch_file_of_it_is_what_the_program_wrote(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
-def test_it_is_refused_by_name_where_floats_are_wanted(kind: str, tmp_path: Path) -> None:
+def test_it_is_refused_by_name_where_floats_are_wanted(kind, tmp_path):
     path = tmp_path / "c.pt"
     written(path, kind)
     slot = "exp_avg" if kind == "torchao" else "__bnb_optimizer_quant_state__"
@@ -167,7 +167,7 @@ def test_it_is_refused_by_name_where_floats_are_wanted(kind: str, tmp_path: Path
     assert sorted(one.name for one in tmp_path.iterdir()) == ["c.pt", "model.safetensors"]
 
 
-def test_a_live_one_is_refused(tmp_path: Path) -> None:
+def test_a_live_one_is_refused(tmp_path):
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
     optimizer.state[net[0].weight] = as_torchao(net[0].weight.shape, small=False)

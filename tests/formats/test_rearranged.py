@@ -69,14 +69,14 @@ def found(live: Tensors, file: Tensors, folder: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_way_to_arrange_is_found(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_way_to_arrange_is_found(dtype, tmp_path):
     live = model()
     copies = found(live, {name: one.to(dtype) for name, one in saved(live).items()}, tmp_path)
     assert copies.keys() == live.keys()
     assert [name for name, one in copies.items() if not torch.equal(one, live[name].to(dtype))] == []
 
 
-def test_other_values_are_no_copies(tmp_path: Path) -> None:
+def test_other_values_are_no_copies(tmp_path):
     live, other = model(), saved(model(1))
     assert found(live, other, tmp_path).keys() == {"norm.1.weight", "norm.2.weight"}  # ones
 
@@ -88,7 +88,7 @@ def test_other_values_are_no_copies(tmp_path: Path) -> None:
         ("t", "turned"), ("linear", "conv"), ("big", "long"), ("scalar", "single"),
     ],
 )  # fmt: skip
-def test_a_tensor_that_is_another_is_no_copy_nor_are_those_beside_it(changed: str, lost: str, tmp_path: Path) -> None:
+def test_a_tensor_that_is_another_is_no_copy_nor_are_those_beside_it(changed, lost, tmp_path):
     live = model()
     file = saved(live)
     file[changed] = file[changed] + 1
@@ -97,12 +97,12 @@ def test_a_tensor_that_is_another_is_no_copy_nor_are_those_beside_it(changed: st
     assert live.keys() - found(live, file, tmp_path).keys() == set(lost.split())
 
 
-def test_long_tensors_of_one_value_tell_nothing(tmp_path: Path) -> None:
+def test_long_tensors_of_one_value_tell_nothing(tmp_path):
     live = {"a": torch.zeros(100, 100), "b": torch.zeros(10)}
     assert found(live, {"x": torch.zeros(100, 100), "y": torch.zeros(10)}, tmp_path).keys() == {"b"}
 
 
-def test_few_places_are_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_few_places_are_looked_at(monkeypatch, tmp_path):
     """A vector could be any row of each matrix: there are too many, once the matrices themselves are not found."""
     looked: list[int] = []
     seen = module._seen

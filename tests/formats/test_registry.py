@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from zckpt.formats.registry import BUILT_IN, find_format, formats, get
 WRITTEN = [name for name in BUILT_IN if get(name).writes]
 
 
-def test_table_of_the_readme_is_what_the_formats_say() -> None:
+def test_table_of_the_readme_is_what_the_formats_say():
     table = re.findall(r"^\| (.+?) \| (.+?) \| ?(.*?) ?\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     said = {(what, details): to for what, details, to in table}
     for name in BUILT_IN:
@@ -36,7 +36,7 @@ def test_table_of_the_readme_is_what_the_formats_say() -> None:
     assert not [row for row in of_formats if "convert --to" in str(said[row])], "rows of no format"
 
 
-def test_formats_are_listed_with_their_options() -> None:
+def test_formats_are_listed_with_their_options():
     document = json.loads(succeeded("formats", "--json").stdout)
     found = {one["name"]: one for one in document["formats"]}
     assert list(found) == list(BUILT_IN)
@@ -52,7 +52,7 @@ def test_formats_are_listed_with_their_options() -> None:
     assert "--stage 1|2|3" in text
 
 
-def test_help_of_convert_has_every_option_and_format() -> None:
+def test_help_of_convert_has_every_option_and_format():
     text = " ".join(succeeded("convert", "--help").stdout.split())
     for name in WRITTEN:
         assert get(name).writes in text
@@ -76,24 +76,20 @@ def test_help_of_convert_has_every_option_and_format() -> None:
         ("nothing", {}, "unknown format: expected zckpt, universal"),
     ],
 )
-def test_keywords_of_convert_are_those_of_the_format(
-    to: str, options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_keywords_of_convert_are_those_of_the_format(to, options, said, tmp_path):
     with refusing(zckpt.UsageError, re.escape(said)):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to=to, **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_given_is_none_or_nothing(tmp_path: Path) -> None:
+def test_what_is_not_given_is_none_or_nothing(tmp_path):
     zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to="universal", world_size=None, stage=None)
 
 
 @pytest.mark.parametrize(
     ("place", "named"), [("shards", "run"), (None, "run"), (Path("run/step1"), "run/step1"), (Search(Path("x")), "x")]
 )
-def test_error_that_names_no_file_names_what_was_found(
-    place: object, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_that_names_no_file_names_what_was_found(place, named, tmp_path, monkeypatch):
     class Broken(Format):
         def read(self, found: Found, search: Search) -> NoReturn:
             raise DamagedFileError("broken", found=found.place)
@@ -105,7 +101,7 @@ def test_error_that_names_no_file_names_what_was_found(
         zckpt.formats.open_checkpoint("run")
 
 
-def test_every_format_states_what_a_stranger_needs() -> None:
+def test_every_format_states_what_a_stranger_needs():
     for one in formats():
         assert one.name
         assert one.title
@@ -114,7 +110,7 @@ def test_every_format_states_what_a_stranger_needs() -> None:
         assert all(option.help.endswith(".") for option in options_of(one.options))
 
 
-def test_inspect_of_deepspeed_loads_no_other_format() -> None:
+def test_inspect_of_deepspeed_loads_no_other_format():
     program = f"""
 import sys
 sys.argv = ["zckpt", "inspect", {str(FIXTURES / "s2_bf16_dp4")!r}, "--json"]
@@ -193,7 +189,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_format_of_another_package_is_written_and_read(example: Path, model: Path, tmp_path: Path) -> None:
+def test_format_of_another_package_is_written_and_read(example, model, tmp_path):
     target, back = tmp_path / "raw", tmp_path / "back"
     program = f"""
 import torch, zckpt
@@ -226,7 +222,7 @@ else:
     assert "rawtensors" in listed[1]
 
 
-def test_format_of_another_package_refuses_and_checks(example: Path, model: Path, tmp_path: Path) -> None:
+def test_format_of_another_package_refuses_and_checks(example, model, tmp_path):
     raw = tmp_path / "raw"
     state, written = run_with(
         example,
@@ -243,7 +239,7 @@ def test_format_of_another_package_refuses_and_checks(example: Path, model: Path
     assert "without their list; give" in alone[2]
 
 
-def test_without_the_package_its_format_is_none(model: Path) -> None:
+def test_without_the_package_its_format_is_none(model):
     assert find_format("rawtensors") is None
     refused(2, "convert", model, model.parent / "out", "--to", "rawtensors", words=("rawtensors",))
 
@@ -256,7 +252,7 @@ def test_without_the_package_its_format_is_none(model: Path) -> None:
         ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
     ],
 )
-def test_broken_package_is_one_clear_line(content: str, said: str, model: Path, tmp_path: Path) -> None:
+def test_broken_package_is_one_clear_line(content, said, model, tmp_path):
     packages = tmp_path / "packages"
     about = packages / "broken_one-1.dist-info"
     about.mkdir(parents=True)

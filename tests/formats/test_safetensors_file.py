@@ -370,7 +370,7 @@ def test_tensor_that_no_shard_has_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_texts_that_a_program_put_into_the_header_are_carried(tmp_path: Path) -> None:
+def test_texts_that_a_program_put_into_the_header_are_carried(tmp_path):
     """As trainers of adapters for diffusion models put their settings there."""
     source = tmp_path / "source"
     source.mkdir()
@@ -385,7 +385,7 @@ def test_texts_that_a_program_put_into_the_header_are_carried(tmp_path: Path) ->
     assert zckpt.open(tmp_path / "out").metadata == texts
 
 
-def test_shards_without_an_index_are_read_where_all_are_there(tmp_path: Path) -> None:
+def test_shards_without_an_index_are_read_where_all_are_there(tmp_path):
     tensors = {f"layer.{number}": torch.full((2, 3), float(number)) for number in range(3)}
     for number, (name, tensor) in enumerate(tensors.items(), 1):
         save_file({name: tensor}, tmp_path / f"model-{number:05d}-of-00003.safetensors")
@@ -401,7 +401,7 @@ def test_shards_without_an_index_are_read_where_all_are_there(tmp_path: Path) ->
         zckpt.open(tmp_path)
 
 
-def test_texts_in_the_header_of_a_model_beside_an_optimizer_are_carried(tmp_path: Path) -> None:
+def test_texts_in_the_header_of_a_model_beside_an_optimizer_are_carried(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()

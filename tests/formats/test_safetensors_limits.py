@@ -19,7 +19,7 @@ def written(path: Path, header: dict[str, object], data: bytes = b"") -> Path:
 
 
 @pytest.mark.parametrize(("size", "data"), [(1, b"\0" * 4), (0, b"")])
-def test_dimensions_are_as_many_as_torch_has(size: int, data: bytes, tmp_path: Path) -> None:
+def test_dimensions_are_as_many_as_torch_has(size, data, tmp_path):
     entry = {"dtype": "F32", "data_offsets": [0, len(data)]}
     most = written(tmp_path / "a", {"w": {**entry, "shape": [size] * MAXIMUM_DIMENSIONS}}, data)
     assert read_header(most)[0]["w"].shape == (size,) * 64
@@ -28,7 +28,7 @@ def test_dimensions_are_as_many_as_torch_has(size: int, data: bytes, tmp_path: P
         read_header(more)
 
 
-def test_tensors_come_in_the_order_of_the_header(tmp_path: Path) -> None:
+def test_tensors_come_in_the_order_of_the_header(tmp_path):
     entry = {"dtype": "F32", "shape": [1]}
     header = {"b": {**entry, "data_offsets": [4, 8]}, "a": {**entry, "data_offsets": [0, 4]}}
     slots = read_header(written(tmp_path / "a", header, b"\0" * 8))[0]

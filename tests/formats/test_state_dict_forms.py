@@ -60,7 +60,7 @@ def assert_state(
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat: bool, tmp_path: Path) -> None:
+def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat, tmp_path):
     model = body(5, 4, 4, 4)  # three shapes that fit several parameters
     model[1].requires_grad_(requires_grad=False)
     groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "lr": 0.1 / dim} for dim in (2, 1)]
@@ -103,7 +103,7 @@ def gathered(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
     return held
 
 
-def test_the_full_state_of_flat_parameters(tmp_path: Path) -> None:
+def test_the_full_state_of_flat_parameters(tmp_path):
     held = run(gathered, 3, "fsdp1", tmp_path)[0]
     opened = zckpt.open(tmp_path / "c.pt")
     for key, one in held.items():
@@ -115,7 +115,7 @@ def test_the_full_state_of_flat_parameters(tmp_path: Path) -> None:
     assert torch.equal(alone.read("layers.1.up.bias", "exp_avg"), held["exp_avg/layers.1.up.bias"])
 
 
-def test_a_warning_where_torch_has_lost_all_slots_but_one(tmp_path: Path) -> None:
+def test_a_warning_where_torch_has_lost_all_slots_but_one(tmp_path):
     run(gathered, 2, "fsdp1 orig", tmp_path)
     state = torch.load(tmp_path / "optimizer.pt")["state"]
     lost = all(torch.equal(one["exp_avg"], one["exp_avg_sq"]) for one in state.values())
@@ -135,7 +135,7 @@ def named_file(tmp_path: Path, state: dict[str, Any], params: list[Any]) -> Path
     return path
 
 
-def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path: Path) -> None:
+def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path):
     state = {"w": {"m": torch.arange(3.0)}, "gone": {"m": torch.arange(4.0)}}
     opened = zckpt.open(named_file(tmp_path, state, ["w", "v", "gone"]))
     assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
@@ -152,12 +152,12 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path: Path) -> Non
         ({"z": {"m": torch.ones(3)}}, ["w"], "in no group"),
     ],
 )
-def test_names_that_contradict(state: Any, params: Any, words: str, tmp_path: Path) -> None:
+def test_names_that_contradict(state, params, words, tmp_path):
     with refusing(DamagedFileError, words):
         zckpt.open(named_file(tmp_path, state, params))
 
 
-def test_other_names_than_the_files_are_refused(tmp_path: Path) -> None:
+def test_other_names_than_the_files_are_refused(tmp_path):
     path = named_file(tmp_path, {"w": {"m": torch.ones(3)}}, ["w"])
     assert zckpt.open(path, names=["w"]).warnings == []
     with refusing(UsageError, "leave --names out"):
@@ -176,7 +176,7 @@ def muon_and_adamw(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optimizers", "optimizer_states"])
-def test_a_list_of_optimizers_each_numbered_from_0(key: str, tmp_path: Path) -> None:
+def test_a_list_of_optimizers_each_numbered_from_0(key, tmp_path):
     model, optimizers = muon_and_adamw(0)
     stepped(model, *optimizers)
     path = tmp_path / "c.pt"
@@ -196,7 +196,7 @@ def test_a_list_of_optimizers_each_numbered_from_0(key: str, tmp_path: Path) -> 
                 assert all(torch.equal(value, other.state[its][slot]) for slot, value in optimizer.state[one].items())
 
 
-def test_a_dict_of_optimizers_by_name(tmp_path: Path) -> None:
+def test_a_dict_of_optimizers_by_name(tmp_path):
     model, [muon, adamw] = muon_and_adamw(0)
     stepped(model, muon, adamw)
     path = tmp_path / "c.pt"
@@ -211,7 +211,7 @@ def test_a_dict_of_optimizers_by_name(tmp_path: Path) -> None:
         zckpt.load(path, model=again, optimizer=[first, second])
 
 
-def test_optimizers_that_have_one_child_each(tmp_path: Path) -> None:
+def test_optimizers_that_have_one_child_each(tmp_path):
     """As Lightning keeps a GAN: shapes alone leave two readings of the third layer."""
     model = nn.ModuleDict({"generator": body(5, 4, 4, 6), "discriminator": body(5, 4, 4, 4)})
     optimizers = [torch.optim.Adam(model[name].parameters(), lr=0.1) for name in ("generator", "discriminator")]
@@ -242,7 +242,7 @@ def gan_file(path: Path, models: dict[str, nn.Module], optimizers: dict[str, tor
     return path
 
 
-def test_two_models_and_the_optimizer_of_each(tmp_path: Path) -> None:
+def test_two_models_and_the_optimizer_of_each(tmp_path):
     models, optimizers = gan()
     path = gan_file(tmp_path / "c.pt", models, optimizers)
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -258,7 +258,7 @@ def test_two_models_and_the_optimizer_of_each(tmp_path: Path) -> None:
     assert torch.equal(others["optimizer_d"].state[again["discriminator"][1].bias]["exp_avg"], ours["exp_avg"])
 
 
-def test_equal_models_are_told_apart_by_their_keys(tmp_path: Path) -> None:
+def test_equal_models_are_told_apart_by_their_keys(tmp_path):
     models = {"netG": body(5, 4), "netD": body(5, 4), "netG_ema": body(5, 4)}
     optimizers = {
         "optD": torch.optim.Adam(models["netD"].parameters()),
@@ -271,7 +271,7 @@ def test_equal_models_are_told_apart_by_their_keys(tmp_path: Path) -> None:
     assert_state(path, models["netG"], {"optG": optimizers["optG"]}, prefix="netG.")
 
 
-def test_nothing_is_guessed_where_two_models_fit(tmp_path: Path) -> None:
+def test_nothing_is_guessed_where_two_models_fit(tmp_path):
     models = {"left": body(5, 4), "right": body(5, 4)}
     optimizers = {
         "one": torch.optim.Adam(models["left"].parameters()),
@@ -289,7 +289,7 @@ def test_nothing_is_guessed_where_two_models_fit(tmp_path: Path) -> None:
     assert torch.equal(given.read("right.0.bias", "exp_avg"), expected)
 
 
-def test_one_optimizer_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
+def test_one_optimizer_of_an_encoder_and_a_decoder(tmp_path):
     models = nn.ModuleDict({"encoder": body(5, 4), "decoder": body(4, 5)})
     optimizer = torch.optim.Adam(models.parameters())
     models["decoder"](models["encoder"](torch.ones(2, 5))).sum().backward()
@@ -298,7 +298,7 @@ def test_one_optimizer_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
     assert_state(path, models, {None: optimizer})
 
 
-def test_what_composer_writes(tmp_path: Path) -> None:
+def test_what_composer_writes(tmp_path):
     """The layout of composer 0.32 (`State.state_dict`), from its source."""
     model = nn.ModuleDict({"model": body(5, 4, 4)})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -322,7 +322,7 @@ def test_what_composer_writes(tmp_path: Path) -> None:
     assert zckpt.diff(tmp_path / "ep1-ba22-rank0.pt", tmp_path / "z").equal
 
 
-def test_what_composer_writes_sharded(tmp_path: Path) -> None:
+def test_what_composer_writes_sharded(tmp_path):
     """The same dict by torch.distributed.checkpoint, in a folder `epE-baB`; of its parent the newest is read."""
     model = nn.ModuleDict({"model": body(5, 4, 4)})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -346,7 +346,7 @@ def test_what_composer_writes_sharded(tmp_path: Path) -> None:
     refused(3, "inspect", tmp_path / "run", words=("latest-rank0.pt", "names no checkpoint", "ep1-ba22"))
 
 
-def test_the_last_of_composers_files_is_read(tmp_path: Path) -> None:
+def test_the_last_of_composers_files_is_read(tmp_path):
     for name in ("ep0-ba5", "ep1-ba22", "ep1-ba9"):
         torch.save({"state": {"model": body(5, 4).state_dict()}, "rng": []}, tmp_path / f"{name}-rank0.pt")
     assert zckpt.open(tmp_path).source == str(tmp_path / "ep1-ba22-rank0.pt")
@@ -358,7 +358,7 @@ def test_the_last_of_composers_files_is_read(tmp_path: Path) -> None:
     refused(3, "inspect", tmp_path, words=("in different orders", "ep4-ba5-rank0.pt"))
 
 
-def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path: Path) -> None:
+def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
     model = body(5, 4)
     for number in (9, 10):
         dcp.save(
@@ -384,7 +384,7 @@ def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path: Path) -> None
 # --- and back
 
 
-def test_what_lightning_keeps_besides_survives_conversions(tmp_path: Path) -> None:
+def test_what_lightning_keeps_besides_survives_conversions(tmp_path):
     model, optimizers = muon_and_adamw(0)
     stepped(model, *optimizers)
     loops = {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 2, "completed": 1}}}}
@@ -422,7 +422,7 @@ def test_what_lightning_keeps_besides_survives_conversions(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_slots_are_stripped_of_named_state(flat: bool, tmp_path: Path) -> None:
+def test_slots_are_stripped_of_named_state(flat, tmp_path):
     model = body(5, 4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     stepped(model, optimizer)

@@ -42,7 +42,7 @@ def assert_stays(whole: Path, thin: Path, slots: set[str]) -> None:
 
 
 @pytest.mark.parametrize("name", some(READ[::2], READ[1::2]))
-def test_what_other_programs_wrote(name: str, tmp_path: Path) -> None:
+def test_what_other_programs_wrote(name, tmp_path):
     source = SOURCES[name]
     model = {"weight"} | ({"master"} if name.startswith("universal") else set())
     done = strip(source, tmp_path / "model", optimizer=True)
@@ -57,7 +57,7 @@ def test_what_other_programs_wrote(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("to", "options"), WRITTEN)
-def test_what_is_written_here(to: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_written_here(to, options, tmp_path):
     whole = tmp_path / "run" / "whole"
     whole.parent.mkdir()
     zckpt.convert(FIXTURES / "s2_bf16_dp4", whole, to=to, fingerprint=True, **options)
@@ -77,7 +77,7 @@ def nbytes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("keys", ["nested", "flat"])
-def test_torch_loads_every_item_that_is_left(keys: str, tmp_path: Path) -> None:
+def test_torch_loads_every_item_that_is_left(keys, tmp_path):
     zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "whole", to="dcp", keys=keys, world_size=2)
     strip(tmp_path / "whole", tmp_path / "thin", keep_slots=["exp_avg"])
     with warnings.catch_warnings():
@@ -101,7 +101,7 @@ def leaves(node: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
     return {key: value for step, child in below for key, value in leaves(child, (*path, str(step))).items()}
 
 
-def test_an_optimizer_starts_afresh_from_a_model_alone(tmp_path: Path) -> None:
+def test_an_optimizer_starts_afresh_from_a_model_alone(tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
@@ -120,7 +120,7 @@ def test_an_optimizer_starts_afresh_from_a_model_alone(tmp_path: Path) -> None:
     other.step()
 
 
-def test_a_run_of_universal_checkpoints_stays_one(tmp_path: Path) -> None:
+def test_a_run_of_universal_checkpoints_stays_one(tmp_path):
     source = tmp_path / "run" / "universal"
     source.parent.mkdir()
     zckpt.convert(FIXTURES / "s2_bf16_dp4", source, to="universal")
@@ -129,7 +129,7 @@ def test_a_run_of_universal_checkpoints_stays_one(tmp_path: Path) -> None:
     assert_stays(source, tmp_path / "thin", {"weight", "master"})
 
 
-def test_files_that_torch_itself_does_not_read_back_are_refused(tmp_path: Path) -> None:
+def test_files_that_torch_itself_does_not_read_back_are_refused(tmp_path):
     with refusing(UnsupportedError, "safetensors"):
         strip(SOURCES["other/dcp_fsdp2_dp2_stformat"], tmp_path / "thin", optimizer=True)
     assert list(tmp_path.iterdir()) == []

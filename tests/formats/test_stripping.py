@@ -29,7 +29,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda 
 
 
 @given(RANGES, st.sampled_from([1, 2, 4, 8, 16]))
-def test_every_used_byte_is_kept_in_order_and_on_its_alignment(used: list[tuple[int, int]], alignment: int) -> None:
+def test_every_used_byte_is_kept_in_order_and_on_its_alignment(used, alignment):
     kept = kept_ranges(used, 256, alignment)
     wanted = sorted({byte for low, high in used for byte in range(low, high)})
     places = [kept.place(byte) for byte in wanted]
@@ -46,7 +46,7 @@ def test_every_used_byte_is_kept_in_order_and_on_its_alignment(used: list[tuple[
 
 
 @given(RANGES, st.lists(st.tuples(RANGES, st.sampled_from("abc")), max_size=4))
-def test_each_byte_is_counted_for_one_owner(kept: list[tuple[int, int]], owners: Any) -> None:
+def test_each_byte_is_counted_for_one_owner(kept, owners):
     removed = without([(0, 256)], kept_ranges(kept, 256, 1).ranges)
     owned = [(low, high, name) for ranges, name in owners for low, high in ranges if low < high]
     found = shares(removed, owned)
@@ -76,7 +76,7 @@ def unreferenced(tree: Any, tmp_path: Path, **options: Any) -> tuple[Any, Any]:
     return loaded, done
 
 
-def test_views_of_a_large_buffer_keep_what_they_reach(tmp_path: Path) -> None:
+def test_views_of_a_large_buffer_keep_what_they_reach(tmp_path):
     buffer = torch.randn(100_000)
     tree = {
         "first": buffer[10:20].view(2, 5),
@@ -98,7 +98,7 @@ def test_views_of_a_large_buffer_keep_what_they_reach(tmp_path: Path) -> None:
     assert loaded["first"].untyped_storage().nbytes() == reach * 4
 
 
-def test_tensors_that_share_memory_still_do(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_still_do(tmp_path):
     buffer = torch.arange(1000.0)
     loaded, _ = unreferenced({"a": buffer[100:110], "b": buffer[105:115], "c": buffer[900:910]}, tmp_path)
     loaded["a"][5:] = -1
@@ -108,14 +108,14 @@ def test_tensors_that_share_memory_still_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64,
                                    torch.uint16, torch.float8_e4m3fn], ids=str)  # fmt: skip
-def test_every_type_is_cut(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_type_is_cut(dtype, tmp_path):
     buffer = torch.randint(0, 2, (500,)).to(dtype)
     loaded, done = unreferenced({"w": buffer[33:40], "x": torch.ones(1)}, tmp_path)
     assert torch.equal(bits(loaded["w"]), bits(buffer[33:40]))
     assert done.saved["unreferenced"] == 493 * buffer.element_size()
 
 
-def test_tensors_are_found_wherever_they_are(tmp_path: Path) -> None:
+def test_tensors_are_found_wherever_they_are(tmp_path):
     buffer = torch.arange(1000.0)
     shared = (buffer[1:3], [buffer[5:7]])
     parameter = torch.nn.Parameter(buffer[10:12])
@@ -155,7 +155,7 @@ def test_tensors_are_found_wherever_they_are(tmp_path: Path) -> None:
     assert loaded["ordered"]["a"].untyped_storage().data_ptr() == whole
 
 
-def test_a_storage_by_itself_is_all_used(tmp_path: Path) -> None:
+def test_a_storage_by_itself_is_all_used(tmp_path):
     buffer = torch.arange(100.0)
     torch.save({"model": {"w": buffer[:2]}, "bare": buffer._typed_storage()}, tmp_path / "whole.pt")
     done = strip(tmp_path / "whole.pt", tmp_path / "thin.pt", unreferenced=True)
@@ -165,7 +165,7 @@ def test_a_storage_by_itself_is_all_used(tmp_path: Path) -> None:
     assert loaded["model"]["w"].tolist() == [0, 1]
 
 
-def test_a_file_of_which_nothing_goes_is_copied(tmp_path: Path) -> None:
+def test_a_file_of_which_nothing_goes_is_copied(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "whole.pt", _use_new_zipfile_serialization=True)
     done = strip(tmp_path / "whole.pt", tmp_path / "same.pt", unreferenced=True, padding=True)
     assert done.saved == {}
@@ -173,14 +173,14 @@ def test_a_file_of_which_nothing_goes_is_copied(tmp_path: Path) -> None:
     assert any("no padding" in note for note in done.notes)
 
 
-def test_files_of_the_time_before_zip_archives_are_stripped(tmp_path: Path) -> None:
+def test_files_of_the_time_before_zip_archives_are_stripped(tmp_path):
     buffer = torch.randn(50_000)
     loaded, done = unreferenced({"w": buffer[7:9]}, tmp_path, _use_new_zipfile_serialization=False)
     assert torch.equal(loaded["w"], buffer[7:9])
     assert done.saved["unreferenced"] == 49_998 * 4
 
 
-def test_bytes_of_the_other_order_come_out_right(tmp_path: Path) -> None:
+def test_bytes_of_the_other_order_come_out_right(tmp_path):
     """A machine with the most significant byte first wrote the file; what is left of it is written as here."""
     values, counts = torch.arange(100.0), torch.arange(100, dtype=torch.int32).to(torch.uint32)
     tree = {"w": values[3:6], "n": counts[7:9]}
@@ -198,7 +198,7 @@ def swapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["plain_adamw", "plain_bf16", "plain_mixed", "plain_proto4"])
-def test_plain_files_lose_nothing_that_counts(name: str, tmp_path: Path) -> None:
+def test_plain_files_lose_nothing_that_counts(name, tmp_path):
     source = next((FIXTURES / "other" / name).glob("*.pt"))
     strip(source, tmp_path / "thin.pt", unreferenced=True)
     whole = torch.load(source, weights_only=False)
@@ -238,7 +238,7 @@ def training(directory: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_optimizer_state_goes_and_hyperparameters_stay(tmp_path: Path) -> None:
+def test_optimizer_state_goes_and_hyperparameters_stay(tmp_path):
     model, optimizer = training(tmp_path)
     done = strip(tmp_path / "whole.pt", tmp_path / "thin.pt", optimizer=True)
     saved_nbytes(tmp_path / "whole.pt", tmp_path / "thin.pt", done)
@@ -256,7 +256,7 @@ def test_optimizer_state_goes_and_hyperparameters_stay(tmp_path: Path) -> None:
     assert {float(one["step"]) for one in optimizer.state.values()} == {1.0}
 
 
-def test_slots_by_name_stay_with_the_step(tmp_path: Path) -> None:
+def test_slots_by_name_stay_with_the_step(tmp_path):
     _, optimizer = training(tmp_path)
     strip(tmp_path / "whole.pt", tmp_path / "thin.pt", keep_slots=["exp_avg"])
     found = torch.load(tmp_path / "thin.pt", weights_only=True)["optimizer"]
@@ -268,13 +268,13 @@ def test_slots_by_name_stay_with_the_step(tmp_path: Path) -> None:
     assert found["param_groups"] == before["param_groups"]
 
 
-def test_no_slots_at_all_leave_an_empty_state(tmp_path: Path) -> None:
+def test_no_slots_at_all_leave_an_empty_state(tmp_path):
     training(tmp_path)
     strip(tmp_path / "whole.pt", tmp_path / "thin.pt", keep_slots=["master"])
     assert torch.load(tmp_path / "thin.pt", weights_only=True)["optimizer"]["state"] == {}
 
 
-def test_every_optimizer_of_a_file_is_stripped(tmp_path: Path) -> None:
+def test_every_optimizer_of_a_file_is_stripped(tmp_path):
     """Lightning keeps a list of them; here one more is deep in another dict."""
     model, optimizer = training(tmp_path)
     state = optimizer.state_dict()
@@ -286,7 +286,7 @@ def test_every_optimizer_of_a_file_is_stripped(tmp_path: Path) -> None:
     assert_equal(loaded["state_dict"], model.state_dict())
 
 
-def test_slots_of_parameters_without_dimensions_are_slots(tmp_path: Path) -> None:
+def test_slots_of_parameters_without_dimensions_are_slots(tmp_path):
     parameter = torch.nn.Parameter(torch.tensor(1.0))
     other = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([parameter, other])
@@ -303,7 +303,7 @@ def test_slots_of_parameters_without_dimensions_are_slots(tmp_path: Path) -> Non
 # --- directories
 
 
-def test_a_consolidated_directory_keeps_the_model_as_it_is(tmp_path: Path) -> None:
+def test_a_consolidated_directory_keeps_the_model_as_it_is(tmp_path):
     zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "whole", to="consolidated")
     strip(tmp_path / "whole", tmp_path / "thin", keep_slots=["exp_avg"])
     whole, thin = zckpt.open(tmp_path / "whole"), zckpt.open(tmp_path / "thin")
@@ -314,7 +314,7 @@ def test_a_consolidated_directory_keeps_the_model_as_it_is(tmp_path: Path) -> No
             assert torch.equal(bits(thin.read(name, slot)), bits(whole.read(name, slot)))
 
 
-def test_slots_of_a_safetensors_file_beside_a_model(tmp_path: Path) -> None:
+def test_slots_of_a_safetensors_file_beside_a_model(tmp_path):
     zckpt.consolidate(FIXTURES / "s2_bf16_dp2", tmp_path / "whole", slots="all")
     (tmp_path / "whole" / "notes.txt").write_text("kept")
     done = strip(tmp_path / "whole", tmp_path / "thin", optimizer=True)
@@ -325,7 +325,7 @@ def test_slots_of_a_safetensors_file_beside_a_model(tmp_path: Path) -> None:
     assert done.saved["exp_avg"] == done.saved["exp_avg_sq"] > 0
 
 
-def test_slots_by_name_of_a_safetensors_file_beside_a_model(tmp_path: Path) -> None:
+def test_slots_by_name_of_a_safetensors_file_beside_a_model(tmp_path):
     zckpt.consolidate(FIXTURES / "s2_bf16_dp2", tmp_path / "whole", slots="all")
     strip(tmp_path / "whole", tmp_path / "thin", keep_slots=["exp_avg"])
     whole = load_file(tmp_path / "whole" / "optimizer.safetensors")
@@ -336,7 +336,7 @@ def test_slots_by_name_of_a_safetensors_file_beside_a_model(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["zro_dp2_adamw", "zro_dp3_sgdm_1g"])
-def test_files_of_a_zero_redundancy_optimizer(name: str, tmp_path: Path) -> None:
+def test_files_of_a_zero_redundancy_optimizer(name, tmp_path):
     source = FIXTURES / "other" / name / "ckpt"
     strip(source, tmp_path / "thin", optimizer=True)
     for path in source.glob("*.pt"):
@@ -357,19 +357,19 @@ def optimizers(node: Any) -> list[Any]:
 # --- refusals
 
 
-def test_nothing_named_is_answered_with_what_could_go(tmp_path: Path) -> None:
+def test_nothing_named_is_answered_with_what_could_go(tmp_path):
     training(tmp_path)
     with refusing(UsageError, r"--padding \(0 bytes\), --optimizer \(.* bytes\).*exp_avg, exp_avg_sq"):
         strip(tmp_path / "whole.pt", tmp_path / "thin.pt")
 
 
-def test_an_unknown_slot_is_answered_with_those_that_are_there(tmp_path: Path) -> None:
+def test_an_unknown_slot_is_answered_with_those_that_are_there(tmp_path):
     training(tmp_path)
     with refusing(UsageError, r"no slot momentum: expected .*exp_avg, exp_avg_sq"):
         strip(tmp_path / "whole.pt", tmp_path / "thin.pt", keep_slots=["exp_avg", "momentum"])
 
 
-def test_source_and_target_are_apart(tmp_path: Path) -> None:
+def test_source_and_target_are_apart(tmp_path):
     training(tmp_path)
     whole = (tmp_path / "whole.pt").read_bytes()
     with refusing(UsageError, "the target is"):
@@ -380,7 +380,7 @@ def test_source_and_target_are_apart(tmp_path: Path) -> None:
     assert (tmp_path / "whole.pt").read_bytes() == whole
 
 
-def test_a_format_that_nothing_is_taken_out_of_is_refused(tmp_path: Path) -> None:
+def test_a_format_that_nothing_is_taken_out_of_is_refused(tmp_path):
     source = next(path for path in (FIXTURES / "other" / "mcore_bf16_plain_tp2").iterdir() if path.is_dir())
     with refusing(UnsupportedError, "found megatron"):
         strip(source, tmp_path / "thin", optimizer=True)

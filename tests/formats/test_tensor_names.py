@@ -37,7 +37,7 @@ def saved(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["__metadata__", SURROGATE])
 @pytest.mark.parametrize("target", ["model.safetensors", "model"])
-def test_a_name_that_safetensors_cannot_hold_is_refused(name: str, target: str, tmp_path: Path) -> None:
+def test_a_name_that_safetensors_cannot_hold_is_refused(name, target, tmp_path):
     saved(tmp_path / "x.pt", name)
     done = run("consolidate", tmp_path / "x.pt", tmp_path / target)
     assert done.returncode == 5
@@ -47,7 +47,7 @@ def test_a_name_that_safetensors_cannot_hold_is_refused(name: str, target: str, 
 
 
 @pytest.mark.parametrize("name", ["__metadata__", SURROGATE, *HELD])
-def test_a_torch_file_holds_any_name(name: str, tmp_path: Path) -> None:
+def test_a_torch_file_holds_any_name(name, tmp_path):
     tensors = saved(tmp_path / "x.pt", name)
     zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.pt")
     found = torch.load(tmp_path / "model.pt")
@@ -57,7 +57,7 @@ def test_a_torch_file_holds_any_name(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
-def test_other_names_arrive(name: str, to: str, tmp_path: Path) -> None:
+def test_other_names_arrive(name, to, tmp_path):
     tensors = saved(tmp_path / "x.pt", name)
     zckpt.convert(tmp_path / "x.pt", tmp_path / "target", to=to, verify=True)
     checkpoint = zckpt.open(tmp_path / "target")
@@ -69,7 +69,7 @@ def test_other_names_arrive(name: str, to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["zckpt", "consolidated"])
-def test_a_lone_surrogate_is_refused_where_names_are_utf_8(to: str, tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_refused_where_names_are_utf_8(to, tmp_path):
     saved(tmp_path / "x.pt", SURROGATE)
     done = run("convert", tmp_path / "x.pt", tmp_path / "target", "--to", to)
     assert (done.returncode, len(done.stderr.splitlines())) == (5, 1)
@@ -77,7 +77,7 @@ def test_a_lone_surrogate_is_refused_where_names_are_utf_8(to: str, tmp_path: Pa
     assert not (tmp_path / "target").exists()
 
 
-def test_a_lone_surrogate_is_printed_and_stored_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lone_surrogate_is_printed_and_stored_escaped(tmp_path, monkeypatch):
     saved(tmp_path / "x.pt", SURROGATE)
     written = io.BytesIO()
     printed = io.TextIOWrapper(written, "utf-8")
@@ -94,7 +94,7 @@ def test_a_lone_surrogate_is_printed_and_stored_escaped(tmp_path: Path, monkeypa
     assert done.returncode == 0, done.stderr
 
 
-def test_two_tensors_of_one_name_are_refused() -> None:
+def test_two_tensors_of_one_name_are_refused():
     slot = Slot("w", "float32", (0,), ())
     entries = [Entry("w", slot, "float32")] * 2
     for made in (lambda: lay_out("x.safetensors", entries), lambda: lay_out_directory(entries, 1)):
@@ -102,13 +102,13 @@ def test_two_tensors_of_one_name_are_refused() -> None:
             made()
 
 
-def test_keys_that_are_one_name_are_refused(tmp_path: Path) -> None:
+def test_keys_that_are_one_name_are_refused(tmp_path):
     torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "x.pt")
     with refusing(UnsupportedError, "two keys are the name '1'"):
         open_checkpoint(tmp_path / "x.pt")
 
 
-def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path: Path) -> None:
+def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path):
     """As one that does not tell upper from lower case; here one directory is a link to the other."""
     made = plan([TargetFile(name, 1, [Literal(0, b"x")]) for name in ("A/x", "B/x")])
     (tmp_path / "A").mkdir()

@@ -57,21 +57,21 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "lazy.pt"
 
 
-def test_lazy_views_are_read_resolved(source: Path) -> None:
+def test_lazy_views_are_read_resolved(source):
     checkpoint = zckpt.open(source)
     assert all(one.tied_to is None for one in checkpoint.parameters.values())
     for name, expected in resolved(lazy_views()).items():
         assert_bits(checkpoint.read(name, WEIGHT), expected)
 
 
-def test_lazy_views_of_a_legacy_file_are_read_resolved(tmp_path: Path) -> None:
+def test_lazy_views_of_a_legacy_file_are_read_resolved(tmp_path):
     torch.save(lazy_views(), tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     checkpoint = zckpt.open(tmp_path / "legacy.pt")
     for name, expected in resolved(lazy_views()).items():
         assert_bits(checkpoint.read(name, WEIGHT), expected)
 
 
-def test_lazy_views_are_consolidated_resolved(tmp_path: Path) -> None:
+def test_lazy_views_are_consolidated_resolved(tmp_path):
     tensors = {name: one for name, one in lazy_views().items() if one.dtype != torch.complex128}  # not in safetensors
     torch.save(tensors, tmp_path / "lazy.pt")
     for target, load in (("model.safetensors", load_file), ("model.pt", torch.load)):
@@ -82,7 +82,7 @@ def test_lazy_views_are_consolidated_resolved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
-def test_lazy_views_are_converted_resolved(to: str, source: Path, tmp_path: Path) -> None:
+def test_lazy_views_are_converted_resolved(to, source, tmp_path):
     target = tmp_path / ("whole.pt" if to == "consolidated" else "target")
     zckpt.convert(source, target, to=to, verify=True)
     checkpoint = zckpt.open(target)
@@ -93,14 +93,14 @@ def test_lazy_views_are_converted_resolved(to: str, source: Path, tmp_path: Path
         assert root["zckpt"]["metadata"]["note"].equal(torch.load(source)["note"])
 
 
-def test_lazy_views_have_the_fingerprint_of_their_values(source: Path, tmp_path: Path) -> None:
+def test_lazy_views_have_the_fingerprint_of_their_values(source, tmp_path):
     torch.save({"model": resolved(lazy_views()), "note": torch.load(source)["note"].resolve_conj()}, tmp_path / "r.pt")
     assert zckpt.fingerprint(source).text == zckpt.fingerprint(tmp_path / "r.pt").text
     assert zckpt.diff(source, tmp_path / "r.pt").equal
     assert verify(source, deep=True).sound
 
 
-def test_lazy_views_are_loaded_resolved(tmp_path: Path) -> None:
+def test_lazy_views_are_loaded_resolved(tmp_path):
     model = torch.nn.Linear(3, 2)
     weight = torch.randn(2, 3)
     torch.save({"weight": torch._neg_view(weight), "bias": torch.ones(2)}, tmp_path / "x.pt")
@@ -108,7 +108,7 @@ def test_lazy_views_are_loaded_resolved(tmp_path: Path) -> None:
     assert model.weight.equal(-weight)
 
 
-def test_lazy_views_are_sliced_resolved(tmp_path: Path) -> None:
+def test_lazy_views_are_sliced_resolved(tmp_path):
     """Items of DCP are torch files, whose tensors may be lazy too."""
     import torch.distributed.checkpoint as dcp
 
@@ -121,7 +121,7 @@ def test_lazy_views_are_sliced_resolved(tmp_path: Path) -> None:
         assert_bits(checkpoint.read(name, WEIGHT), expected)
 
 
-def test_step_counts_may_be_lazy(tmp_path: Path) -> None:
+def test_step_counts_may_be_lazy(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
@@ -144,14 +144,14 @@ class Packed(torch.Tensor):
         (torch._neg_view(torch.ones(3).to(torch.float8_e4m3fn)), "float8_e4m3fn with neg set"),
     ],
 )
-def test_tensors_without_values_of_their_own_are_refused(tensor: torch.Tensor, said: str, tmp_path: Path) -> None:
+def test_tensors_without_values_of_their_own_are_refused(tensor, said, tmp_path):
     torch.save({"w": tensor, "b": torch.ones(2)}, tmp_path / "x.pt")
     with refusing(UnsupportedError, said):
         zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_metadata_of_other_devices_is_refused(tmp_path: Path) -> None:
+def test_metadata_of_other_devices_is_refused(tmp_path):
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     file = read_torchfile(tmp_path / "x.pt")
     assert isinstance(file.root, dict)
@@ -161,14 +161,14 @@ def test_metadata_of_other_devices_is_refused(tmp_path: Path) -> None:
         slot_of(WEIGHT, replace(plain, metadata={"npu_format": 29}), file.path)
 
 
-def test_a_flat_tensor_with_gaps_is_refused_as_a_partition(tmp_path: Path) -> None:
+def test_a_flat_tensor_with_gaps_is_refused_as_a_partition(tmp_path):
     torch.save(torch.arange(12.0)[::2], tmp_path / "x.pt")
     file = read_torchfile(tmp_path / "x.pt")
     with refusing(UnsupportedError, "end to end"):
         span_of(file.root, file.path, Extent.flat((2, 3), 1, 3), first=1)  # type: ignore[arg-type]
 
 
-def test_attributes_that_torch_sets_mean_nothing_and_others_are_named(tmp_path: Path) -> None:
+def test_attributes_that_torch_sets_mean_nothing_and_others_are_named(tmp_path):
     model = torch.nn.Module()
     model.cloned, model.buffer = torch.nn.Parameter(torch.ones(3)), torch.nn.Buffer(torch.ones(2))
     model.cloned._has_been_cloned = model.buffer._fsdp_synced = True  # type: ignore[attr-defined]

@@ -281,7 +281,7 @@ def test_same_name_twice_is_refused(tmp_path):
         read(path, names=["up.bias"] * 7)
 
 
-def test_two_names_of_one_tied_parameter_are_refused(tmp_path: Path) -> None:
+def test_two_names_of_one_tied_parameter_are_refused(tmp_path):
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4)).sum().backward()
@@ -292,7 +292,7 @@ def test_two_names_of_one_tied_parameter_are_refused(tmp_path: Path) -> None:
         read(path, names=["0.weight", "1.weight"])
 
 
-def test_factors_of_adafactor_tell_a_shape(tmp_path: Path) -> None:
+def test_factors_of_adafactor_tell_a_shape(tmp_path):
     shapes = {"a": (4, 6), "b": (6, 4), "c": (4, 6, 2)}
     state = {
         number: {
@@ -485,7 +485,7 @@ def test_optimizer_that_contradicts_itself_is_refused(optimizer, tmp_path):
         read(path)
 
 
-def test_numbers_that_became_text_are_numbers(tmp_path: Path) -> None:
+def test_numbers_that_became_text_are_numbers(tmp_path):
     """As `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` leaves them."""
     state = {"0": {"exp_avg": torch.ones(2, 3)}}
     groups = [{"lr": 0.1, "params": [0], "param_names": ["weight"]}]
@@ -504,7 +504,7 @@ EXTRA = {
 
 @pytest.mark.parametrize("kind", EXTRA)
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated", "zero-redundancy"])
-def test_a_state_dict_with_an_entry_that_is_no_tensor_is_carried_once(kind: str, to: str, tmp_path: Path) -> None:
+def test_a_state_dict_with_an_entry_that_is_no_tensor_is_carried_once(kind, to, tmp_path):
     """As TransformerEngine's: each tensor is state, and what is none is carried by itself."""
     tensors = {"w": torch.randn(300_000), "v": torch.randn(200_000)}
     root = EXTRA[kind](tensors)

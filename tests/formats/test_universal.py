@@ -61,7 +61,7 @@ def load(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", WITH_TRUTH)
-def test_what_deepspeed_converted_is_read_bit_for_bit(name: str) -> None:
+def test_what_deepspeed_converted_is_read_bit_for_bit(name):
     found, truth = zckpt.open(SAMPLES / name), Truth(FIXTURES / name)
     masters = set()
     for key, value in truth.tensors.items():
@@ -80,7 +80,7 @@ def test_what_deepspeed_converted_is_read_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_TRUTH)
-def test_groups_and_steps_of_what_deepspeed_converted(name: str) -> None:
+def test_groups_and_steps_of_what_deepspeed_converted(name):
     found, facts = zckpt.open(SAMPLES / name), Truth(FIXTURES / name).facts
     assert [group.parameters for group in found.param_groups] == facts["order"]
     for group, its, scalars in zip(
@@ -97,7 +97,7 @@ def test_groups_and_steps_of_what_deepspeed_converted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_TRUTH, *WITH_TRUTH])
-def test_files_are_read_as_torch_loads_them(name: str) -> None:
+def test_files_are_read_as_torch_loads_them(name):
     found = zckpt.open(SAMPLES / name)
     for group in found.param_groups:
         for parameter in group.parameters:
@@ -113,7 +113,7 @@ def test_files_are_read_as_torch_loads_them(name: str) -> None:
                     assert torch.equal(bits(mine), bits(tensor))
 
 
-def test_empty_parameters_are_not_taken_for_each_other() -> None:
+def test_empty_parameters_are_not_taken_for_each_other():
     parameters = zckpt.open(SAMPLES / "s2_bf16_dp2_empty").parameters
     assert parameters["empty"].shape == (0, 8)
     assert parameters["empty_frozen"].shape == (3, 0)
@@ -124,7 +124,7 @@ def test_empty_parameters_are_not_taken_for_each_other() -> None:
 
 
 @pytest.mark.parametrize("name", some(WRITTEN, OTHERS))
-def test_nothing_is_lost(name: str, tmp_path: Path) -> None:
+def test_nothing_is_lost(name, tmp_path):
     checkpoint = zckpt.open(FIXTURES / name)
     target = written(checkpoint, tmp_path / "u")
     assert_same_state(zckpt.open(target), checkpoint)
@@ -132,7 +132,7 @@ def test_nothing_is_lost(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain_adamw", "plain_bf16"])
-def test_a_run_that_is_not_deepspeeds_is_written(name: str, tmp_path: Path) -> None:
+def test_a_run_that_is_not_deepspeeds_is_written(name, tmp_path):
     folder = FIXTURES / "other" / name
     checkpoint = zckpt.open(folder / "ckpt.pt", names=list(Truth(folder).numbers.values()))
     target = written(checkpoint, tmp_path / "u")
@@ -146,7 +146,7 @@ def test_a_run_that_is_not_deepspeeds_is_written(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "s2_bf16_dp2_sgdm"])
-def test_what_each_loader_of_deepspeed_looks_for_is_there(name: str, tmp_path: Path) -> None:
+def test_what_each_loader_of_deepspeed_looks_for_is_there(name, tmp_path):
     checkpoint = zckpt.open(FIXTURES / name)
     target = written(checkpoint, tmp_path / "u")
     for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
@@ -172,7 +172,7 @@ def test_what_each_loader_of_deepspeed_looks_for_is_there(name: str, tmp_path: P
     assert "weight_decay" not in shared
 
 
-def test_the_model_file_holds_the_whole_model(tmp_path: Path) -> None:
+def test_the_model_file_holds_the_whole_model(tmp_path):
     for name in ("s2_bf16_dp4", "s3_bf16_dp2"):
         target = written(zckpt.open(FIXTURES / name), tmp_path / name)
         module = load(target / "mp_rank_00_model_states.pt")["module"]
@@ -187,7 +187,7 @@ def test_the_model_file_holds_the_whole_model(tmp_path: Path) -> None:
         assert list(empty) == list(module)
 
 
-def test_zero_dimensional_parameters_are_written_with_one_dimension(tmp_path: Path) -> None:
+def test_zero_dimensional_parameters_are_written_with_one_dimension(tmp_path):
     target = written(zckpt.open(FIXTURES / "s2_bf16_dp2_zerodim"), tmp_path / "u")
     for stem in ("fp32", "exp_avg", "exp_avg_sq"):
         content = torch.load(target / f"zero/alpha/{stem}.pt", weights_only=True)
@@ -195,7 +195,7 @@ def test_zero_dimensional_parameters_are_written_with_one_dimension(tmp_path: Pa
     assert zckpt.open(target).read("alpha", "exp_avg").shape == ()
 
 
-def test_archives_are_sound_and_load_without_running_anything(tmp_path: Path) -> None:
+def test_archives_are_sound_and_load_without_running_anything(tmp_path):
     target = written(zckpt.open(FIXTURES / "s2_bf16_dp4"), tmp_path / "u")
     files = [path for path in target.rglob("*") if path.is_file()]
     assert len(files) > 70
@@ -207,7 +207,7 @@ def test_archives_are_sound_and_load_without_running_anything(tmp_path: Path) ->
             torch.load(file, weights_only=True, mmap=True)
 
 
-def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_the_same_run_writes_the_same_bytes(tmp_path):
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp2_client")
     one, other = written(checkpoint, tmp_path / "a"), written(checkpoint, tmp_path / "b")
     files = [p.relative_to(one) for p in one.rglob("*") if p.is_file()]
@@ -216,7 +216,7 @@ def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
 
 
-def test_files_of_other_programs_are_not_own() -> None:
+def test_files_of_other_programs_are_not_own():
     for name in ("notes.txt", "zero/a.txt", "zero/a/b/c.pt", "latest", "other/fp32.pt", "zero/x/readme"):
         assert not universal_directory.is_own(name)
     for name in ("zero/optimizer_state.pt", "zero/wte.weight/fp32.pt", "mp_rank_00_model_states.pt"):
@@ -226,7 +226,7 @@ def test_files_of_other_programs_are_not_own() -> None:
 # --- state that has no place in DeepSpeed's files ----------------------------------------------------------------
 
 
-def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tmp_path: Path) -> None:
+def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)})
     optimizer = torch.optim.AdamW(model.parameters())
     model["a"](torch.ones(1, 3)).sum().backward()
@@ -244,7 +244,7 @@ def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tm
     assert_same_state(found, checkpoint)
 
 
-def test_state_of_any_kind_comes_back(tmp_path: Path) -> None:
+def test_state_of_any_kind_comes_back(tmp_path):
     """Numbers that only some parameters have, 0-d tensors, factored moments, steps that differ."""
     weights = {name: torch.randn(4, 3) for name in ("a", "b", "c")}
     state = {
@@ -261,7 +261,7 @@ def test_state_of_any_kind_comes_back(tmp_path: Path) -> None:
     assert any("stops at" in note for note in writer.notes(checkpoint))
 
 
-def test_keys_that_mean_something_else_in_deepspeeds_files_are_kept_apart(tmp_path: Path) -> None:
+def test_keys_that_mean_something_else_in_deepspeeds_files_are_kept_apart(tmp_path):
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
     odd = {"module": "mine", "dp_world_size": 77, "zckpt": [1], "model": {"a": 1}, "epoch": 3}
     checkpoint.metadata.update(odd)
@@ -276,7 +276,7 @@ def test_keys_that_mean_something_else_in_deepspeeds_files_are_kept_apart(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["../../out", "a/b", "..", "", "nul\0", "x" * 260, "optimizer_state.pt", "\ud800"])
-def test_names_that_cannot_be_files_are_refused(name: str) -> None:
+def test_names_that_cannot_be_files_are_refused(name):
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
     parameter = checkpoint.parameters.pop("alpha")
     checkpoint.parameters[name] = dataclasses.replace(parameter, name=name)
@@ -286,7 +286,7 @@ def test_names_that_cannot_be_files_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("slot", ["../x", "fp32", "y" * 260])
-def test_slots_that_cannot_be_files_are_refused(slot: str) -> None:
+def test_slots_that_cannot_be_files_are_refused(slot):
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
     slots = checkpoint.parameters["alpha"].slots
     slots[slot] = slots["exp_avg"]
@@ -294,7 +294,7 @@ def test_slots_that_cannot_be_files_are_refused(slot: str) -> None:
         writer.lay_out(checkpoint)
 
 
-def test_what_deepspeed_would_load_nothing_of_is_refused() -> None:
+def test_what_deepspeed_would_load_nothing_of_is_refused():
     with refusing(UnsupportedError, r"14, 16.*--names"):
         writer.lay_out(zckpt.open(FIXTURES / "other/plain_adamw/ckpt.pt"))
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
@@ -320,7 +320,7 @@ def resaved(path: Path, **changes: Any) -> None:
     "file",
     ["fc1.weight/exp_avg.pt", "fc1.weight/step.pt", "unused.bias/exp_avg_sq.pt", "alpha/step.pt", "alpha/exp_avg.pt"],
 )
-def test_a_slot_or_step_that_others_have_is_missed(file: str, tmp_path: Path) -> None:
+def test_a_slot_or_step_that_others_have_is_missed(file, tmp_path):
     """Also of `alpha`, which has a param group by itself."""
     target = sample(tmp_path)
     (target / "zero" / file).unlink()
@@ -328,7 +328,7 @@ def test_a_slot_or_step_that_others_have_is_missed(file: str, tmp_path: Path) ->
         zckpt.open(target)
 
 
-def test_groups_of_other_hyperparameters_may_have_other_state(tmp_path: Path) -> None:
+def test_groups_of_other_hyperparameters_may_have_other_state(tmp_path):
     """AMSGrad keeps one slot more; a parameter of the other group is not to have it."""
     weights = {name: torch.nn.Parameter(torch.ones(4, 3)) for name in ("a", "b")}
     groups: list[dict[str, Any]] = [{"params": [weights["a"]], "amsgrad": True}, {"params": [weights["b"]]}]
@@ -340,7 +340,7 @@ def test_groups_of_other_hyperparameters_may_have_other_state(tmp_path: Path) ->
     assert_same_state(zckpt.open(written(checkpoint, tmp_path / "u")), checkpoint)
 
 
-def test_missing_files_are_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path):
     for index, (file, error) in enumerate(
         [
             ("zero/emb.weight/fp32.pt", LayoutError),
@@ -358,7 +358,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         zckpt.open(target)
 
 
-def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+def test_files_that_contradict_each_other_are_refused(tmp_path):
     target = sample(tmp_path / "a")
     torch.save({"param": torch.zeros(37, 9), "cat_dim": 0}, target / "zero/emb.weight/fp32.pt")
     with refusing(LayoutError, r"emb.weight/fp32.pt.*\(37, 8\).*\(37, 9\)"):
@@ -379,14 +379,14 @@ def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [5, {"param": 3}, [torch.zeros(1)], {"param": {"param": torch.zeros(1)}}], ids=str)
-def test_files_that_hold_something_else_are_refused(content: object, tmp_path: Path) -> None:
+def test_files_that_hold_something_else_are_refused(content, tmp_path):
     target = sample(tmp_path)
     torch.save(content, target / "zero/emb.weight/exp_avg.pt")
     with refusing(DamagedFileError, r"emb.weight/exp_avg.pt: unexpected content"):
         zckpt.open(target)
 
 
-def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path: Path) -> None:
+def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path):
     target = sample(tmp_path)
     path = target / "mp_rank_00_model_states.pt"
     shapes = load(path)["param_shapes"]
@@ -401,7 +401,7 @@ def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path: Path) -> Non
     [{"groups": 3}, {"groups": [[], [], []]}, {"version": 9}, {"made": 5}, {"values": {"alpha": 1}}, {"frozen": "x"}],
     ids=str,
 )
-def test_what_zckpt_keeps_beside_is_checked(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_what_zckpt_keeps_beside_is_checked(changes, tmp_path):
     target = written(zckpt.open(FIXTURES / "s2_bf16_dp4"), tmp_path / "u")
     path = target / "zero/optimizer_state.pt"
     resaved(path, zckpt={**load(path)["zckpt"], **changes})
@@ -409,7 +409,7 @@ def test_what_zckpt_keeps_beside_is_checked(changes: dict[str, Any], tmp_path: P
         zckpt.open(target)
 
 
-def test_classes_in_the_files_are_never_run(tmp_path: Path) -> None:
+def test_classes_in_the_files_are_never_run(tmp_path):
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
     checkpoint.metadata["odd"] = Object(Global("os", "system"), ("touch " + str(tmp_path / "run"),))
     target = written(checkpoint, tmp_path / "u")
@@ -422,7 +422,7 @@ def test_classes_in_the_files_are_never_run(tmp_path: Path) -> None:
 # --- found -------------------------------------------------------------------------------------------------------
 
 
-def test_a_universal_checkpoint_is_found(tmp_path: Path) -> None:
+def test_a_universal_checkpoint_is_found(tmp_path):
     target = sample(tmp_path)
     assert find(target) == target
     assert find(tmp_path) is None
@@ -438,13 +438,13 @@ def test_a_universal_checkpoint_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "", "nothing", "x" * 5000, "a\0b"])
-def test_latest_universal_must_name_a_directory_beside_it(name: str, tmp_path: Path) -> None:
+def test_latest_universal_must_name_a_directory_beside_it(name, tmp_path):
     (tmp_path / "latest_universal").write_text(name)
     with refusing(UnknownFormatError, "names no universal checkpoint"):
         find(tmp_path)
 
 
-def test_a_run_with_round_robin_is_warned_of(tmp_path: Path) -> None:
+def test_a_run_with_round_robin_is_warned_of(tmp_path):
     target = sample(tmp_path)
     path = target / "mp_rank_00_model_states.pt"
     config = load(path)["ds_config"]
@@ -454,7 +454,7 @@ def test_a_run_with_round_robin_is_warned_of(tmp_path: Path) -> None:
     assert zckpt.open(SAMPLES / "s2_bf16_dp4").warnings == []
 
 
-def test_notes_say_where_the_loader_stops(tmp_path: Path) -> None:
+def test_notes_say_where_the_loader_stops(tmp_path):
     """At a single value of a parameter, as NAdam has one, and where a rank holds nothing of a group."""
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp2")
     assert [note for note in writer.notes(checkpoint) if "IndexError" in note and "param group 2" in note]
@@ -467,7 +467,7 @@ def test_notes_say_where_the_loader_stops(tmp_path: Path) -> None:
     assert [note for note in writer.notes(checkpoint) if "stops at mu_product" in note]
 
 
-def test_steps_of_their_own_arrive_with_each_parameter(tmp_path: Path) -> None:
+def test_steps_of_their_own_arrive_with_each_parameter(tmp_path):
     """A parameter of a group that began to be trained later has taken fewer steps."""
     late, early = (torch.nn.Parameter(torch.randn(3)) for _ in range(2))
     optimizer = torch.optim.AdamW([late, early])
@@ -493,7 +493,7 @@ def changed(name: str, tmp_path: Path, change: Callable[[dict[str, Any]], None])
     return source
 
 
-def test_floats_that_deepspeed_made_of_integers_and_doubles_are_copies_of_them(tmp_path: Path) -> None:
+def test_floats_that_deepspeed_made_of_integers_and_doubles_are_copies_of_them(tmp_path):
     def widen(content: dict[str, Any]) -> None:
         content["module"]["pos"] = content["module"]["pos"].double() + 1e-12  # less than half a step of float32
 
@@ -503,7 +503,7 @@ def test_floats_that_deepspeed_made_of_integers_and_doubles_are_copies_of_them(t
     assert zckpt.open(tmp_path / "out.safetensors").read("counter").dtype == torch.int64
 
 
-def test_alias_of_a_parameter_that_was_not_saved_has_its_own_values(tmp_path: Path) -> None:
+def test_alias_of_a_parameter_that_was_not_saved_has_its_own_values(tmp_path):
     expected = zckpt.open(SAMPLES / "s2_bf16_dp4").read("frozen_odd")
     source = changed(
         "s2_bf16_dp4", tmp_path, lambda content: content["shared_params"].update(frozen_odd="frozen_elsewhere")
@@ -511,14 +511,14 @@ def test_alias_of_a_parameter_that_was_not_saved_has_its_own_values(tmp_path: Pa
     assert_same(zckpt.open(source).read("frozen_odd"), expected, "frozen_odd")
 
 
-def test_state_of_modules_that_is_no_tensor_is_carried(tmp_path: Path) -> None:
+def test_state_of_modules_that_is_no_tensor_is_carried(tmp_path):
     extra = {"amax": torch.ones(3), "recipe": "delayed"}
     source = changed("s3_bf16_dp2", tmp_path, lambda content: content["module"].update({"a._extra_state": extra}))
     zckpt.convert(source, tmp_path / "out", to="zckpt")
     assert "module_extra_state" in zckpt.open(tmp_path / "out").metadata
 
 
-def test_files_of_parameters_of_one_shape_share_a_tree(tmp_path: Path) -> None:
+def test_files_of_parameters_of_one_shape_share_a_tree(tmp_path):
     """So that tens of thousands of them take little; each has its own place and checksums."""
     found = zckpt.open(written(zckpt.open(FIXTURES / "s2_bf16_dp2"), tmp_path / "u"))
     files = [one for one in found.files if Path(one.path).parent.parent.name == "zero"]

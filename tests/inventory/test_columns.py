@@ -16,7 +16,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 @pytest.mark.parametrize(
     "name", ["s2_bf16_dp2_palign", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "tp2_s3_bf16_dp2", "ds0145_s1_fp32_dp2"]
 )
-def test_the_inventory_is_the_same_by_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_inventory_is_the_same_by_columns(name, monkeypatch):
     expected = take_inventory(zckpt.open(FIXTURES / name)).as_dict()
     for module, constant, value in (
         (ranges, "FEWEST_COLUMNS", 0),

@@ -106,18 +106,18 @@ def failures(name: str, directory: Path, *, writes: bool) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_what_a_crash_leaves_is_found_and_refused(name: str, tmp_path: Path) -> None:
+def test_what_a_crash_leaves_is_found_and_refused(name, tmp_path):
     assert list(failures(name, tmp_path, writes=False)) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", SOURCES)
-def test_what_a_crash_leaves_of_every_fixture_is_found_and_refused_by_a_verb(name: str, tmp_path: Path) -> None:
+def test_what_a_crash_leaves_of_every_fixture_is_found_and_refused_by_a_verb(name, tmp_path):
     few = len(list(files_of(SOURCES[name]))) <= 40
     assert list(failures(name, tmp_path, writes=few)) == []
 
 
-def test_what_is_said_of_files_of_which_nothing_can_tell_is_of_files_that_are_there() -> None:
+def test_what_is_said_of_files_of_which_nothing_can_tell_is_of_files_that_are_there():
     every = [f"{name}/{path.relative_to(source).as_posix()}"
              for name, source in SOURCES.items() if source.is_dir() for path in files_of(source)]  # fmt: skip
     for _, *patterns in SILENT:

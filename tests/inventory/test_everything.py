@@ -33,7 +33,7 @@ def lost(inventory: Inventory, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_nothing_of_a_real_checkpoint_is_left_out(name: str) -> None:
+def test_nothing_of_a_real_checkpoint_is_left_out(name):
     """Each file, each byte of those that are read, and each byte of every tensor has a fate."""
     source = SOURCES[name]
     checkpoint = open_checkpoint(source)
@@ -170,7 +170,7 @@ FORGETFUL: list[Callable[[Checkpoint, random.Random], str]] = [
 
 
 @pytest.mark.parametrize(("name", "forget"), each(ONE_OF_EACH, FORGETFUL))
-def test_what_an_adapter_forgets_is_left_out(name: str, forget: Callable[[Checkpoint, random.Random], str]) -> None:
+def test_what_an_adapter_forgets_is_left_out(name, forget):
     for seed in range(3):
         checkpoint = open_checkpoint(SOURCES[name])
         forgotten = forget(checkpoint, random.Random(seed))
@@ -178,14 +178,14 @@ def test_what_an_adapter_forgets_is_left_out(name: str, forget: Callable[[Checkp
             assert lost(take_inventory(checkpoint), name), forgotten
 
 
-def test_each_way_to_forget_was_tried() -> None:
+def test_each_way_to_forget_was_tried():
     """A way that finds nothing to forget in any fixture would prove nothing."""
     for forget in FORGETFUL:
         tried = [name for name in ONE_OF_EACH if forget(open_checkpoint(SOURCES[name]), random.Random(0))]
         assert len(tried) >= 2, forget.__name__
 
 
-def test_the_inventory_of_a_run_says_what_it_should() -> None:
+def test_the_inventory_of_a_run_says_what_it_should():
     inventory = take_inventory(open_checkpoint(SOURCES["s2_bf16_dp2_multitag"]))
     fates = {(item.file, item.fate, item.about) for item in inventory.items if item.kind == FILE}
     assert ("latest", IMPLIED, "which checkpoint of the run is the newest") in fates
@@ -194,6 +194,6 @@ def test_the_inventory_of_a_run_says_what_it_should() -> None:
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} <= states
 
 
-def test_copies_are_told_from_state() -> None:
+def test_copies_are_told_from_state():
     inventory = take_inventory(open_checkpoint(SOURCES["other/trainer_ds2_gpt2"]))
     assert {item.file for item in inventory.of(COPY) if item.kind == "tensor"} == {"model.safetensors"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def trainers(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path) -
 # --- the Trainer's directory -----------------------------------------------------------------------------------------
 
 
-def test_optimizer_beside_a_model_that_nothing_reads_is_an_error_and_shown(trainers: Path) -> None:
+def test_optimizer_beside_a_model_that_nothing_reads_is_an_error_and_shown(trainers):
     assert lost(trainers) == ["optimizer_old.pt"]
     assert [one["file"] for one in inspected(trainers)["left_out"]] == ["optimizer_old.pt"]
     assert "left out: optimizer_old.pt (nothing has read its 8 tensors)" in succeeded("inspect", trainers).stdout
@@ -79,9 +78,7 @@ def test_optimizer_beside_a_model_that_nothing_reads_is_an_error_and_shown(train
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named(
-    to: str, trainers: Path, tmp_path: Path
-) -> None:
+def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named(to, trainers, tmp_path):
     target = tmp_path / "target"
     line = refused(3, "convert", trainers, target, "--to", to, words=("optimizer_old.pt", "--drop 'optimizer_old.pt'"))
     assert str(trainers) in line
@@ -91,7 +88,7 @@ def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named
     assert lost(target) == []
 
 
-def test_consolidate_refuses_it_too_and_says_what_it_dropped(trainers: Path, tmp_path: Path) -> None:
+def test_consolidate_refuses_it_too_and_says_what_it_dropped(trainers, tmp_path):
     target = tmp_path / "m.safetensors"
     refused(3, "consolidate", trainers, target, words=("optimizer_old.pt",))
     done = succeeded("consolidate", trainers, target, "--drop", "optimizer_old.pt")
@@ -99,14 +96,14 @@ def test_consolidate_refuses_it_too_and_says_what_it_dropped(trainers: Path, tmp
     assert load_file(target).keys() == load_file(trainers / "model.safetensors").keys()
 
 
-def test_pattern_that_names_nothing_is_refused(trainers: Path, tmp_path: Path) -> None:
+def test_pattern_that_names_nothing_is_refused(trainers, tmp_path):
     refused(2, "convert", trainers, tmp_path / "t", "--to", "zckpt", "--drop", "*", "--drop", "scheduler.pt",
             words=("'scheduler.pt'", "names nothing"))  # fmt: skip
     assert not (tmp_path / "t").exists()
 
 
 @pytest.mark.parametrize("to", TARGETS)
-def test_scheduler_and_random_states_beside_a_model_go_along(to: str, trainers: Path, tmp_path: Path) -> None:
+def test_scheduler_and_random_states_beside_a_model_go_along(to, trainers, tmp_path):
     (trainers / "optimizer_old.pt").unlink()
     zckpt.convert(trainers, tmp_path / "target", to=to)
     found = zckpt.open(tmp_path / "target")
@@ -115,7 +112,7 @@ def test_scheduler_and_random_states_beside_a_model_go_along(to: str, trainers: 
     assert {item.about for item in inventory(trainers).of(CARRIED)} == {"scheduler", "rng_state", "trainer_state"}
 
 
-def test_files_of_other_kinds_are_foreign_by_rules_with_names(trainers: Path) -> None:
+def test_files_of_other_kinds_are_foreign_by_rules_with_names(trainers):
     about = {item.file: item.about for item in inventory(trainers).of(FOREIGN)}
     assert about == {
         "README.md": "notes",
@@ -124,7 +121,7 @@ def test_files_of_other_kinds_are_foreign_by_rules_with_names(trainers: Path) ->
     }
 
 
-def test_checkpoints_below_a_final_model_and_other_programs_models_are_foreign(trainers: Path) -> None:
+def test_checkpoints_below_a_final_model_and_other_programs_models_are_foreign(trainers):
     final = trainers.parent / "final"
     shutil.copytree(trainers, final)
     (final / "optimizer_old.pt").unlink()
@@ -142,9 +139,7 @@ def test_checkpoints_below_a_final_model_and_other_programs_models_are_foreign(t
 # --- torch files -----------------------------------------------------------------------------------------------------
 
 
-def test_second_optimizer_of_a_list_is_not_lost_in_silence(
-    trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
-) -> None:
+def test_second_optimizer_of_a_list_is_not_lost_in_silence(trained, tmp_path):
     model, optimizer = trained
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
     other.param_groups[0]["params"][0].grad = torch.ones(3)
@@ -170,9 +165,7 @@ def test_second_optimizer_of_a_list_is_not_lost_in_silence(
 )
 @pytest.mark.parametrize("key", ["model", None])
 @pytest.mark.filterwarnings("ignore")
-def test_tensor_of_another_kind_in_a_state_dict_is_not_lost_in_silence(
-    odd: Callable[[], torch.Tensor], key: str | None, tmp_path: Path
-) -> None:
+def test_tensor_of_another_kind_in_a_state_dict_is_not_lost_in_silence(odd, key, tmp_path):
     state = {"dense": torch.ones(2), "other": torch.zeros(4), "odd": odd()}
     source = tmp_path / "m.pt"
     torch.save(state if key is None else {key: state}, source)
@@ -187,7 +180,7 @@ def test_tensor_of_another_kind_in_a_state_dict_is_not_lost_in_silence(
         assert codes(source)[0] == 1
 
 
-def test_record_that_no_torch_file_has_is_left_out(tmp_path: Path) -> None:
+def test_record_that_no_torch_file_has_is_left_out(tmp_path):
     source = tmp_path / "m.pt"
     torch.save({"w": torch.ones(3)}, source)
     with zipfile.ZipFile(source, "a", zipfile.ZIP_STORED) as archive:
@@ -204,9 +197,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "left"), each(NAMES, ["nothing", "half", "zeros"]))
-def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(
-    name: str, left: str, tmp_path: Path
-) -> None:
+def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named(name, left, tmp_path):
     source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
     data = (source / name).read_bytes()
     (source / name).write_bytes({"nothing": b"", "half": data[: len(data) // 2], "zeros": bytes(len(data))}[left])
@@ -220,7 +211,7 @@ def test_a_companion_that_cannot_be_read_is_found_and_refused_unless_it_is_named
 
 
 @pytest.mark.parametrize("verb", [("reshard", "--world-size", 3), ("strip", "--unreferenced")])
-def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb, tmp_path):
     source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
     for name in ("scheduler.pt", "config.json"):
         (source / name).write_bytes((source / name).read_bytes()[:40])
@@ -233,7 +224,7 @@ def test_a_companion_that_cannot_be_read_is_not_copied_as_it_is(verb: tuple[obje
     assert codes(tmp_path / "t", "--deep")[0] == 0
 
 
-def test_a_flipped_bit_of_a_companion_is_found_and_refused(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_companion_is_found_and_refused(tmp_path):
     source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
     path = source / "training_args.bin"
     flip(path, path.read_bytes().index(b"label_names"))
@@ -241,7 +232,7 @@ def test_a_flipped_bit_of_a_companion_is_found_and_refused(tmp_path: Path) -> No
     refused(3, "convert", source, tmp_path / "t", "--to", "zckpt", words=("training_args.bin",))
 
 
-def test_a_gap_in_what_programs_count_is_noted(tmp_path: Path) -> None:
+def test_a_gap_in_what_programs_count_is_noted(tmp_path):
     source = Path(shutil.copytree(SOURCES["other/trainer_ds2_gpt2"], tmp_path / "s"))
     assert zckpt.open(source).warnings == []
     (source / "rng_state_0.pth").unlink()
@@ -251,7 +242,7 @@ def test_a_gap_in_what_programs_count_is_noted(tmp_path: Path) -> None:
     assert said in succeeded("convert", source, tmp_path / "t", "--to", "zckpt").stderr
 
 
-def test_a_scheduler_without_an_optimizer_is_noted(trainers: Path) -> None:
+def test_a_scheduler_without_an_optimizer_is_noted(trainers):
     (trainers / "optimizer_old.pt").rename(trainers / "optimizer.pt")
     said = "a scheduler's state is there, and no optimizer's: is it lost?"
     assert said not in zckpt.open(trainers).warnings
@@ -259,7 +250,7 @@ def test_a_scheduler_without_an_optimizer_is_noted(trainers: Path) -> None:
     assert said in zckpt.open(trainers).warnings
 
 
-def test_files_that_may_be_empty_mean_nothing(trainers: Path) -> None:
+def test_files_that_may_be_empty_mean_nothing(trainers):
     (trainers / "optimizer_old.pt").unlink()
     for name in ("README.md", "train.log", "requirements.txt", "__init__.py", "COMPLETE", "mark"):
         (trainers / name).write_bytes(b"")
@@ -268,7 +259,7 @@ def test_files_that_may_be_empty_mean_nothing(trainers: Path) -> None:
     assert lost(trainers) == []
 
 
-def test_the_end_of_a_long_text_is_looked_at(trainers: Path) -> None:
+def test_the_end_of_a_long_text_is_looked_at(trainers):
     (trainers / "optimizer_old.pt").unlink()
     text = json.dumps({"vocab": list(range(200_000))})
     (trainers / "tokenizer.json").write_text(text + "\n")
@@ -285,7 +276,7 @@ def add_tensor(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("verb", [("reshard", "--world-size", 3), ("convert", "--to", "zckpt"), ("consolidate",)])
-def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb: tuple[object, ...], tmp_path: Path) -> None:
+def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb, tmp_path):
     source = copy("s2_bf16_dp2", tmp_path)
     edit(optimizer_file(source, 1), add_tensor)
     place = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt:optimizer_state_dict/preconditioner"
@@ -295,7 +286,7 @@ def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb: tuple[obj
     succeeded(verb[0], source, tmp_path / "t", *verb[1:], "--drop", "*preconditioner")
 
 
-def test_strip_refuses_it_too(tmp_path: Path) -> None:
+def test_strip_refuses_it_too(tmp_path):
     source = copy("s2_bf16_dp2", tmp_path)
     edit(optimizer_file(source, 0), add_tensor)
     with refusing(LeftOutError, "preconditioner"):
@@ -304,7 +295,7 @@ def test_strip_refuses_it_too(tmp_path: Path) -> None:
         zckpt.strip(copy("s2_bf16_dp4", tmp_path), tmp_path / "t", unreferenced=True, drop=["*preconditioner"])
 
 
-def test_what_each_rank_has_of_its_own_is_carried(tmp_path: Path) -> None:
+def test_what_each_rank_has_of_its_own_is_carried(tmp_path):
     source = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
         path = source / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
@@ -317,7 +308,7 @@ def test_what_each_rank_has_of_its_own_is_carried(tmp_path: Path) -> None:
     assert zckpt.open(tmp_path / "t").metadata.keys() == found.keys()
 
 
-def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path: Path) -> None:
+def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path):
     source = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
         own, shared = {"amax": torch.full((2,), rank)}, {"amax": torch.ones(3), "recipe": "delayed"}
@@ -336,7 +327,7 @@ def test_state_of_modules_that_is_no_tensor_is_carried_of_each_rank(tmp_path: Pa
         assert module["b._extra_state"]["amax"].tolist() == [1, 1, 1]
 
 
-def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_path: Path) -> None:
+def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_path):
     source = SOURCES["other/accel_ds2_bf16"]
     done = zckpt.reshard(source, tmp_path / "t", world_size=3)
     names = {path.name for path in (tmp_path / "t").iterdir()}
@@ -350,9 +341,7 @@ def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_pa
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("s2_bf16_dp2", torch.float32), ("s3_bf16_dp2", torch.bfloat16)])
-def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(name, dtype, tmp_path):
     """What zero_to_fp32 wrote into the run's directory, and `stage3_gather_16bit_weights_on_model_save`."""
     source, truth = copy(name, tmp_path), Truth(SOURCES[name])
     held = truth.weights | (truth.masters if dtype == torch.float32 else {})
@@ -370,7 +359,7 @@ def test_model_gathered_beside_a_checkpoint_in_another_type_is_a_copy(
     assert found == {"ZC-206"}
 
 
-def test_model_with_more_digits_than_all_else_is_no_copy(tmp_path: Path) -> None:
+def test_model_with_more_digits_than_all_else_is_no_copy(tmp_path):
     """Where the optimizer's files are gone, float32 weights beside 16-bit ones may be all that is left of masters."""
     source = copy("s2_bf16_dp2", tmp_path)
     for path in source.rglob("*optim_states.pt"):
@@ -392,7 +381,7 @@ def renamed(node: Any, names: dict[str, str]) -> Any:
     return names.get(node, node) if isinstance(node, str) else node
 
 
-def test_adapter_that_peft_saved_beside_it_is_a_copy(tmp_path: Path) -> None:
+def test_adapter_that_peft_saved_beside_it_is_a_copy(tmp_path):
     source = copy("s2_bf16_dp2", tmp_path)
     front = "base_model.model."
     names = {"fc1.weight": f"{front}q_proj.lora_A.default.weight", "prime": f"{front}e.lora_embedding_A.default",
@@ -417,7 +406,7 @@ def test_adapter_that_peft_saved_beside_it_is_a_copy(tmp_path: Path) -> None:
         ("universal/s2_bf16_dp4", "zero/frozen_odd/fp32.pt"),
     ],
 )
-def test_copy_that_differs_is_found_by_verify_deep(name: str, pattern: str, tmp_path: Path) -> None:
+def test_copy_that_differs_is_found_by_verify_deep(name, pattern, tmp_path):
     source = Path(shutil.copytree(SOURCES[name], tmp_path / "s"))
     assert codes(source, "--deep")[0] == 0
     items = [item for item in inventory(source).of(COPY) if item.file == pattern and item.kind == "tensor"]
@@ -432,7 +421,7 @@ def test_copy_that_differs_is_found_by_verify_deep(name: str, pattern: str, tmp_
     assert found & {"ZC-204", "ZC-206", "ZC-207"}
 
 
-def test_truncated_optimizer_beside_a_model_is_unsound(tmp_path: Path) -> None:
+def test_truncated_optimizer_beside_a_model_is_unsound(tmp_path):
     target = tmp_path / "model"
     zckpt.consolidate(FIXTURES / "s2_bf16_dp2", target, slots="all")
     assert codes(target, "--deep")[0] == 0
@@ -441,7 +430,7 @@ def test_truncated_optimizer_beside_a_model_is_unsound(tmp_path: Path) -> None:
     assert codes(target, "--deep")[0] == 1
 
 
-def test_truncated_shards_beside_whole_files_are_unsound(tmp_path: Path) -> None:
+def test_truncated_shards_beside_whole_files_are_unsound(tmp_path):
     source = Path(shutil.copytree(SOURCES["other/dcphf_consolidated_dp2"], tmp_path / "s"))
     shard = min((source / "sharded").iterdir())
     shard.write_bytes(shard.read_bytes()[:-8])
@@ -449,7 +438,7 @@ def test_truncated_shards_beside_whole_files_are_unsound(tmp_path: Path) -> None
     assert (status, "ZC-102" in found) == (1, True)
 
 
-def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path: Path) -> None:
+def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path):
     source = FIXTURES / "s2_bf16_dp4"
     zckpt.consolidate(source, tmp_path / "model", slots="all")
     there, here = zckpt.open(source), zckpt.open(tmp_path / "model")
@@ -459,7 +448,7 @@ def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path: Path) -> None
         assert torch.equal(here.read(name, "exp_avg_sq"), there.read(name, "exp_avg_sq"))
 
 
-def test_page_names_what_is_left_out(trainers: Path, tmp_path: Path) -> None:
+def test_page_names_what_is_left_out(trainers, tmp_path):
     succeeded("inspect", trainers, "--html", tmp_path / "page.html")
     assert "Left out: optimizer_old.pt (nothing has read its 8 tensors)" in (tmp_path / "page.html").read_text()
 
@@ -467,7 +456,7 @@ def test_page_names_what_is_left_out(trainers: Path, tmp_path: Path) -> None:
 # --- the whole list ---------------------------------------------------------------------------------------------------
 
 
-def test_files_lists_everything_and_what_became_of_it() -> None:
+def test_files_lists_everything_and_what_became_of_it():
     done = succeeded("inspect", FIXTURES / "s2_bf16_dp2_multitag", "--files").stdout
     assert "another checkpoint" in done
     assert "which checkpoint of the run is the newest" in done

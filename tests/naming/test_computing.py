@@ -43,7 +43,7 @@ def assert_alike(found: Path, expected: Path) -> None:
         assert_same(first[name], value, name)
 
 
-def test_a_mean_of_two_arrangements_is_that_of_one(tmp_path: Path) -> None:
+def test_a_mean_of_two_arrangements_is_that_of_one(tmp_path):
     a, b = (saved(tmp_path / f"{seed}.safetensors", seed) for seed in range(2))
     joined = tmp_path / "joined.safetensors"
     zckpt.consolidate(b, joined, map=MAP, map_config=CONFIG)
@@ -60,7 +60,7 @@ def test_a_mean_of_two_arrangements_is_that_of_one(tmp_path: Path) -> None:
     assert_alike(tmp_path / "back.safetensors", tmp_path / "mean.safetensors")
 
 
-def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path: Path) -> None:
+def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path):
     a = saved(tmp_path / "a.safetensors", 0)
     b = saved(tmp_path / "b.safetensors", 1, "model.")
     plain = saved(tmp_path / "c.safetensors", 1)
@@ -76,7 +76,7 @@ def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path: Path) -> N
     assert not (tmp_path / "no.safetensors").exists()
 
 
-def test_an_adapter_is_merged_into_a_base_of_other_names(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_a_base_of_other_names(tmp_path):
     source = ADAPTERS / "plain"
     base = source / "base.safetensors"
     zckpt.merge_adapter(base, source, tmp_path / "expected.safetensors")
@@ -88,7 +88,7 @@ def test_an_adapter_is_merged_into_a_base_of_other_names(tmp_path: Path) -> None
     assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
 
 
-def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise(tmp_path):
     base = saved(tmp_path / "base.safetensors", 0)
     zckpt.consolidate(base, tmp_path / "joined.safetensors", map=MAP, map_config=CONFIG)
     (tmp_path / "adapter").mkdir()

@@ -53,7 +53,7 @@ def saved(path: Path, found: dict[str, torch.Tensor]) -> Path:
 # --- the page
 
 
-def test_the_pages_maps_do_what_the_page_says(tmp_path: Path) -> None:
+def test_the_pages_maps_do_what_the_page_says(tmp_path):
     small, joined, experts = EXAMPLES
     drawn = {
         "model.norm.weight": torch.randn(4), "model.layers.0.q_proj.weight": torch.randn(8, 4),
@@ -119,19 +119,19 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path: Path) -> None:
         ({"optimizer": {"apart": [{"apart": {"x": "a", "y": "a"}, "joined": {"z": "a"}}]}}, "unusable optimizer"),
     ],
 )
-def test_a_malformed_map_is_refused(change: dict[str, object], words: str) -> None:
+def test_a_malformed_map_is_refused(change, words):
     with refusing(UsageError, words):
         parse_map({**QKV, **change}, "mine")
 
 
-def test_a_file_that_is_no_map_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_a_file_that_is_no_map_is_refused_in_a_line(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors())
     for text, words in (("{", "JSON"), ("[]", "JSON object"), ("{}", "unusable sides")):
         (tmp_path / "m.json").write_text(text)
         refused(2, "consolidate", source, tmp_path / "b.safetensors", "--map", tmp_path / "m.json", words=(words,))
 
 
-def test_sizes_are_whole_numbers() -> None:
+def test_sizes_are_whole_numbers():
     sizes = {"heads": 6, "in": 4}
     assert evaluated("(heads + in*2) / 7 - 1", sizes.get, "here") == 1
     assert evaluated("heads*unknown", sizes.get, "here") is None
@@ -151,13 +151,13 @@ def test_sizes_are_whole_numbers() -> None:
             evaluated(text, sizes.get, "here")
 
 
-def test_axes_are_letters_in_brackets() -> None:
+def test_axes_are_letters_in_brackets():
     [[heads, two], [inside], []] = parse_axes("(heads two[1:3]) in 1", "here")
     assert (heads.name, heads.numel, two.numel, inside.numel) == ("heads", "heads", "(3)-(1)", "in")
     assert parse_axes("a[2]", "here")[0][0].numel == "((2)+1)-(2)"
 
 
-def test_names_are_in_the_order_of_the_program() -> None:
+def test_names_are_in_the_order_of_the_program():
     texts = ["emb", "l.{l}.a", "l.{l}.e.{e}.x", "l.{l}.e.{e}.y", "l.{l}.b", "norm"]
     names = [
         "emb",
@@ -172,7 +172,7 @@ def test_names_are_in_the_order_of_the_program() -> None:
 # --- what a checkpoint must be
 
 
-def test_names_that_fit_neither_side_or_both_are_refused(tmp_path: Path) -> None:
+def test_names_that_fit_neither_side_or_both_are_refused(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors(more=torch.ones(2)))
     with refusing(UsageError, "has no rule for more"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 3})
@@ -186,7 +186,7 @@ def test_names_that_fit_neither_side_or_both_are_refused(tmp_path: Path) -> None
         zckpt.consolidate(saved(source, {"x": torch.ones(1)}), tmp_path / "b.safetensors", map=same)
 
 
-def test_what_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
+def test_what_shapes_do_not_tell_is_asked_for(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors())
     with refusing(UsageError, r"do not tell heads: expected a configuration with n_head.*--map-config"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
@@ -199,7 +199,7 @@ def test_what_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("axes", ["(heads three[0:2] d) in", "(heads three[1] d) in"])
-def test_a_map_that_loses_or_doubles_elements_is_refused(axes: str, tmp_path: Path) -> None:
+def test_a_map_that_loses_or_doubles_elements_is_refused(axes, tmp_path):
     rule = {"apart": {**QKV["rules"][0]["apart"], "q.weight": axes}, "joined": QKV["rules"][0]["joined"]}
     source = saved(tmp_path / "a.safetensors", {**tensors(), "q.weight": torch.ones(24 if ":" in axes else 12, 5)})
     with refusing(UsageError, "not every element"):
@@ -225,7 +225,7 @@ def trained(
     return path
 
 
-def test_parts_of_one_tensor_must_be_alike(tmp_path: Path) -> None:
+def test_parts_of_one_tensor_must_be_alike(tmp_path):
     def mapped(source: Path, **more: object) -> None:
         zckpt.convert(source, tmp_path / "out", to="zckpt", map=QKV, map_config={"n_head": 3}, **more)
 
@@ -245,7 +245,7 @@ def test_parts_of_one_tensor_must_be_alike(tmp_path: Path) -> None:
     assert zckpt.diff(tmp_path / "factored.pt", tmp_path / "names", map=renamed, slots=["row_var", "col_var"]).equal
 
 
-def test_ties_buffers_and_frozen_parameters_are_mapped(tmp_path: Path) -> None:
+def test_ties_buffers_and_frozen_parameters_are_mapped(tmp_path):
     class Model(torch.nn.Module):
         def __init__(self, names: tuple[str, str, str, str]) -> None:
             super().__init__()
@@ -282,7 +282,7 @@ def test_ties_buffers_and_frozen_parameters_are_mapped(tmp_path: Path) -> None:
     assert zckpt.diff(tmp_path / "run", tmp_path / "back").equal
 
 
-def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path: Path) -> None:
+def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path):
     rule = {"mine": {"e": "rows[:vocab] d"}, "theirs": {"emb": "rows d"}, "padded": ["rows"]}
     document = {"sides": ["mine", "theirs"], "sizes": {"rows": "padded", "vocab": "vocab_size"}, "rules": [rule]}
     parameter = torch.nn.Parameter(torch.randn(5, 3))
@@ -305,7 +305,7 @@ def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path: Path) -> None:
         zckpt.convert(tmp_path / "d", tmp_path / "more", to="zckpt", map=document, map_config={"vocab_size": 9})
 
 
-def test_elements_of_every_type_are_arranged(tmp_path: Path) -> None:
+def test_elements_of_every_type_are_arranged(tmp_path):
     document = {"sides": ["a", "b"], "rules": [{"a": {"x.{n}": "i j"}, "b": {"y.{n}": "j i"}}]}
     kinds = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
     values = {f"x.{n}": torch.arange(15).reshape(3, 5).to(kind) for n, kind in enumerate(kinds)}
@@ -317,7 +317,7 @@ def test_elements_of_every_type_are_arranged(tmp_path: Path) -> None:
         assert np.array_equal(ours.view(torch.uint8).numpy(), its.contiguous().view(torch.uint8).numpy())
 
 
-def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path: Path) -> None:
+def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path):
     (tmp_path / "config.json").write_text('{"n_head": 2}')  # of whatever else lies around
     (tmp_path / "model").mkdir()
     source = saved(tmp_path / "model" / "a.safetensors", tensors())
@@ -331,7 +331,7 @@ def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_numbers_are_in_the_arguments_of_megatron(grouped: bool, tmp_path: Path) -> None:
+def test_numbers_are_in_the_arguments_of_megatron(grouped, tmp_path):
     model = {"decoder.layers.0.self_attention.linear_qkv.weight": torch.randn((6 if grouped else 12) * 2, 8)}
     arguments = argparse.Namespace(
         num_attention_heads=4, num_query_groups=1, kv_channels=2, group_query_attention=grouped, seed=1
@@ -344,7 +344,7 @@ def test_numbers_are_in_the_arguments_of_megatron(grouped: bool, tmp_path: Path)
     assert shapes == {"q_proj": (8, 8), "k_proj": keys, "v_proj": keys}
 
 
-def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameters(tmp_path: Path) -> None:
+def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameters(tmp_path):
     weights = [torch.nn.Parameter(torch.randn(12, 5)) for _ in range(5)]  # which is which of three, nothing tells
     optimizer = torch.optim.SGD(weights, momentum=0.9)
     for one in weights:
@@ -362,14 +362,14 @@ def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameter
 # --- what another map is but for some keys; settings; tensors without a place
 
 
-def test_a_map_like_another_has_the_others_keys_but_its_own() -> None:
+def test_a_map_like_another_has_the_others_keys_but_its_own():
     base = parse_map(json.loads((SHIPPED / "llama-huggingface-megatron.json").read_text()), "base")
     like = read_map({"like": "llama-huggingface-megatron", "settings": {"a": 1}, "about": "mine"})
     assert (like.rules, like.sides) == (base.rules, base.sides)
     assert (like.settings, like.about) == ({"a": 1}, "mine")
 
 
-def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path: Path) -> None:
+def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors())
     about = {**QKV, "settings": {"zero_centered": True}}
     for config in ({"zero_centered": False}, {"text_config": {"zero_centered": False}}):
@@ -381,7 +381,7 @@ def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path: P
         )
 
 
-def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out(tmp_path: Path) -> None:
+def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors(**{"router.bias": torch.ones(3)}))
     about = {**QKV, "refused": {"apart": {"router.bias": "it chooses"}}}
     with refusing(UnsupportedError, r"router\.bias: it chooses; a map of your own"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ NAMED = {"transformers-trainer", "megatron"}
 
 
 @pytest.mark.parametrize("to", [one.name for one in formats() if one.writes and one.name not in NAMED])
-def test_all_of_a_checkpoint_follows_in_every_format(to: str, tmp_path: Path) -> None:
+def test_all_of_a_checkpoint_follows_in_every_format(to, tmp_path):
     before = zckpt.open(SOURCE)
     done = zckpt.convert(
         SOURCE, tmp_path / "new", to=to, rename=RENAME, add_prefix="net.", verify=True, **OPTIONS.get(to, {})
@@ -54,7 +53,7 @@ def test_all_of_a_checkpoint_follows_in_every_format(to: str, tmp_path: Path) ->
     assert not same.only_in_b
 
 
-def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path: Path) -> None:
+def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path):
     rename = ("--rename", r"^fc(\d)=layers.\1", "--add-prefix", "model.")
     succeeded("consolidate", SOURCE, tmp_path / "m.pt", "--slots", "all", *rename)
     model = torch.load(tmp_path / "m.pt", weights_only=True)
@@ -84,13 +83,13 @@ def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path: Path) -
         (("--map", "llama-huggingface-meta"), ("has no rule for", "huggingface or meta")),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_in_a_line(options, words, tmp_path):
     refused(2, "consolidate", SOURCE, tmp_path / "m.safetensors", *options, words=words)
     refused(2, "convert", SOURCE, tmp_path / "m", "--to", "dcp", *options, words=words)
     assert not list(tmp_path.iterdir())
 
 
-def test_globs_are_of_whole_names_and_put_back_what_they_find(tmp_path: Path) -> None:
+def test_globs_are_of_whole_names_and_put_back_what_they_find(tmp_path):
     options = ("--rename", "fc*.*=layers.*[0].*", "--rename", r"*.bias=\1.*")
     succeeded("consolidate", SOURCE, tmp_path / "m.pt", *options)
     names = set(torch.load(tmp_path / "m.pt", weights_only=True))
@@ -100,7 +99,7 @@ def test_globs_are_of_whole_names_and_put_back_what_they_find(tmp_path: Path) ->
         assert new in names, (old, new)
 
 
-def test_reshard_names_the_verb_that_changes_names(tmp_path: Path) -> None:
+def test_reshard_names_the_verb_that_changes_names(tmp_path):
     options = ("--rename", r"^fc=layers.")
     refused(5, "reshard", SOURCE, tmp_path / "r", "--world-size", 2, *options, words=("convert --to deepspeed",))
     succeeded("convert", SOURCE, tmp_path / "r", "--to", "deepspeed", "--world-size", 2, *options)
@@ -108,11 +107,11 @@ def test_reshard_names_the_verb_that_changes_names(tmp_path: Path) -> None:
     assert not zckpt.diff(SOURCE, tmp_path / "r", rename=[("^fc", "layers.")]).settings
 
 
-def test_digests_under_other_names_are_not_stored_with_the_source() -> None:
+def test_digests_under_other_names_are_not_stored_with_the_source():
     refused(2, "fingerprint", SOURCE, "--write", "--rename", "fc=layer", words=("--output",))
 
 
-def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones(tmp_path: Path) -> None:
+def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones(tmp_path):
     layer = torch.nn.Linear(2, 3)
     torch.save({"model": layer.state_dict(), "best": {"of": "weight"}}, tmp_path / "c.pt")
     refused(5, "convert", tmp_path / "c.pt", tmp_path / "d", "--to", "dcp", "--rename", "weight=w",
@@ -120,7 +119,7 @@ def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones(tmp_pat
     zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", rename=[("bias", "b")])
 
 
-def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path: Path) -> None:
+def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
     """Tables by names, as of an average of weights, and lists of names; not what may be something else."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     average = {name: value * 2 for name, value in model.state_dict().items()}
@@ -171,7 +170,7 @@ class Net(torch.nn.Module):
         return self.get_submodule(self.name)(x)
 
 
-def test_a_live_model_with_other_names_goes_on(tmp_path: Path) -> None:
+def test_a_live_model_with_other_names_goes_on(tmp_path):
     def trained(net: Net, optimizer, steps: int) -> list[float]:
         losses = []
         for step in range(steps):

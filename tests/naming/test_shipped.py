@@ -132,7 +132,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_logits_are_the_same_and_the_way_back_gives_the_same_bits(kind: str, name: str, tmp_path: Path) -> None:
+def test_logits_are_the_same_and_the_way_back_gives_the_same_bits(kind, name, tmp_path):
     model = made(kind)
     model.save_pretrained(tmp_path / "hf")
     side = read_map(name).sides[1].name
@@ -176,7 +176,7 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
         ("gemma3", "gemma2-huggingface-megatron"),
     ],
 )
-def test_one_tensor_of_all_layers_is_the_layers_tensors_stacked(kind: str, name: str, tmp_path: Path) -> None:
+def test_one_tensor_of_all_layers_is_the_layers_tensors_stacked(kind, name, tmp_path):
     """torch_dist's keys have no layer, nor expert: what is proven for those that have holds for the stack of them."""
     model = made(kind)
     model.save_pretrained(tmp_path / "hf")
@@ -205,7 +205,7 @@ def test_one_tensor_of_all_layers_is_the_layers_tensors_stacked(kind: str, name:
     assert found.equal != model.config.tie_word_embeddings
 
 
-def test_the_model_in_memory_of_transformers_5_has_its_experts_in_one_tensor(tmp_path: Path) -> None:
+def test_the_model_in_memory_of_transformers_5_has_its_experts_in_one_tensor(tmp_path):
     model = made("mixtral")
     model.save_pretrained(tmp_path / "hf")
     state = model.state_dict()
@@ -221,7 +221,7 @@ def test_the_model_in_memory_of_transformers_5_has_its_experts_in_one_tensor(tmp
     assert zckpt.diff(tmp_path / "hf", tmp_path / "back").equal
 
 
-def test_a_mapped_directory_is_loaded_by_transformers(tmp_path: Path) -> None:
+def test_a_mapped_directory_is_loaded_by_transformers(tmp_path):
     model = made("llama")
     other = MetaLlama(model.config)
     torch.save(other.state_dict(), tmp_path / "consolidated.pt")
@@ -236,7 +236,7 @@ def test_a_mapped_directory_is_loaded_by_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_every_map_says_what_it_is_about(name: str) -> None:
+def test_every_map_says_what_it_is_about(name):
     found = read_map(name)
     assert found.about
     assert found.name == name

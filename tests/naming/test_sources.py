@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import zckpt
@@ -33,7 +31,7 @@ WAYS = {
 @pytest.mark.parametrize(
     ("mapped", "to"), each([(name, one) for name, (_, maps) in SOURCES.items() for one in maps], WAYS)
 )
-def test_all_state_is_mapped_and_comes_back(mapped: tuple[str, str], to: str, tmp_path: Path) -> None:
+def test_all_state_is_mapped_and_comes_back(mapped, to, tmp_path):
     name, map_ = mapped
     source, config = FIXTURES / name, {**SOURCES[name][0], "padded_vocab_size": 80, "vocab_size": 67}
     done = zckpt.convert(source, tmp_path / "there", to=to, map=map_, map_config=config, verify=True, **WAYS[to])
@@ -49,7 +47,7 @@ def test_all_state_is_mapped_and_comes_back(mapped: tuple[str, str], to: str, tm
     "name",
     ["s3_bf16_dp3", "tp2_s1_bf16_dp2", "moe_ep2_s2_bf16_dp2", "s2_bf16_dp2_sgdm", "s2_bf16_dp4", "s1_fp32_dp4_sgdm"],
 )
-def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name: str, tmp_path: Path) -> None:
+def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name, tmp_path):
     """However it is cut: shards of ZeRO-3, slices and means of tensor parallelism, experts, ties, frozen parameters."""
     source = zckpt.open(FIXTURES / name)
     rules = [
@@ -69,7 +67,7 @@ def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name: st
     assert zckpt.diff(source, tmp_path / "back", ignore_metadata=True).equal
 
 
-def test_a_model_is_mapped_where_torch_is_not_installed(tmp_path: Path) -> None:
+def test_a_model_is_mapped_where_torch_is_not_installed(tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}')
     for source, target in ((FIXTURES / "hf_llama_s2_bf16_dp2", "meta"), (tmp_path / "meta.safetensors", "back")):
         mapped = ("--map", "llama-huggingface-meta", "--map-config", tmp_path / "config.json")
@@ -80,7 +78,7 @@ def test_a_model_is_mapped_where_torch_is_not_installed(tmp_path: Path) -> None:
         assert_same(back.read(name), value, name)
 
 
-def test_the_command_line_says_which_way_a_map_went_and_lists_the_maps(tmp_path: Path) -> None:
+def test_the_command_line_says_which_way_a_map_went_and_lists_the_maps(tmp_path):
     (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}')
     mapped = ("--map", "llama-huggingface-meta", "--map-config", tmp_path / "config.json")
     done = run("convert", FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "there", "--to", "zckpt", *mapped)

@@ -60,7 +60,7 @@ def other(name: str, config) -> Megatron | MetaLlama:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name: str, tmp_path: Path) -> None:
+def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name, tmp_path):
     model = llama()
     optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
     trained(model, optimizer, range(5))
@@ -95,7 +95,7 @@ def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name: str, 
     assert zckpt.diff(tmp_path / "mine", tmp_path / "there", map=name, map_config=config).equal
 
 
-def test_moments_are_arranged_as_torch_arranges_them(tmp_path: Path) -> None:
+def test_moments_are_arranged_as_torch_arranges_them(tmp_path):
     model = llama()
     optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
     trained(model, optimizer, range(3))
@@ -122,9 +122,7 @@ def test_moments_are_arranged_as_torch_arranges_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_training_of_torchtitan_with_one_parameter_of_queries_keys_and_values_goes_on(
-    kind: str, tmp_path: Path
-) -> None:
+def test_training_of_torchtitan_with_one_parameter_of_queries_keys_and_values_goes_on(kind, tmp_path):
     """Its model is saved in three tensors, its optimizer's state in one: the keys are those of torchtitan 0.3."""
     from tests.naming.test_shipped import made
 
@@ -204,7 +202,7 @@ def _goes_on_at_ranks(rank: int, world_size: int, folder: Path) -> list[float]:
     return trained(model, optimizer, range(3, 6))
 
 
-def test_shares_of_ranks_are_of_mapped_tensors_at_another_number_of_ranks(tmp_path: Path) -> None:
+def test_shares_of_ranks_are_of_mapped_tensors_at_another_number_of_ranks(tmp_path):
     expected = gloo.run(_saved_by_ranks, 2, tmp_path)[0]
     found = gloo.run(_goes_on_at_ranks, 3, tmp_path)
     assert all(losses == pytest.approx(expected, rel=2e-4) for losses in found)

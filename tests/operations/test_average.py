@@ -39,7 +39,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "keep"])
-def test_stages_and_world_sizes_are_averaged(dtype: str | None, tmp_path: Path) -> None:
+def test_stages_and_world_sizes_are_averaged(dtype, tmp_path):
     done = zckpt.average(SAME, tmp_path / "m.safetensors", weights=[5, 2, 3], dtype=dtype, verify=True)
     found, sources, truth = load_file(tmp_path / "m.safetensors"), [values(one) for one in SAME], Truth(SAME[0])
     for name in sources[0]:
@@ -50,7 +50,7 @@ def test_stages_and_world_sizes_are_averaged(dtype: str | None, tmp_path: Path) 
     assert [one["weight"] for one in done.sources] == [0.5, 0.2, 0.3]
 
 
-def test_moments_and_masters_are_averaged_and_the_rest_is_the_last_ones(tmp_path: Path) -> None:
+def test_moments_and_masters_are_averaged_and_the_rest_is_the_last_ones(tmp_path):
     zckpt.average(SAME, tmp_path / "m.safetensors", slots="all", dtype="bfloat16")
     slots, truths = load_file(tmp_path / "m.optimizer.safetensors"), [Truth(one) for one in SAME]
     for kind in ("exp_avg", "exp_avg_sq"):
@@ -61,7 +61,7 @@ def test_moments_and_masters_are_averaged_and_the_rest_is_the_last_ones(tmp_path
         assert equal(slots[f"master/{name}"], mean([t.masters[name] for t in truths], [1, 1, 1], torch.float32))
 
 
-def test_moments_of_formats_are_averaged_wherever_those_keep_the_step(tmp_path: Path) -> None:
+def test_moments_of_formats_are_averaged_wherever_those_keep_the_step(tmp_path):
     """A step is one number; so is a moment of a 0-d parameter, and is averaged."""
     source = FIXTURES / "s2_bf16_dp2_zerodim"
     zckpt.convert(source, tmp_path / "dcp", to="dcp")
@@ -78,7 +78,7 @@ def test_moments_of_formats_are_averaged_wherever_those_keep_the_step(tmp_path: 
         assert torch.equal(found[f"exp_avg/{scalar}"], truth[scalar])
 
 
-def test_an_exponential_average_is_torchs(tmp_path: Path) -> None:
+def test_an_exponential_average_is_torchs(tmp_path):
     from torch.optim.swa_utils import get_ema_avg_fn
 
     zckpt.average(SAME, tmp_path / "m.pt", ema=0.9)
@@ -91,7 +91,7 @@ def test_an_exponential_average_is_torchs(tmp_path: Path) -> None:
         assert equal(found[name], expected.to(found[name].dtype)), name
 
 
-def test_formats_are_mixed(tmp_path: Path) -> None:
+def test_formats_are_mixed(tmp_path):
     """DeepSpeed's ranks, a DCP directory, a universal one, zckpt's own, a torch file and a Hugging Face directory."""
     source = SAME[0]
     for to in ("dcp", "universal", "zckpt", "consolidated"):
@@ -110,7 +110,7 @@ def test_formats_are_mixed(tmp_path: Path) -> None:
     assert zckpt.verify(tmp_path / "mean").sound
 
 
-def test_tied_names_stay_one_tensor(tmp_path: Path) -> None:
+def test_tied_names_stay_one_tensor(tmp_path):
     done = zckpt.average(SAME, tmp_path / "m.pt")
     owners = [one for one in zckpt.open(SAME[0]).tensors() if one.tied_to is None]
     assert done.num_averaged + done.num_equal + done.num_from_last == len(owners)
@@ -123,7 +123,7 @@ def test_tied_names_stay_one_tensor(tmp_path: Path) -> None:
     assert not tied.keys() & load_file(tmp_path / "m.safetensors").keys()
 
 
-def test_a_tied_name_may_be_missing_or_a_tensor_of_its_own(tmp_path: Path) -> None:
+def test_a_tied_name_may_be_missing_or_a_tensor_of_its_own(tmp_path):
     zckpt.consolidate(SAME[1], tmp_path / "without.safetensors", tied="drop")
     zckpt.consolidate(SAME[1], tmp_path / "twice.safetensors", tied="duplicate")
     zckpt.average([SAME[0], tmp_path / "without.safetensors"], tmp_path / "a.pt")
@@ -156,7 +156,7 @@ def pair(tmp_path: Path, a: torch.Tensor, b: torch.Tensor) -> list[Path]:
         ("float64", "bfloat16", "float64"),
     ],
 )
-def test_the_type_is_the_sources_or_one_that_holds_both(a: str, b: str, dtype: str, tmp_path: Path) -> None:
+def test_the_type_is_the_sources_or_one_that_holds_both(a, b, dtype, tmp_path):
     x, y = (torch.randn(50, dtype=torch.float64).to(getattr(torch, one)) for one in (a, b))
     zckpt.average(pair(tmp_path, x, y), tmp_path / "m.safetensors")
     wide = torch.float64 if dtype == "float64" else torch.float32
@@ -164,7 +164,7 @@ def test_the_type_is_the_sources_or_one_that_holds_both(a: str, b: str, dtype: s
     assert equal(load_file(tmp_path / "m.safetensors")["x"], expected)
 
 
-def test_task_arithmetic_subtracts(tmp_path: Path) -> None:
+def test_task_arithmetic_subtracts(tmp_path):
     tensors = [torch.randn(9) for _ in range(3)]
     paths = [saved(tmp_path / f"{i}.safetensors", w=one) for i, one in enumerate(tensors)]
     zckpt.average(paths, tmp_path / "m.safetensors", weights=[1, 0.5, -0.5])
@@ -174,7 +174,7 @@ def test_task_arithmetic_subtracts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensor", [torch.arange(6), torch.tensor([True, False]), torch.ones(2).to(torch.float8_e4m3fn)]
 )
-def test_what_is_no_number_must_be_the_same_or_be_named(tensor: torch.Tensor, tmp_path: Path) -> None:
+def test_what_is_no_number_must_be_the_same_or_be_named(tensor, tmp_path):
     other = tensor.roll(1) if tensor.dtype != torch.float8_e4m3fn else -tensor.float()
     paths = pair(tmp_path, tensor, other.to(tensor.dtype))
     with refusing(zckpt.UsageError, r"b\.safetensors: x: not the same as in .*a\.safetensors"):
@@ -187,14 +187,14 @@ def test_what_is_no_number_must_be_the_same_or_be_named(tensor: torch.Tensor, tm
     assert (done.num_averaged, done.num_equal, done.num_from_last) == (1, 1, 0)
 
 
-def test_names_that_a_wrapper_adds_are_no_difference(tmp_path: Path) -> None:
+def test_names_that_a_wrapper_adds_are_no_difference(tmp_path):
     a = saved(tmp_path / "a.safetensors", **{"w": torch.ones(3), "v.x": torch.ones(2)})
     torch.save({"module.w": torch.zeros(3), "module.v._orig_mod.x": torch.zeros(2)}, tmp_path / "b.pt")
     zckpt.average([a, tmp_path / "b.pt"], tmp_path / "m.safetensors")
     assert load_file(tmp_path / "m.safetensors")["v.x"].tolist() == [0.5, 0.5]
 
 
-def test_an_open_checkpoint_is_a_source(tmp_path: Path) -> None:
+def test_an_open_checkpoint_is_a_source(tmp_path):
     zckpt.average(SAME, tmp_path / "a.safetensors")
     zckpt.average([zckpt.open(SAME[0]), SAME[1], zckpt.open(SAME[2])], tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
@@ -218,14 +218,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_options_that_cannot_be_used(options: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_options_that_cannot_be_used(options, message, tmp_path):
     paths = pair(tmp_path, torch.ones(2), torch.ones(2))
     with refusing(zckpt.UsageError, message):
         zckpt.average(paths, tmp_path / "m.safetensors", **options)  # type: ignore[arg-type]
     assert {one.name for one in tmp_path.iterdir()} == {"a.safetensors", "b.safetensors"}
 
 
-def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_models_are_refused_by_name(tmp_path):
     a, b = pair(tmp_path, torch.ones(2), torch.ones(3))
     with refusing(zckpt.UsageError, r"b\.safetensors: x has another shape than in .*a\.safetensors.*\(2,\)"):
         zckpt.average([a, b], tmp_path / "m.safetensors")
@@ -236,7 +236,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
         zckpt.average([a], tmp_path / "m.safetensors")
 
 
-def test_adapters_that_are_scaled_otherwise_are_refused(tmp_path: Path) -> None:
+def test_adapters_that_are_scaled_otherwise_are_refused(tmp_path):
     for name, alpha in (("a", 8), ("b", 8), ("c", 16)):
         (tmp_path / name).mkdir()
         factors = {f"base_model.model.w.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
@@ -249,13 +249,13 @@ def test_adapters_that_are_scaled_otherwise_are_refused(tmp_path: Path) -> None:
         zckpt.average([tmp_path / "a", tmp_path / "c"], tmp_path / "n")
 
 
-def test_a_slot_that_one_lacks_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_slot_that_one_lacks_is_refused_by_name(tmp_path):
     zckpt.consolidate(SAME[1], tmp_path / "b.safetensors")
     with refusing(zckpt.UsageError, r"b\.safetensors: exp_avg of .* is not there"):
         zckpt.average([SAME[0], tmp_path / "b.safetensors"], tmp_path / "m.safetensors", slots=["exp_avg"])
 
 
-def test_a_source_is_never_the_target(tmp_path: Path) -> None:
+def test_a_source_is_never_the_target(tmp_path):
     paths = pair(tmp_path, torch.ones(2), torch.zeros(2))
     before = [path.read_bytes() for path in paths]
     for path in paths:
@@ -264,7 +264,7 @@ def test_a_source_is_never_the_target(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in paths] == before
 
 
-def test_damage_in_any_source_is_found(tmp_path: Path) -> None:
+def test_damage_in_any_source_is_found(tmp_path):
     for name in "ab":
         torch.save({"w": torch.randn(10_000)}, tmp_path / f"{name}.pt")
     data = bytearray((tmp_path / "b.pt").read_bytes())
@@ -276,7 +276,7 @@ def test_damage_in_any_source_is_found(tmp_path: Path) -> None:
     zckpt.average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "m.safetensors", checksums=False)
 
 
-def test_memory_does_not_change_the_bits(tmp_path: Path) -> None:
+def test_memory_does_not_change_the_bits(tmp_path):
     x, y = torch.randn(300_000), torch.randn(300_000)
     paths = pair(tmp_path, x, y)
     for memory in (1, 1 << 20):
@@ -287,7 +287,7 @@ def test_memory_does_not_change_the_bits(tmp_path: Path) -> None:
 # --- the command line
 
 
-def test_the_command_prints_its_document_and_dry_runs(tmp_path: Path) -> None:
+def test_the_command_prints_its_document_and_dry_runs(tmp_path):
     target = tmp_path / "m.safetensors"
     done = run("average", *SAME, "-t", target, "--weights", "1,1,2", "--json", "--dry-run")
     document = json.loads(done.stdout)
@@ -298,13 +298,13 @@ def test_the_command_prints_its_document_and_dry_runs(tmp_path: Path) -> None:
     assert (again.returncode, again.stderr.count("\n")) == (4, 1)
 
 
-def test_commands_that_cannot_be_used() -> None:
+def test_commands_that_cannot_be_used():
     for arguments in ((), (*SAME[:2],), (*SAME[:2], "-t", "x.safetensors", "--weights", "a,b")):
         done = run("average", *arguments)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
-def test_roots_are_folders_that_hold_all_of_several_sources(tmp_path: Path) -> None:
+def test_roots_are_folders_that_hold_all_of_several_sources(tmp_path):
     nodes = [tmp_path / "node0", tmp_path / "node1"]
     for at, node in enumerate(nodes):
         for source in SAME[:2]:

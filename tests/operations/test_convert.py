@@ -43,7 +43,7 @@ def but_for_the_cut(checkpoint: zckpt.OpenedCheckpoint) -> zckpt.OpenedCheckpoin
 
 
 @pytest.mark.parametrize(("name", "to"), each(DENSE, TARGETS))
-def test_state_is_that_of_the_source(name: str, to: str, tmp_path: Path) -> None:
+def test_state_is_that_of_the_source(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))
 
@@ -52,7 +52,7 @@ def test_state_is_that_of_the_source(name: str, to: str, tmp_path: Path) -> None
     ("name", "to"),
     each(["s2_bf16_dp2_rr", "s1_fp32_dp3", "s3_bf16_dp3", "s2_bf16_dp2_lion", "s1_fp32_dp4_sgdm"], TARGETS),
 )
-def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> None:
+def test_what_is_written_is_the_truth(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_consolidated(tmp_path / "out", Truth(FIXTURES / name), tmp_path)
 
@@ -61,7 +61,7 @@ def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> Non
     ("name", "to", "stage"),
     each(["s2_bf16_dp2_client", "s3_bf16_dp3", "ds0145_s1_fp32_dp2", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
 )
-def test_deepspeed_is_rewritten_from_any_format(name: str, to: str, stage: int, tmp_path: Path) -> None:
+def test_deepspeed_is_rewritten_from_any_format(name, to, stage, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=5, stage=stage)
     back = zckpt.open(tmp_path / "back")
@@ -76,7 +76,7 @@ def test_deepspeed_is_rewritten_from_any_format(name: str, to: str, stage: int, 
         ((name, first) for number, name in enumerate(RUNG) for first in range(len(RING)) if first != 2 * number),
     ),
 )
-def test_the_ring_of_all_formats_loses_nothing(name: str, first: int, tmp_path: Path) -> None:
+def test_the_ring_of_all_formats_loses_nothing(name, first, tmp_path):
     at = FIXTURES / name
     for number, to in enumerate(RING[first:] + RING[:first]):
         options = {"world_size": 3, "stage": 2} if to == "deepspeed" else TARGETS[to]
@@ -88,7 +88,7 @@ def test_the_ring_of_all_formats_loses_nothing(name: str, first: int, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "to"), each(["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "pp2_s1_fp32_dp2", "moe_ep2_s2_bf16_dp2"], TARGETS)
 )
-def test_slices_stages_and_experts_come_together(name: str, to: str, tmp_path: Path) -> None:
+def test_slices_stages_and_experts_come_together(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name), means_are_rounded=True)
 
@@ -100,7 +100,7 @@ def test_slices_stages_and_experts_come_together(name: str, to: str, tmp_path: P
         ["zckpt", "consolidated", "dcp", "zero-redundancy", "fsdp-rank-files"],
     ),
 )
-def test_file_of_torch_save_is_a_source_like_any(name: str, to: str, tmp_path: Path) -> None:
+def test_file_of_torch_save_is_a_source_like_any(name, to, tmp_path):
     source = FIXTURES / "other" / name / "ckpt.pt"
     names = list(Truth(source.parent).numbers.values())
     zckpt.convert(source, tmp_path / "out", to=to, names=names, **TARGETS[to])
@@ -108,7 +108,7 @@ def test_file_of_torch_save_is_a_source_like_any(name: str, to: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_elastic", "ds0145_s2_bf16_dp2_elastic_fused"])
-def test_elastic_source_has_no_hyperparameters_to_write(name: str, tmp_path: Path) -> None:
+def test_elastic_source_has_no_hyperparameters_to_write(name, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to="zckpt")
     assert not any(group.hyperparameters for group in zckpt.open(tmp_path / "out").param_groups)
     with refusing(zckpt.UnsupportedError, "hyperparameters"):
@@ -118,7 +118,7 @@ def test_elastic_source_has_no_hyperparameters_to_write(name: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "to"), each(["s2_bf16_dp4", "s3_bf16_dp3"], ["consolidated", "dcp", "zero-redundancy"])
 )
-def test_float32_model_of_a_16_bit_run_holds_its_masters(name: str, to: str, tmp_path: Path) -> None:
+def test_float32_model_of_a_16_bit_run_holds_its_masters(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, dtype="float32", verify=True)
     found, source = zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name)
     for parameter in source.parameters.values():
@@ -128,7 +128,7 @@ def test_float32_model_of_a_16_bit_run_holds_its_masters(name: str, to: str, tmp
             assert torch.equal(bits(weight), bits(master)), parameter.name
 
 
-def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path: Path) -> None:
+def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path):
     layer = torch.nn.Linear(3, 2)
     optimizer = torch.optim.Adam(layer.parameters())
     layer(torch.ones(3)).sum().backward()
@@ -141,7 +141,7 @@ def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("target", ["out", "out.pt"])
-def test_names_that_only_the_source_tells_arrive_with_a_consolidated_one(target: str, tmp_path: Path) -> None:
+def test_names_that_only_the_source_tells_arrive_with_a_consolidated_one(target, tmp_path):
     model = torch.nn.ModuleDict({name: torch.nn.Linear(*sizes, bias=False) for name, sizes in ORDERED.items()})
     optimizer = torch.optim.Adam(model.parameters())
     sum(parameter.square().sum() for parameter in model.parameters()).backward()

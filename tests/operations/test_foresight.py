@@ -46,7 +46,7 @@ def foreseen(*arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_dry_run_says_what_the_run_makes(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_what_the_run_makes(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = (verb.split(maxsplit=1)[0], *VERBS[verb])
     said = foreseen(*command)
@@ -63,20 +63,20 @@ def test_a_dry_run_says_what_the_run_makes(verb: str, tmp_path: Path, monkeypatc
     assert 0 < said["buffers_nbytes"] <= done["memory_nbytes"]
 
 
-def test_a_dry_run_tells_a_person(tmp_path: Path) -> None:
+def test_a_dry_run_tells_a_person(tmp_path):
     said = succeeded("reshard", SOURCE, tmp_path / "out", "--world-size", 3, "--dry-run").stdout
     for words in ("makes 5 files and 2 directories; ", " are free", "byte ranges of 3 files", "buffers may take 64 MB"):
         assert words in said
     assert "takes about " in said
 
 
-def test_where_there_is_no_directory_no_time_is_told(tmp_path: Path) -> None:
+def test_where_there_is_no_directory_no_time_is_told(tmp_path):
     said = foreseen("consolidate", SOURCE, tmp_path / "nowhere" / "m.safetensors")
     assert (said["seconds"], said["free_nbytes"], said["write_nbytes_per_second"]) == (None, None, None)
 
 
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_what_cannot_fit_is_refused(options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_fit_is_refused(options, tmp_path, monkeypatch):
     command = ("convert", SOURCE, tmp_path / "out", "--to", "universal", *options)
     monkeypatch.setattr(rooms, "room", lambda _: Room(1 << 40, 20))
     refused(4, *command, words=("no space for so many files: expected ", "inodes free, found 20"))
@@ -85,7 +85,7 @@ def test_what_cannot_fit_is_refused(options: tuple[str, ...], tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path, monkeypatch):
     target = tmp_path / "m.safetensors"
     zckpt.consolidate(SOURCE, target)
     before = target.read_bytes()
@@ -95,7 +95,7 @@ def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path: Path, monkeypa
     assert target.read_bytes() == before
 
 
-def test_directories_are_those_between_a_target_and_its_files() -> None:
+def test_directories_are_those_between_a_target_and_its_files():
     target = Path("/x/out")
     names = [target / "a", target / "b" / "c" / "d", target / "b" / "e", target / "f" / "g"]
     assert directories(names, target) == 4  # out, b, b/c, f
@@ -111,29 +111,29 @@ def copy(path: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...
     return Copy(shape, (Strided(path, offset, strides),), "float32", "float32", "little", 0, (4,) * len(shape))
 
 
-def test_ranges_that_lie_end_to_end_are_one_request() -> None:
+def test_ranges_that_lie_end_to_end_are_one_request():
     plan = planned(copy("a", 0, (10,), (4,)), copy("b", 0, (1,), (4,)), copy("a", 40, (5,), (4,)))
     found = reads_of(plan)
     assert {path: (one.requests, one.nbytes) for path, one in found.items()} == {"a": (1, 60), "b": (1, 4)}
 
 
-def test_ranges_that_lie_far_apart_are_several() -> None:
+def test_ranges_that_lie_far_apart_are_several():
     found = reads_of(planned(copy("a", 1 << 30, (1,), (4,)), copy("a", 0, (1,), (4,))))["a"]
     assert (found.requests, found.nbytes, found.low, found.high) == (2, 8, 0, (1 << 30) + 4)
 
 
-def test_rows_that_are_read_with_their_gaps_are_one_request_and_others_one_each() -> None:
+def test_rows_that_are_read_with_their_gaps_are_one_request_and_others_one_each():
     near, far = copy("a", 0, (8, 4), (24, 4)), copy("b", 0, (8, 4), (1 << 20, 4))
     found = reads_of(planned(near, far))
     assert (found["a"].requests, found["a"].nbytes) == (1, 7 * 24 + 16)
     assert (found["b"].requests, found["b"].nbytes) == (8, 8 * 16)
 
 
-def test_zeros_are_read_from_nowhere() -> None:
+def test_zeros_are_read_from_nowhere():
     assert reads_of(planned(copy(ZEROS, 0, (8,), (0,)))) == {}
 
 
-def test_what_overlaps_is_counted_once() -> None:
+def test_what_overlaps_is_counted_once():
     one = Reads()
     one.add(0, 100)
     one.add(50, 20)
@@ -185,7 +185,7 @@ def limited(mebibytes: int, *arguments: object) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
-def test_verbs_live_with_less_address_space_than_the_budget_of_buffers(source: Path, tmp_path: Path) -> None:
+def test_verbs_live_with_less_address_space_than_the_budget_of_buffers(source, tmp_path):
     done = limited(48, source, tmp_path)
     assert done.returncode == 0, done.stderr
     zckpt.consolidate(source, tmp_path / "free.safetensors", dtype="bfloat16")
@@ -194,7 +194,7 @@ def test_verbs_live_with_less_address_space_than_the_budget_of_buffers(source: P
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
-def test_too_little_memory_is_one_line_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
+def test_too_little_memory_is_one_line_and_nothing_is_written(source, tmp_path):
     done = limited(16, source, tmp_path)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr

@@ -35,7 +35,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, label: str) -> Non
 
 
 @pytest.mark.parametrize("name", MERGED)
-def test_what_peft_merges(name: str, tmp_path: Path) -> None:
+def test_what_peft_merges(name, tmp_path):
     source = ADAPTERS / name
     done = zckpt.merge_adapter(source / "base.safetensors", source, tmp_path / "m.safetensors", verify=True)
     found, expected = load_file(tmp_path / "m.safetensors"), load_file(source / "merged.safetensors")
@@ -48,7 +48,7 @@ def test_what_peft_merges(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "saved", "embedding"])
-def test_a_whole_model_with_its_adapter_is_its_own_base(name: str, tmp_path: Path) -> None:
+def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
     whole = ADAPTERS / name / "whole.safetensors"
     zckpt.convert(whole, tmp_path / "dcp", to="dcp")
     zckpt.merge_adapter(ADAPTERS / name / "base.safetensors", ADAPTERS / name, tmp_path / "n.safetensors")
@@ -88,7 +88,7 @@ def product(tensors: dict[str, torch.Tensor], module: str, scale: float = 1.5) -
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "keep"])
-def test_masters_of_ranks_are_merged_into_and_rounded_once(dtype: str | None, suffix: str, tmp_path: Path) -> None:
+def test_masters_of_ranks_are_merged_into_and_rounded_once(dtype, suffix, tmp_path):
     source = FIXTURES / "s2_bf16_dp3"
     truth = Truth(source)
     name = next(key for key, one in truth.masters.items() if one.ndim == 2 and key not in truth.tied.values())
@@ -106,7 +106,7 @@ def test_masters_of_ranks_are_merged_into_and_rounded_once(dtype: str | None, su
         assert torch.equal(bits(found[key]), bits(tensor)), key
 
 
-def test_a_tied_weight_stays_one(tmp_path: Path) -> None:
+def test_a_tied_weight_stays_one(tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
     truth = Truth(source)
     (alias, owner), *_ = truth.tied.items()
@@ -121,7 +121,7 @@ def test_a_tied_weight_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", ["owner", "alias"])
-def test_a_tied_tensor_that_is_replaced_is_tied_no_more(replaced: str, tmp_path: Path) -> None:
+def test_a_tied_tensor_that_is_replaced_is_tied_no_more(replaced, tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
     truth = Truth(source)
     (alias, owner), *_ = truth.tied.items()
@@ -135,7 +135,7 @@ def test_a_tied_tensor_that_is_replaced_is_tied_no_more(replaced: str, tmp_path:
     assert (done.num_merged, done.num_replaced, done.num_added) == (0, 1, 0)
 
 
-def test_a_head_that_the_base_lacks_is_added(tmp_path: Path) -> None:
+def test_a_head_that_the_base_lacks_is_added(tmp_path):
     save_file({"w.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
     tensors = {**factors("w", 3, 4), "score.weight": torch.ones(2, 3)}
     path = adapter(tmp_path / "a", tensors, modules_to_save=["score"], task_type="SEQ_CLS")
@@ -147,7 +147,7 @@ def test_a_head_that_the_base_lacks_is_added(tmp_path: Path) -> None:
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "n")
 
 
-def test_large_weights_are_merged_in_blocks(tmp_path: Path) -> None:
+def test_large_weights_are_merged_in_blocks(tmp_path):
     base, added = torch.randn(3000, 500).half(), factors("w", 3000, 500)
     save_file({"w.weight": base}, tmp_path / "base.safetensors")
     path = adapter(tmp_path / "a", added)
@@ -162,7 +162,7 @@ def test_large_weights_are_merged_in_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fan_in_fan_out", [False, True])
-def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out: bool, tmp_path: Path) -> None:
+def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out, tmp_path):
     added = {**factors("a.c_proj", 4, 4), **factors("b.c_proj", 4, 6), **factors("c", 4, 4)}
     base = {"a.c_proj.weight": torch.ones(4, 4), "c.weight": torch.ones(4, 4)}
     base["b.c_proj.weight"] = torch.ones(6, 4) if fan_in_fan_out else torch.ones(4, 6)
@@ -191,7 +191,7 @@ def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out:
         ("tokens", "trainable_token_indices: not merged"),
     ],
 )
-def test_other_adapters_of_peft_are_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
+def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
     with refusing(zckpt.UnsupportedError, message):
         zckpt.merge_adapter(ADAPTERS / name / "base.safetensors", ADAPTERS / name, tmp_path / "m.safetensors")
     assert not list(tmp_path.iterdir())
@@ -222,9 +222,7 @@ def test_other_adapters_of_peft_are_refused_by_name(name: str, message: str, tmp
         ({"target_modules": "layers.*"}, "w is none of target_modules"),
     ],
 )
-def test_configurations_that_mean_something_else_are_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_configurations_that_mean_something_else_are_refused(settings, message, tmp_path):
     save_file({"w.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
     path = adapter(tmp_path / "a", factors("w", 3, 4), **settings)
     with refusing(zckpt.SourceError, message):
@@ -249,9 +247,7 @@ def test_configurations_that_mean_something_else_are_refused(
         ({"w.modules_to_save.a.bias": torch.ones(3), "w.modules_to_save.b.bias": torch.ones(3)}, "twice|several"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(
-    changed: dict[str, torch.Tensor], message: str, tmp_path: Path
-) -> None:
+def test_tensors_that_do_not_fit_are_refused_by_name(changed, message, tmp_path):
     base = {"w.weight": torch.ones(3, 4), "w.bias": torch.ones(3), "v.weight": torch.ones(5, 4)}
     save_file({**base, "n.weight": torch.ones(2, 2).to(torch.int8)}, tmp_path / "base.safetensors")
     path = adapter(tmp_path / "a", {**factors("w", 3, 4), **changed})
@@ -261,7 +257,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 
 
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern", "target_modules"])
-def test_patterns_that_would_take_for_ever_do_not(key: str, tmp_path: Path) -> None:
+def test_patterns_that_would_take_for_ever_do_not(key, tmp_path):
     module, hostile = "a" * 50 + "b", "(a+)+(a|aa)*c|" + "a" * 50 + "b"
     save_file({f"{module}.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
     settings: dict[str, Any] = {key: hostile if key == "target_modules" else {hostile: 2}}
@@ -270,7 +266,7 @@ def test_patterns_that_would_take_for_ever_do_not(key: str, tmp_path: Path) -> N
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
 
 
-def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_adapter_is_refused(tmp_path):
     base = ADAPTERS / "plain" / "base.safetensors"
     shutil.copy(ADAPTERS / "plain" / "adapter_model.safetensors", tmp_path / "adapter_model.safetensors")
     with refusing(zckpt.UsageError, r"holds no adapter_config\.json.*--adapter-config"):
@@ -284,7 +280,7 @@ def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
         zckpt.merge_adapter(base, tmp_path, tmp_path / "n.safetensors")
 
 
-def test_an_adapter_is_never_the_target(tmp_path: Path) -> None:
+def test_an_adapter_is_never_the_target(tmp_path):
     shutil.copytree(ADAPTERS / "plain", tmp_path / "a")
     with refusing(zckpt.UsageError, "the target is, or contains, the source"):
         zckpt.merge_adapter(ADAPTERS / "plain" / "base.safetensors", tmp_path / "a", tmp_path / "a", overwrite=True)
@@ -293,7 +289,7 @@ def test_an_adapter_is_never_the_target(tmp_path: Path) -> None:
 # --- the command line
 
 
-def test_the_command_prints_its_document_and_dry_runs(tmp_path: Path) -> None:
+def test_the_command_prints_its_document_and_dry_runs(tmp_path):
     source, target = ADAPTERS / "plain", tmp_path / "m.safetensors"
     arguments = ("merge-adapter", source / "base.safetensors", source, target)
     done = run(*arguments, "--json", "--dry-run")

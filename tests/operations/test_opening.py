@@ -66,9 +66,7 @@ def looked(verb: str, source: object, target: Path, **where: Any) -> object:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("place", ["s2_bf16_dp2", "s2_bf16_dp2/global_step5"])
-def test_an_open_checkpoint_gives_what_its_path_gives_and_stays_as_it_was(
-    place: str, verb: str, tmp_path: Path
-) -> None:
+def test_an_open_checkpoint_gives_what_its_path_gives_and_stays_as_it_was(place, verb, tmp_path):
     source = FIXTURES / place
     opened = zckpt.open(source)
     before = json.dumps(zckpt.inspect(opened, include_inventory=True).as_dict())
@@ -82,7 +80,7 @@ def test_an_open_checkpoint_gives_what_its_path_gives_and_stays_as_it_was(
 @pytest.mark.parametrize(
     "where", [{"tag": "global_step5"}, {"roots": ["x"]}, {"names": ["a"]}, {"tp_rules": "rules.json"}]
 )
-def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb: str, where: dict[str, Any], tmp_path: Path) -> None:
+def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb, where, tmp_path):
     with refusing(zckpt.UsageError, f"{next(iter(where))}: the checkpoint is open already"):
         VERBS[verb](zckpt.open(SOURCE), tmp_path, **where)
     assert not list(tmp_path.iterdir())
@@ -105,12 +103,12 @@ def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb: str, where: d
         "fingerprint",
     ],
 )
-def test_every_verb_has_the_same_words_for_where(name: str) -> None:
+def test_every_verb_has_the_same_words_for_where(name):
     assert {"roots", "tag", "names", "tp_rules"} <= inspect.signature(getattr(zckpt, name)).parameters.keys()
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_shards_on_two_nodes_and_a_tag(verb: str, tmp_path: Path) -> None:
+def test_shards_on_two_nodes_and_a_tag(verb, tmp_path):
     first, second = tmp_path / "node0", tmp_path / "node1"
     shutil.copytree(SOURCE, first)
     (first / "latest").write_text("gone")
@@ -124,7 +122,7 @@ def test_shards_on_two_nodes_and_a_tag(verb: str, tmp_path: Path) -> None:
     assert looked(verb, zckpt.open(first, **where), tmp_path / "open") == from_paths
 
 
-def test_both_sides_of_a_diff_may_need_words(tmp_path: Path) -> None:
+def test_both_sides_of_a_diff_may_need_words(tmp_path):
     for name in ("a", "b"):
         shutil.copytree(SOURCE, tmp_path / name)
         (tmp_path / name / "latest").write_text("gone")
@@ -136,7 +134,7 @@ def test_both_sides_of_a_diff_may_need_words(tmp_path: Path) -> None:
         zckpt.diff(tmp_path / "a", zckpt.open(SOURCE), tag=tag, tag_b=tag)
 
 
-def test_names_that_were_given_are_those_of_what_is_written(tmp_path: Path) -> None:
+def test_names_that_were_given_are_those_of_what_is_written(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(3)).sum().backward()
@@ -152,13 +150,13 @@ def test_names_that_were_given_are_those_of_what_is_written(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", sorted(cli.commands.keys() - {"formats"}))  # which opens nothing
-def test_every_verb_of_the_command_line_has_the_same_options_for_where(name: str) -> None:
+def test_every_verb_of_the_command_line_has_the_same_options_for_where(name):
     options = {one for parameter in cli.commands[name].params for one in parameter.opts}
     assert {"--tag", "--root", "--names", "--tp-rules"} <= options
     assert "--drop" in options or "--dry-run" not in options
 
 
-def test_command_line_of_a_diff_opens_each_side_with_its_own_words(tmp_path: Path) -> None:
+def test_command_line_of_a_diff_opens_each_side_with_its_own_words(tmp_path):
     for name in ("a", "b"):
         shutil.copytree(SOURCE, tmp_path / name)
         (tmp_path / name / "latest").write_text("gone")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +33,7 @@ SOURCE = FIXTURES / "s1_fp32_dp1"
 
 
 @pytest.mark.parametrize("verb", GROUPS)
-def test_a_verb_shows_every_option_of_its_group_and_has_its_flags(verb: str) -> None:
+def test_a_verb_shows_every_option_of_its_group_and_has_its_flags(verb):
     function = getattr(zckpt, verb)
     known, document = inspect.signature(function).parameters, inspect.getdoc(function)
     flags = set() if verb == "open" else {one.name for one in cli.commands[verb.replace("_", "-")].params}
@@ -45,12 +44,12 @@ def test_a_verb_shows_every_option_of_its_group_and_has_its_flags(verb: str) -> 
 
 
 @pytest.mark.parametrize("verb", [verb for verb in GROUPS if verb not in ("convert", "reshard")])
-def test_an_option_that_a_verb_lacks_is_an_error_before_all_else(verb: str) -> None:
+def test_an_option_that_a_verb_lacks_is_an_error_before_all_else(verb):
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         getattr(zckpt, verb)(SOURCE, colour="red")
 
 
-def test_the_options_of_formats_that_come_with_zckpt_are_in_the_types() -> None:
+def test_the_options_of_formats_that_come_with_zckpt_are_in_the_types():
     own = [one for one in registry.formats() if one.name in registry.BUILT_IN]
     written = {option.name: option.kind for one in own for option in format_options(one.options)}
     recut = {option.name: option.kind for one in own for option in format_options(one.recut_options)}
@@ -60,7 +59,7 @@ def test_the_options_of_formats_that_come_with_zckpt_are_in_the_types() -> None:
     assert set(Resharded.__annotations__) - set(Renamed.__annotations__) == set(recut) - {"world_size"}
 
 
-def test_another_run_is_the_same_only_with_the_same_options(tmp_path: Path) -> None:
+def test_another_run_is_the_same_only_with_the_same_options(tmp_path):
     defaults = {name: one.default for name, one in options_of(Renamed).items()}
     recorded = How.of("consolidate", {**defaults, "rename": [("a", "b")], "memory": 1}, dtype="keep").options
     assert recorded["rename"] == [("a", "b")]

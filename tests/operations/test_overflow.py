@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "a.pt"
 
 
-def test_what_overflows_is_counted_named_and_refused(model: Path, tmp_path: Path) -> None:
+def test_what_overflows_is_counted_named_and_refused(model, tmp_path):
     expected = ("1 values of own overflow float16, 2 values of turned overflow float16, "
                 "2 values of wide overflow float16: finite in the source")  # fmt: skip
     with refusing(zckpt.UsageError, expected):
@@ -47,7 +47,7 @@ def test_what_overflows_is_counted_named_and_refused(model: Path, tmp_path: Path
         zckpt.consolidate(model, tmp_path / "o.safetensors", overflow="yes")
 
 
-def test_a_store_and_the_command_line_refuse_too(model: Path, tmp_path: Path) -> None:
+def test_a_store_and_the_command_line_refuse_too(model, tmp_path):
     for target in (tmp_path / "m", "memory://overflow/m"):
         done = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "-q")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -59,7 +59,7 @@ def test_a_store_and_the_command_line_refuse_too(model: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("size", [3, 40_000])
 @pytest.mark.parametrize("memory", [1, 64 << 20])
-def test_every_value_is_counted_once(memory: int, size: int, tmp_path: Path) -> None:
+def test_every_value_is_counted_once(memory, size, tmp_path):
     chosen = np.random.default_rng(size)
     tensors = {f"w{i}": torch.from_numpy(chosen.normal(size=(size,)).astype(np.float32)) for i in range(7)}
     beyond = 0
@@ -79,9 +79,7 @@ def test_every_value_is_counted_once(memory: int, size: int, tmp_path: Path) -> 
     assert {one.split()[3]: int(one.split()[0]) for one in shown.split(", ")} == counts
 
 
-def test_a_run_that_is_resumed_counts_what_the_first_one_wrote(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_resumed_counts_what_the_first_one_wrote(model, tmp_path, monkeypatch):
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 0)
     for resume in (False, True):
         with refusing(zckpt.UsageError, "2 values of wide overflow"):
@@ -91,7 +89,7 @@ def test_a_run_that_is_resumed_counts_what_the_first_one_wrote(
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_a_mean_and_a_merged_adapter_that_overflow_are_refused(tmp_path: Path) -> None:
+def test_a_mean_and_a_merged_adapter_that_overflow_are_refused(tmp_path):
     for name, value in (("a", 3e4), ("b", 2e5)):
         save_file({"w": torch.full((3, 4), value)}, tmp_path / f"{name}.safetensors")
     pair = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
@@ -107,7 +105,7 @@ def test_a_mean_and_a_merged_adapter_that_overflow_are_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     "weights", [(1e39, 2e39), (1e-50, 2e-50), (1e38, 2e38), (1e-42, 2e-42), (1e308, 1e308), (5e-324, 1e-323)]
 )
-def test_weights_may_be_of_any_unit(weights: tuple[float, float], tmp_path: Path) -> None:
+def test_weights_may_be_of_any_unit(weights, tmp_path):
     tensors = [torch.randn(50) * 1e20 for _ in range(2)]
     for name, one in zip("ab", tensors, strict=True):
         save_file({"w": one}, tmp_path / f"{name}.safetensors")
@@ -125,13 +123,13 @@ def documents(*arguments: Any) -> dict[str, Any]:
     return found
 
 
-def test_what_is_within_the_type_says_nothing(tmp_path: Path) -> None:
+def test_what_is_within_the_type_says_nothing(tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
     for number, arguments in enumerate((("--dtype", "float16"), ("--dtype", "bfloat16"), ("--slots", "all"))):
         assert documents("consolidate", source, tmp_path / f"{number}.pt", *arguments)["notes"] == []
 
 
-def test_a_load_refuses_too_and_takes_it_unverified(tmp_path: Path) -> None:
+def test_a_load_refuses_too_and_takes_it_unverified(tmp_path):
     tensors = {"weight": torch.full((2, 3), 70_000.0), "bias": torch.ones(2)}
     torch.save(tensors, tmp_path / "a.pt")
     model = torch.nn.Linear(3, 2, dtype=torch.float16)

@@ -40,9 +40,7 @@ VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_result_is_frozen_and_the_document_of_the_command_line(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_frozen_and_the_document_of_the_command_line(verb, tmp_path, monkeypatch):
     call, arguments = VERBS[verb]
     done = call(tmp_path)
     with pytest.raises(FrozenInstanceError):
@@ -55,12 +53,12 @@ def test_a_result_is_frozen_and_the_document_of_the_command_line(
     assert json.loads(printed.stdout) == expected
 
 
-def test_a_map_without_a_target_is_printed_or_refused() -> None:
+def test_a_map_without_a_target_is_printed_or_refused():
     done = run("map", SOURCE)
     assert (done.returncode, done.stdout) == (2, "")
     assert "nowhere to draw the map" in done.stderr
 
 
-def test_a_map_of_a_slot_that_is_not_there_is_refused() -> None:
+def test_a_map_of_a_slot_that_is_not_there_is_refused():
     with refusing(zckpt.UsageError, "no such slot: expected some of weight, master"):
         zckpt.map(SOURCE, slots=["momentum"])

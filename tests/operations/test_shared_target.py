@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tests.refusals import refusing
 from zckpt.errors import TargetError
@@ -11,7 +10,7 @@ from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
 from zckpt.operations.shared_target import shared_target
 
 
-def test_others_join_what_the_first_has_begun_and_what_a_kill_has_left_gives_way(tmp_path: Path) -> None:
+def test_others_join_what_the_first_has_begun_and_what_a_kill_has_left_gives_way(tmp_path):
     place = tmp_path / "new" / "step1"
     with refusing(TargetError, "no save to it is going on"):
         shared_target(place).noted()
@@ -31,7 +30,7 @@ def test_others_join_what_the_first_has_begun_and_what_a_kill_has_left_gives_way
     assert [path.name for path in place.parent.rglob("*")] == ["step1", DOCUMENT_NAME]
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing(tmp_path):
     first = shared_target(tmp_path / "step1")
     first.begin(overwrite=False, owned=OWNED, note=b"id")
     first.abort(InterruptedError())

@@ -59,7 +59,7 @@ def opened(name: str) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_every_element_of_every_slot_is_in_the_map_once(name: str) -> None:
+def test_every_element_of_every_slot_is_in_the_map_once(name):
     checkpoint, data = opened(name)
     found = {one["name"]: one for one in data["parameters"]}
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
@@ -71,14 +71,14 @@ def test_every_element_of_every_slot_is_in_the_map_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_a_row_holds_is_what_its_runs_add_up_to(name: str) -> None:
+def test_what_a_row_holds_is_what_its_runs_add_up_to(name):
     _, data = opened(name)
     for slot in range(len(data["slots"])):
         assert by_row(data, slot) == [row["held"][slot] for row in data["rows"]]
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_run_names_the_file_that_its_span_is_in(name: str) -> None:
+def test_a_run_names_the_file_that_its_span_is_in(name):
     checkpoint, data = opened(name)
     for parameter in checkpoint.parameters.values():
         for slot in parameter.slots.values():
@@ -90,18 +90,18 @@ def test_a_run_names_the_file_that_its_span_is_in(name: str) -> None:
             assert several or paths <= shown
 
 
-def test_rows_are_the_model_file_and_the_ranks() -> None:
+def test_rows_are_the_model_file_and_the_ranks():
     _, data = opened("s2_bf16_dp4")
     assert [row["label"] for row in data["rows"]] == ["model file", "rank 0", "rank 1", "rank 2", "rank 3"]
     assert [row["dp"] for row in data["rows"]] == [None, 0, 1, 2, 3]
 
 
-def test_rows_of_tensor_parallel_ranks_name_both() -> None:
+def test_rows_of_tensor_parallel_ranks_name_both():
     _, data = opened("tp2_s3_bf16_dp2")
     assert [row["label"] for row in data["rows"]] == ["dp 0 mp 0", "dp 1 mp 0", "dp 0 mp 1", "dp 1 mp 1"]
 
 
-def test_rows_are_in_order_whatever_the_order_of_the_files() -> None:
+def test_rows_are_in_order_whatever_the_order_of_the_files():
     checkpoint = flat({"a": (30, 10), "b": (25,)}, 12)
     expected: Any = layout_map(checkpoint)
     checkpoint.files.reverse()
@@ -110,7 +110,7 @@ def test_rows_are_in_order_whatever_the_order_of_the_files() -> None:
     assert found == expected
 
 
-def test_files_without_ranks_are_rows_and_those_of_one_role_together_where_names_repeat() -> None:
+def test_files_without_ranks_are_rows_and_those_of_one_role_together_where_names_repeat():
     _, plain = opened("other/plain_adamw/ckpt.pt")
     assert [row["label"] for row in plain["rows"]] == ["ckpt.pt"]
     checkpoint, universal = opened("universal/s2_bf16_dp4")
@@ -119,7 +119,7 @@ def test_files_without_ranks_are_rows_and_those_of_one_role_together_where_names
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s3_bf16_dp3", "tp2_s2_fp32_dp2", "moe_ep2_s2_fp32_dp4"])
-def test_padding_is_that_of_the_checkpoint(name: str) -> None:
+def test_padding_is_that_of_the_checkpoint(name):
     checkpoint, data = opened(name)
     expected = Counter({(p.group, p.rank): 0 for p in checkpoint.padding})
     for one in checkpoint.padding:
@@ -131,7 +131,7 @@ def test_padding_is_that_of_the_checkpoint(name: str) -> None:
     assert sum(row["padding"] for row in data["rows"]) == sum(p.nbytes for p in checkpoint.padding)
 
 
-def test_kinds_groups_and_tied_names() -> None:
+def test_kinds_groups_and_tied_names():
     checkpoint, data = opened("s2_bf16_dp2")
     found = {one["name"]: one for one in data["parameters"]}
     for name, parameter in checkpoint.parameters.items():
@@ -141,7 +141,7 @@ def test_kinds_groups_and_tied_names() -> None:
     assert {one["name"] for one in data["parameters"] if one["kind"] == "buffer"} == set(checkpoint.buffers)
 
 
-def test_a_box_that_is_no_run_is_named() -> None:
+def test_a_box_that_is_no_run_is_named():
     checkpoint, data = opened("tp2_s1_bf16_dp2")
     boxes = {(tuple(offsets), tuple(sizes)) for offsets, sizes, _ in data["boxes"]}
     spans = [s for p in checkpoint.parameters.values() for slot in p.slots.values() for s in slot.spans]
@@ -150,14 +150,14 @@ def test_a_box_that_is_no_run_is_named() -> None:
     assert row_parallel <= boxes
 
 
-def test_slots_may_be_chosen() -> None:
+def test_slots_may_be_chosen():
     data: Any = layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2"), slots=["exp_avg"])
     assert data["slots"] == ["exp_avg"]
     assert all(len(row["held"]) == 1 for row in data["rows"])
 
 
 @pytest.mark.parametrize("name", ["s1_fp32_dp3_palign", "s2_bf16_dp4", "s3_bf16_dp3", "tp2_s1_bf16_dp2"])
-def test_what_a_rule_says_is_drawn_without_its_spans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rule_says_is_drawn_without_its_spans(name, monkeypatch):
     checkpoint, data = opened(name)
     listed = open_checkpoint(FIXTURES / name)
     for parameter in listed.parameters.values():
@@ -173,7 +173,7 @@ def test_what_a_rule_says_is_drawn_without_its_spans(name: str, monkeypatch: pyt
     assert json.loads(json.dumps(layout_map(checkpoint))) == data
 
 
-def test_equal_shares_of_many_ranks_are_one_entry() -> None:
+def test_equal_shares_of_many_ranks_are_one_entry():
     shapes = {f"layers.{i}.weight": (7 + i, 11) for i in range(20)}
     data: Any = layout_map(per_parameter(shapes, 64))
     for one in data["parameters"]:
@@ -182,7 +182,7 @@ def test_equal_shares_of_many_ranks_are_one_entry() -> None:
         assert runs == [0, sum(n > 0 for n in held), 0, held[0], numel, -1]
 
 
-def test_data_of_many_parameters_on_many_ranks_stays_small() -> None:
+def test_data_of_many_parameters_on_many_ranks_stays_small():
     checkpoint = large(layers=100, per_layer=100, ranks=1024)
     data: Any = layout_map(checkpoint)
     assert (len(data["parameters"]), len(data["rows"])) == (10_000, 1025)
@@ -190,7 +190,7 @@ def test_data_of_many_parameters_on_many_ranks_stays_small() -> None:
     assert sum(row["held"][1] for row in data["rows"]) == 4 * sum(p.numel for p in checkpoint.parameters.values())
 
 
-def test_parameters_without_elements_or_slots_do_no_harm() -> None:
+def test_parameters_without_elements_or_slots_do_no_harm():
     data: Any = layout_map(flat({"empty": (0, 4), "one": (1,), "w": (5, 5)}, 3))
     assert [one["numel"] for one in data["parameters"]] == [0, 1, 25]
     assert layout_map(Checkpoint(source="none", format="deepspeed"))["rows"] == []

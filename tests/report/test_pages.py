@@ -59,7 +59,7 @@ def big() -> str:
 
 
 @pytest.mark.parametrize("kind", PAGES)
-def test_page_renders_prints_and_loads_nothing(kind: str, show: Show) -> None:
+def test_page_renders_prints_and_loads_nothing(kind, show):
     opened = show(PAGES[kind]())
     assert opened.page.get_by_role("heading", level=1).count() == 1
     assert opened.page.get_by_role("main").inner_text()
@@ -68,7 +68,7 @@ def test_page_renders_prints_and_loads_nothing(kind: str, show: Show) -> None:
 
 
 @pytest.mark.parametrize("name", ["s3_bf16_dp3", "tp2_s1_bf16_dp2", "other/plain_adamw/ckpt.pt"])
-def test_any_layout_renders(name: str, show: Show) -> None:
+def test_any_layout_renders(name, show):
     opened = show(inspection(open_checkpoint(FIXTURES / name)))
     opened.page.locator("#map-stage").focus()
     for key in ("ArrowRight", "ArrowDown", "End", "Enter", "Home", "+", "-", "Escape"):
@@ -113,7 +113,7 @@ def assert_readable(page: Page) -> None:
         assert page.evaluate(CONTRAST) == []
 
 
-def test_the_map_is_drawn_in_the_colours_of_the_scheme(show: Show) -> None:
+def test_the_map_is_drawn_in_the_colours_of_the_scheme(show):
     opened = show(inspection(llama()), color_scheme="light")
     pixels = "() => Array.from(document.querySelector('canvas').getContext('2d').getImageData(400, 70, 1, 1).data)"
     light = opened.page.evaluate(pixels)
@@ -137,7 +137,7 @@ def rows(opened: Opened, table: str) -> list[str]:
     return opened.page.locator(f"#{table} tbody tr[data-index] th").all_inner_texts()
 
 
-def test_search_counts_filters_marks_and_leads_to_the_first_match(show: Show) -> None:
+def test_search_counts_filters_marks_and_leads_to_the_first_match(show):
     opened = show(inspection(llama()))
     assert search(opened, "Layers.1 mlp") == "3 of 21 parameters match"
     assert rows(opened, "parameters") == [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
@@ -160,7 +160,7 @@ def test_search_counts_filters_marks_and_leads_to_the_first_match(show: Show) ->
     opened.assert_clean()
 
 
-def test_search_dims_what_does_not_match_in_the_map(show: Show) -> None:
+def test_search_dims_what_does_not_match_in_the_map(show):
     opened = show(inspection(llama()))
     sample = """() => Array.from(document.querySelector('canvas').getContext('2d').getImageData(%d, 70, 1, 1).data)"""
     before = opened.page.evaluate(sample % 400), opened.page.evaluate(sample % 150)
@@ -170,7 +170,7 @@ def test_search_dims_what_does_not_match_in_the_map(show: Show) -> None:
     assert opened.page.evaluate(sample % 400) != before[0]
 
 
-def test_a_share_of_a_parameter_is_told_by_its_elements(show: Show) -> None:
+def test_a_share_of_a_parameter_is_told_by_its_elements(show):
     opened = show(inspection(open_checkpoint(FIXTURES / "s3_bf16_dp3")))
     search(opened, "prime")
     opened.page.keyboard.press("Enter")
@@ -190,7 +190,7 @@ def tab_to(opened: Opened, selector: str, most: int = 40) -> None:
     raise AssertionError(f"Tab does not reach {selector}")
 
 
-def test_map_is_reached_moved_in_and_zoomed_by_keyboard(show: Show) -> None:
+def test_map_is_reached_moved_in_and_zoomed_by_keyboard(show):
     opened = show(inspection(llama()))
     detail = opened.page.locator("#map .detail")
     back = opened.page.get_by_role("button", name="Back to the part seen before")
@@ -218,7 +218,7 @@ def test_map_is_reached_moved_in_and_zoomed_by_keyboard(show: Show) -> None:
     opened.assert_clean()
 
 
-def test_pointer_shows_and_drags(show: Show) -> None:
+def test_pointer_shows_and_drags(show):
     opened = show(inspection(llama()))
     box = opened.page.locator("#map-stage").bounding_box()
     assert box is not None
@@ -234,7 +234,7 @@ def test_pointer_shows_and_drags(show: Show) -> None:
     opened.assert_clean()
 
 
-def test_treemap_opens_modules_and_goes_back_by_keyboard(show: Show) -> None:
+def test_treemap_opens_modules_and_goes_back_by_keyboard(show):
     opened = show(inspection(llama()))
     tab_to(opened, ".tile")
     opened.page.keyboard.press("Enter")
@@ -249,7 +249,7 @@ def test_treemap_opens_modules_and_goes_back_by_keyboard(show: Show) -> None:
     opened.assert_clean()
 
 
-def test_tables_sort_and_choose_by_keyboard(show: Show) -> None:
+def test_tables_sort_and_choose_by_keyboard(show):
     opened = show(inspection(llama()))
     table = opened.page.locator("#parameters table")
     opened.page.locator("#parameters").get_by_role("button", name="Elements").click()
@@ -263,7 +263,7 @@ def test_tables_sort_and_choose_by_keyboard(show: Show) -> None:
     opened.assert_clean()
 
 
-def test_the_map_has_a_table_that_says_the_same(show: Show) -> None:
+def test_the_map_has_a_table_that_says_the_same(show):
     opened = show(inspection(llama()))
     opened.page.get_by_text("The map as a table").click()
     assert rows(opened, "rows") == ["model file", "rank 0", "rank 1"]
@@ -272,7 +272,7 @@ def test_the_map_has_a_table_that_says_the_same(show: Show) -> None:
     opened.assert_clean()
 
 
-def test_slots_and_order_may_be_chosen(show: Show) -> None:
+def test_slots_and_order_may_be_chosen(show):
     opened = show(inspection(open_checkpoint(FIXTURES / "s2_bf16_dp4")))
     picture = "() => document.querySelector('canvas').toDataURL()"
     before = opened.page.evaluate(picture)
@@ -302,7 +302,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_page_is_for_everybody(kind: str, show: Show) -> None:
+def test_page_is_for_everybody(kind, show):
     page = show(PAGES[kind](), width=320).page
     assert_readable(page)
     tree = page.locator("body").aria_snapshot()
@@ -348,7 +348,7 @@ def hostile() -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_hostile_names_are_text(number: int, show: Show) -> None:
+def test_hostile_names_are_text(number, show):
     opened = show(hostile()[number])
     opened.page.on("dialog", lambda dialog: pytest.fail(f"a name ran as a script: {dialog.message}"))
     text = opened.page.locator("body").inner_text()
@@ -361,13 +361,13 @@ def test_hostile_names_are_text(number: int, show: Show) -> None:
     opened.assert_clean()
 
 
-def test_data_in_the_page_holds_nothing_that_html_could_read() -> None:
+def test_data_in_the_page_holds_nothing_that_html_could_read():
     data = embedded({name: name for name in HOSTILE})
     assert set(data).isdisjoint("<>&\u2028")
     assert data.isascii()
 
 
-def test_policy_forbids_what_the_page_does_not_bring_along(show: Show) -> None:
+def test_policy_forbids_what_the_page_does_not_bring_along(show):
     opened = show(PAGES["inspect"]())
     ran = opened.page.evaluate(
         """async () => {
@@ -382,7 +382,7 @@ def test_policy_forbids_what_the_page_does_not_bring_along(show: Show) -> None:
     assert [url for url in opened.requests if not url.startswith("file:")] == []
 
 
-def test_ten_thousand_parameters_on_a_thousand_ranks(big: str, show: Show) -> None:
+def test_ten_thousand_parameters_on_a_thousand_ranks(big, show):
     assert len(big) < 20_000_000
     opened = show(big)
     page = opened.page
@@ -403,7 +403,7 @@ def test_ten_thousand_parameters_on_a_thousand_ranks(big: str, show: Show) -> No
     opened.assert_clean()
 
 
-def test_heat_map_says_the_worst_change_and_leads_to_the_tensors(show: Show) -> None:
+def test_heat_map_says_the_worst_change_and_leads_to_the_tensors(show):
     opened = show(diff_page(documents.diff(layers=30)))
     cells = opened.page.locator("#heat")
     for label in (
@@ -420,14 +420,14 @@ def test_heat_map_says_the_worst_change_and_leads_to_the_tensors(show: Show) -> 
     opened.assert_clean()
 
 
-def test_heat_map_of_few_parameters_is_by_module(show: Show) -> None:
+def test_heat_map_of_few_parameters_is_by_module(show):
     opened = show(diff_page(documents.diff(layers=3)))
     layers = opened.page.locator("#heat tbody th").all_inner_texts()
     assert "model.layers.2.self_attn.v_proj" in layers
     assert len(layers) == 3 * 4 + 4
 
 
-def test_histogram_counts_all_or_the_chosen_tensor(show: Show) -> None:
+def test_histogram_counts_all_or_the_chosen_tensor(show):
     document = documents.diff()
     opened = show(diff_page(document))
     histogram = opened.page.locator("#histogram")
@@ -440,7 +440,7 @@ def test_histogram_counts_all_or_the_chosen_tensor(show: Show) -> None:
     assert "All tensors" in histogram.inner_text()
 
 
-def test_figures_that_are_missing_or_not_finite_are_shown_as_such(show: Show) -> None:
+def test_figures_that_are_missing_or_not_finite_are_shown_as_such(show):
     opened = show(PAGES["diff"]())
     search(opened, "model.norm")
     assert "\u2013" in opened.page.locator("#different tbody tr[data-index]").inner_text()
@@ -448,7 +448,7 @@ def test_figures_that_are_missing_or_not_finite_are_shown_as_such(show: Show) ->
     assert "NaN" in opened.page.locator("#different tbody tr[data-index]").inner_text()
 
 
-def test_series_draws_what_moved_most_and_what_is_chosen(show: Show) -> None:
+def test_series_draws_what_moved_most_and_what_is_chosen(show):
     opened = show(PAGES["series"]())
     lines = opened.page.locator("#lines li")
     assert lines.count() == 6
@@ -464,7 +464,7 @@ def test_series_draws_what_moved_most_and_what_is_chosen(show: Show) -> None:
     opened.assert_clean()
 
 
-def test_findings_are_listed_and_filtered_by_severity(show: Show) -> None:
+def test_findings_are_listed_and_filtered_by_severity(show):
     opened = show(PAGES["verify"]())
     articles = opened.page.get_by_role("article")
     assert articles.count() == 3
@@ -477,7 +477,7 @@ def test_findings_are_listed_and_filtered_by_severity(show: Show) -> None:
     assert "Not sound: 1 error, 1 warning, 1 note." in opened.page.get_by_role("banner").inner_text()
 
 
-def test_findings_are_marked_in_the_map(show: Show) -> None:
+def test_findings_are_marked_in_the_map(show):
     red = """() => {
         const canvas = document.querySelector('canvas');
         const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
@@ -489,7 +489,7 @@ def test_findings_are_marked_in_the_map(show: Show) -> None:
 
 
 @pytest.mark.parametrize("kind", ["inspect", "diff"])
-def test_long_tables_are_printed_whole(kind: str, show: Show) -> None:
+def test_long_tables_are_printed_whole(kind, show):
     document: Any = documents.diff(layers=12)
     opened = show(diff_page(document) if kind == "diff" else PAGES["inspect"]())
     opened.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")

@@ -40,21 +40,21 @@ def texts(picture: ElementTree.Element) -> list[str]:
     return [one.text or "" for one in picture.iter(f"{SVG}text")]
 
 
-def test_runs_are_to_scale() -> None:
+def test_runs_are_to_scale():
     picture = drawn(flat({"a": (300,), "b": (100,)}, 2), slots=["master"])
     across = [one for one in boxes(picture, MASTER) if 130 <= one[0] < 1130]
     assert [(x, width) for x, _, width, _ in across] == [(130.0, 500.0), (630.0, 500.0)]
     assert across[0][1] < across[1][1]
 
 
-def test_padding_and_frozen_parameters_are_hatched() -> None:
+def test_padding_and_frozen_parameters_are_hatched():
     picture = drawn(open_checkpoint(FIXTURES / "s3_bf16_dp3"))
     assert len(boxes(picture, "url(#padding)")) > 2
     assert len(boxes(picture, "url(#frozen)")) > 2
     assert {"frozen", "padding", "group 0"} <= set(texts(picture))
 
 
-def test_picture_says_what_it_shows() -> None:
+def test_picture_says_what_it_shows():
     picture = drawn(open_checkpoint(FIXTURES / "hf_llama_s2_bf16_dp2"))
     assert picture.get("role") == "img"
     title, description = picture.findtext(f"{SVG}title"), picture.findtext(f"{SVG}desc")
@@ -63,7 +63,7 @@ def test_picture_says_what_it_shows() -> None:
     assert {"weight", "master", "exp_avg", "exp_avg_sq", "model file", "rank 0", "rank 1"} <= set(texts(picture))
 
 
-def test_labels_do_not_overlap() -> None:
+def test_labels_do_not_overlap():
     picture = drawn(open_checkpoint(FIXTURES / "hf_llama_s2_bf16_dp2"))
     lines: dict[str, list[tuple[float, float]]] = {}
     for one in picture.iter(f"{SVG}text"):
@@ -75,7 +75,7 @@ def test_labels_do_not_overlap() -> None:
         assert all(a[1] <= b[0] for a, b in pairwise(ordered))
 
 
-def test_a_thousand_ranks_are_bands_and_the_picture_stays_small() -> None:
+def test_a_thousand_ranks_are_bands_and_the_picture_stays_small():
     checkpoint = large(layers=50, per_layer=40, ranks=1024)
     text = svg(layout_map(checkpoint))
     assert len(text) < 60_000
@@ -85,14 +85,14 @@ def test_a_thousand_ranks_are_bands_and_the_picture_stays_small() -> None:
     assert float(picture.get("height", 0)) < 800
 
 
-def test_shares_of_every_rank_fill_every_band() -> None:
+def test_shares_of_every_rank_fill_every_band():
     shapes = {f"layers.{i}.weight": (64, 64) for i in range(40)}
     picture = drawn(per_parameter(shapes, 128))
     bands = {y for x, y, _, _ in boxes(picture, MASTER) if 130 <= x < 1130}
     assert len(bands) == len([text for text in texts(picture) if text.startswith("ranks ")])
 
 
-def test_hostile_names_are_text() -> None:
+def test_hostile_names_are_text():
     checkpoint = flat(dict.fromkeys(HOSTILE, (40, 50)), 2)
     checkpoint.source = HOSTILE[0]
     picture = drawn(checkpoint)
@@ -100,11 +100,11 @@ def test_hostile_names_are_text() -> None:
     assert "script" in (picture.findtext(f"{SVG}title") or "")
 
 
-def test_nothing_to_draw_is_a_picture_all_the_same() -> None:
+def test_nothing_to_draw_is_a_picture_all_the_same():
     assert drawn(Checkpoint(source="none", format="deepspeed")).tag == f"{SVG}svg"
 
 
-def test_png_is_the_same_picture_at_twice_the_size() -> None:
+def test_png_is_the_same_picture_at_twice_the_size():
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
@@ -120,14 +120,14 @@ def test_png_is_the_same_picture_at_twice_the_size() -> None:
     assert weight == (0x3F, 0x6F, 0xA6)
 
 
-def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_png_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with refusing(UsageError, r"pip install 'zckpt\[png\]'"):
         png(layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2")))
 
 
-def test_map_command_writes_both_kinds(tmp_path: Path) -> None:
+def test_map_command_writes_both_kinds(tmp_path):
     pytest.importorskip("matplotlib")
     for suffix, start in (("svg", b"<svg"), ("PNG", b"\x89PNG")):
         target = tmp_path / f"map.{suffix}"
@@ -137,7 +137,7 @@ def test_map_command_writes_both_kinds(tmp_path: Path) -> None:
     assert "exp_avg_sq" not in (tmp_path / "map.svg").read_text()
 
 
-def test_map_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+def test_map_command_refuses_what_it_cannot_do(tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
     refused(2, "map", source, tmp_path / "map.pdf", words=(".svg or .png",))
     refused(2, "map", source, tmp_path / "map.svg", "--slots", "nothing", words=("no such slot", "exp_avg"))
@@ -149,7 +149,7 @@ def test_map_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there.svg"]
 
 
-def test_inspect_writes_a_page_beside_what_it_prints(tmp_path: Path) -> None:
+def test_inspect_writes_a_page_beside_what_it_prints(tmp_path):
     source, page = FIXTURES / "s2_bf16_dp2", tmp_path / "page.html"
     done = succeeded("inspect", source, "--html", page)
     assert done.stdout == run("inspect", source).stdout

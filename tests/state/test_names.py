@@ -32,18 +32,18 @@ WRAPPERS = st.lists(st.sampled_from(["module", *sorted(INNER)]), max_size=3)
         ("_orig_mod", "_orig_mod"),
     ],
 )
-def test_what_wrappers_put_there_is_left_out(name: str, expected: str) -> None:
+def test_what_wrappers_put_there_is_left_out(name, expected):
     assert bare_names([name]) == {name: expected}
 
 
-def test_a_prefix_that_not_all_have_is_a_child_of_the_model() -> None:
+def test_a_prefix_that_not_all_have_is_a_child_of_the_model():
     names = ["module.a", "module.b", "head.weight"]
     assert bare_names(names) == {name: name for name in names}
     wrapped = [f"module.{name}" for name in names]
     assert bare_names(wrapped) == dict(zip(wrapped, names, strict=True))
 
 
-def test_names_that_would_become_one_stay_apart() -> None:
+def test_names_that_would_become_one_stay_apart():
     assert bare_names(["a._orig_mod.b", "a.b", "c._orig_mod.d"]) == {
         "a._orig_mod.b": "a._orig_mod.b",
         "a.b": "a.b",
@@ -52,11 +52,11 @@ def test_names_that_would_become_one_stay_apart() -> None:
     assert bare_names(["module.a", "_orig_mod.a"]) == {"module.a": "module.a", "_orig_mod.a": "a"}
 
 
-def test_names_that_were_bare_when_written_keep_a_child_called_module() -> None:
+def test_names_that_were_bare_when_written_keep_a_child_called_module():
     assert bare_names(["module.a", "module.b"], front=False) == {"module.a": "module.a", "module.b": "module.b"}
 
 
-def test_for_comparing_the_prefix_of_peft_is_left_out_too() -> None:
+def test_for_comparing_the_prefix_of_peft_is_left_out_too():
     assert canonical_names(["module.base_model.model.a", "module.base_model.model.b.module.c"]) == {
         "module.base_model.model.a": "a",
         "module.base_model.model.b.module.c": "b.module.c",
@@ -64,7 +64,7 @@ def test_for_comparing_the_prefix_of_peft_is_left_out_too() -> None:
 
 
 @given(NAMES, WRAPPERS)
-def test_wrappers_around_a_model_change_nothing(names: list[str], wrappers: list[str]) -> None:
+def test_wrappers_around_a_model_change_nothing(names, wrappers):
     wrapped = {".".join([*wrappers, name]): name for name in names}
     assert aligned(names, wrapped) == wrapped
     assert list(canonical_names(wrapped).values()) == list(canonical_names(names).values())
@@ -73,14 +73,14 @@ def test_wrappers_around_a_model_change_nothing(names: list[str], wrappers: list
 
 
 @given(NAMES)
-def test_bare_names_are_different_and_canonical_ones_stay(names: list[str]) -> None:
+def test_bare_names_are_different_and_canonical_ones_stay(names):
     for found in (bare_names(names), canonical_names(names)):
         assert len(set(found.values())) == len(names)
     assert canonical_names(found.values()) == {name: name for name in found.values()}
 
 
 @given(NAMES, NAMES, WRAPPERS)
-def test_names_that_meet_meet_once_and_make_no_two_one(ours: list[str], theirs: list[str], around: list[str]) -> None:
+def test_names_that_meet_meet_once_and_make_no_two_one(ours, theirs, around):
     theirs = [".".join([*around, name]) for name in theirs]
     found = aligned(ours, theirs)
     assert found.keys() <= set(theirs)
@@ -101,7 +101,7 @@ def test_names_that_meet_meet_once_and_make_no_two_one(ours: list[str], theirs: 
         (["x"], ["y"], {}),
     ],
 )  # fmt: skip
-def test_the_live_model_decides_what_a_prefix_is(ours: list[str], theirs: list[str], expected: dict[str, str]) -> None:
+def test_the_live_model_decides_what_a_prefix_is(ours, theirs, expected):
     assert aligned(ours, theirs) == expected
 
 
@@ -120,7 +120,7 @@ def made() -> Checkpoint:
     )  # fmt: skip
 
 
-def test_a_checkpoint_is_renamed_whole_and_back() -> None:
+def test_a_checkpoint_is_renamed_whole_and_back():
     before, checkpoint = made(), bare(made())
     assert list(checkpoint.parameters) == ["a", "b"]
     assert [one.name for one in checkpoint.tensors()] == ["a", "b", "n"]

@@ -197,7 +197,7 @@ def test_shard_of_a_world_without_ranks_is_refused(world_size):
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=30), st.integers(1, 17), st.integers(1, 300))
-def test_sub_groups_close_as_soon_as_they_are_large_enough(numels: list[int], world_size: int, most: int) -> None:
+def test_sub_groups_close_as_soon_as_they_are_large_enough(numels, world_size, most):
     cut = sub_groups(numels, world_size, most)
     assert [index for one in cut for index in one] == list(range(len(numels)))
     sizes = [[shard_numel(numels[index], world_size) for index in one] for one in cut]

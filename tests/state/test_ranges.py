@@ -17,7 +17,7 @@ def numbers(ranges: list[Range]) -> set[int]:
 
 
 @given(RANGES, RANGES)
-def test_they_are_the_same_numbers(some: list[Range], others: list[Range]) -> None:
+def test_they_are_the_same_numbers(some, others):
     merged = merge(some)
     assert numbers(merged) == numbers(some)
     assert all(one[1] < other[0] for one, other in pairwise(merged))

@@ -70,7 +70,7 @@ def shard_cut(shapes: list[tuple[int, ...]], world: int, _: int | None) -> list[
 
 @pytest.mark.parametrize("cut", [flat_cut, shard_cut])
 @given(shapes=SHAPES, world=WORLDS, align=st.sampled_from([None, 4, 8]), data=st.data())
-def test_a_rule_reaches_what_the_spans_spelled_out_do(cut, shapes, world, align, data) -> None:  # type: ignore[no-untyped-def]
+def test_a_rule_reaches_what_the_spans_spelled_out_do(cut, shapes, world, align, data):  # type: ignore[no-untyped-def]
     for rule, spelled in cut(shapes, world, align):
         assert list(rule) == spelled
         assert len(rule) == len(spelled)
@@ -89,7 +89,7 @@ def test_a_rule_reaches_what_the_spans_spelled_out_do(cut, shapes, world, align,
 
 @pytest.mark.parametrize("cut", [flat_cut, shard_cut])
 @given(shapes=SHAPES, world=WORLDS, align=st.sampled_from([None, 4]))
-def test_the_columns_of_many_rules_give_what_each_file_has(cut, shapes, world, align) -> None:  # type: ignore[no-untyped-def]
+def test_the_columns_of_many_rules_give_what_each_file_has(cut, shapes, world, align):  # type: ignore[no-untyped-def]
     made = cut(shapes, world, align)
     held: dict[int, set[int]] = {}
     for _, spelled in made:
@@ -104,7 +104,7 @@ def test_the_columns_of_many_rules_give_what_each_file_has(cut, shapes, world, a
         assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
 
 
-def test_a_rule_that_goes_beyond_its_files_is_refused() -> None:
+def test_a_rule_that_goes_beyond_its_files_is_refused():
     with refusing(LayoutError, "beyond"):
         CutSpans(files(3), (10,), 0, 3)
     with refusing(LayoutError, "beyond"):
@@ -112,7 +112,7 @@ def test_a_rule_that_goes_beyond_its_files_is_refused() -> None:
     assert list(CutSpans(files(3), (9,), 0, 3))[-1].extent.start == 6
 
 
-def test_no_ranges_merge_to_none() -> None:
+def test_no_ranges_merge_to_none():
     import numpy as np
 
     empty = np.array([3, 5], np.int64)
@@ -120,7 +120,7 @@ def test_no_ranges_merge_to_none() -> None:
 
 
 @given(total=LARGE, world=st.integers(1, 4096))
-def test_partitions_are_exact_where_floating_point_is_not(total: int, world: int) -> None:
+def test_partitions_are_exact_where_floating_point_is_not(total, world):
     partition = flat_partition_numel(total, world)
     assert partition % 2 == 0
     assert partition * world >= total > (partition - 2) * world
@@ -128,20 +128,20 @@ def test_partitions_are_exact_where_floating_point_is_not(total: int, world: int
 
 
 @given(numel=LARGE, world=st.integers(1, 4096))
-def test_shards_are_exact_where_floating_point_is_not(numel: int, world: int) -> None:
+def test_shards_are_exact_where_floating_point_is_not(numel, world):
     held = shard_numel(numel, world)
     assert held * world >= numel > (held - 1) * world
     assert sum(shard_share(numel, world, rank)[1] for rank in range(world)) == numel
 
 
 @given(numels=st.lists(st.integers(0, 40), max_size=12), world=WORLDS)
-def test_padding_of_shards_is_what_they_do_not_hold(numels: list[int], world: int) -> None:
+def test_padding_of_shards_is_what_they_do_not_hold(numels, world):
     expected = [sum(shard_numel(n, world) - shard_share(n, world, rank)[1] for n in numels) for rank in range(world)]
     assert shard_paddings(numels, world) == expected
 
 
 @given(numels=st.lists(st.integers(0, 9), min_size=1, max_size=12), world=WORLDS, pads=st.booleans())
-def test_fragments_are_those_that_a_search_of_all_parameters_finds(numels: list[int], world: int, pads: bool) -> None:
+def test_fragments_are_those_that_a_search_of_all_parameters_finds(numels, world, pads):
     starts = flat_starts(numels, alignment_padding(numels, 4) if pads else None)
     partition = flat_partition_numel(starts[-1], world)
     for rank in range(world):
@@ -153,5 +153,5 @@ def test_fragments_are_those_that_a_search_of_all_parameters_finds(numels: list[
 
 
 @given(count=st.integers(0, 300), world=st.integers(1, 64))
-def test_round_robin_deals_each_parameter_once(count: int, world: int) -> None:
+def test_round_robin_deals_each_parameter_once(count, world):
     assert sorted(round_robin_order(count, world)) == list(range(count))

@@ -32,7 +32,7 @@ def two(name: str, rows: int, **more: Any) -> Rules:
     return rules(name, [rows, 2], *halves, **more)
 
 
-def test_another_degree_has_equal_shares_or_almost() -> None:
+def test_another_degree_has_equal_shares_or_almost():
     assert two(NAME, 5).rule(NAME, [(3, 2), (2, 2)]).shares == ((Share(0, 0, 3),), (Share(0, 3, 2),))
     assert two(NAME, 6).cut(NAME, (6, 2), 3).shares == ((Share(0, 0, 2),), (Share(0, 2, 2),), (Share(0, 4, 2),))
     assert [share[0].size for share in two(NAME, 7).cut(NAME, (7, 2), 4).shares] == [2, 2, 2, 1]
@@ -42,7 +42,7 @@ def test_another_degree_has_equal_shares_or_almost() -> None:
         two(attention, 7).cut(attention, (7, 2), 4)
 
 
-def test_a_vocabulary_with_a_map_has_no_padding() -> None:
+def test_a_vocabulary_with_a_map_has_no_padding():
     more = {"original_vocab_size": 4, "vocabulary_parameter_patterns": [NAME]}
     found = two(NAME, 6, **more)
     assert not found.is_vocabulary(NAME)
@@ -57,7 +57,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
-def test_contradictions(kind: str) -> None:
+def test_contradictions(kind):
     with refusing(LayoutError, "contradicts itself"):
         rules(NAME, [5, 2], *CONTRADICTIONS[kind]).mapped(NAME)
 
@@ -72,13 +72,13 @@ STRANGE = {
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_what_is_not_followed(kind: str) -> None:
+def test_what_is_not_followed(kind):
     with pytest.raises(UnsupportedError) as error:
         rules(NAME, [5, 2], *STRANGE[kind]).mapped(NAME)
     assert error.value.path == "the file"
 
 
-def test_what_auto_tp_itself_cannot_describe_is_refused_by_name() -> None:
+def test_what_auto_tp_itself_cannot_describe_is_refused_by_name():
     found = Rules({"autotp_unsupported_parameter_patterns": {r"^a\.w$": "it interleaves"}}, "the file")
     with refusing(UnsupportedError, r"AutoTP does not say how a\.w is sliced"):
         found.rule("a.w", [(2, 2), (2, 2)])
@@ -86,6 +86,6 @@ def test_what_auto_tp_itself_cannot_describe_is_refused_by_name() -> None:
         Rules({AFFINE_KEY: {"version": 2, "params": {}}}, "the file")
 
 
-def test_shapes_must_be_those_of_the_map() -> None:
+def test_shapes_must_be_those_of_the_map():
     with refusing(LayoutError, "do not fit the affine map"):
         two(NAME, 6).rule(NAME, [(2, 2), (4, 2)])

@@ -50,7 +50,7 @@ def assert_has_quantisation(source: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "stage"), each(["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp3"], [3, 1, 2]))
-def test_quantisation_of_frozen_weights_goes_along(name: str, stage: int, tmp_path: Path) -> None:
+def test_quantisation_of_frozen_weights_goes_along(name, stage, tmp_path):
     tag = copy(name, tmp_path)
     with_quantisation(tag)
     assert_has_quantisation(tag)
@@ -68,7 +68,7 @@ def test_quantisation_of_frozen_weights_goes_along(name: str, stage: int, tmp_pa
         assert torch.equal(consolidated.read(key, "weight"), value), key
 
 
-def test_differing_copies_of_quantisation_are_found(tmp_path: Path) -> None:
+def test_differing_copies_of_quantisation_are_found(tmp_path):
     tag = copy("s3_bf16_dp3", tmp_path)
     with_quantisation(tag)
     other = tag / "zero_pp_rank_2_mp_rank_00_model_states.pt"
@@ -78,7 +78,7 @@ def test_differing_copies_of_quantisation_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "universal"])
-def test_quantisation_is_converted(to: str, tmp_path: Path) -> None:
+def test_quantisation_is_converted(to, tmp_path):
     tag = copy("s3_bf16_dp3", tmp_path)
     with_quantisation(tag)
     zckpt.convert(tag, tmp_path / "out", to=to)
@@ -86,7 +86,7 @@ def test_quantisation_is_converted(to: str, tmp_path: Path) -> None:
     assert_has_quantisation(tmp_path / "back")
 
 
-def test_model_without_its_optimizer_has_parameters_all_the_same(tmp_path: Path) -> None:
+def test_model_without_its_optimizer_has_parameters_all_the_same(tmp_path):
     """Then no group says what is trained, and what no list of frozen ones has may well be."""
     tag = copy("s2_bf16_dp2", tmp_path)
     with_quantisation(tag)
@@ -96,7 +96,7 @@ def test_model_without_its_optimizer_has_parameters_all_the_same(tmp_path: Path)
     assert found.buffers.keys() == zckpt.open(tag).buffers.keys()
 
 
-def test_codes_of_a_frozen_weight_are_not_cast(tmp_path: Path) -> None:
+def test_codes_of_a_frozen_weight_are_not_cast(tmp_path):
     """The universal form has fp32.pt of each parameter; that of codes holds them as they are."""
     tag = copy("s2_bf16_dp2", tmp_path)
     codes = torch.arange(11, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def test_codes_of_a_frozen_weight_are_not_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])
-def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name: str, tmp_path: Path) -> None:
+def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name, tmp_path):
     """DeepSpeed's own writer in Python leaves the list empty."""
     tag = copy(name, tmp_path)
     edit(model_file(tag), lambda content: content.update(shared_params={}))
@@ -123,7 +123,7 @@ def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name: str,
     assert zckpt.open(tmp_path / "cut").parameters["head.weight"].tied_to == "emb.weight"
 
 
-def test_alias_of_a_parameter_that_was_not_saved_has_its_own_weight(tmp_path: Path) -> None:
+def test_alias_of_a_parameter_that_was_not_saved_has_its_own_weight(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
     def change(content: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ def in_levels(tmp_path: Path) -> Path:
     return run
 
 
-def test_tag_may_have_slashes(tmp_path: Path) -> None:
+def test_tag_may_have_slashes(tmp_path):
     run = in_levels(tmp_path)
     found = zckpt.open(run)
     assert found.details["tag"] == "runs/a/step 5"
@@ -159,14 +159,14 @@ def test_tag_may_have_slashes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../run/runs/a/step 5", "/etc", "runs//a", "runs/./a", "runs/a/"])
-def test_latest_does_not_lead_out_of_the_run(name: str, tmp_path: Path) -> None:
+def test_latest_does_not_lead_out_of_the_run(name, tmp_path):
     run = in_levels(tmp_path)
     (run / "latest").write_text(name)
     with refusing(zckpt.UnknownFormatError, "names no checkpoint"):
         zckpt.open(run)
 
 
-def test_tag_of_the_user_leads_no_target_out_of_its_directory(tmp_path: Path) -> None:
+def test_tag_of_the_user_leads_no_target_out_of_its_directory(tmp_path):
     run = in_levels(tmp_path)
     zckpt.reshard(run / "runs", tmp_path / "cut", world_size=3, tag="../runs/a/step 5")
     assert (tmp_path / "cut/latest").read_text() == "step 5"

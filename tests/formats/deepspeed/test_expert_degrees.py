@@ -34,7 +34,7 @@ def layers(
     return {int(layer[0]): degrees for layer, degrees in found.items()}
 
 
-def test_shapes_tell(tmp_path: Path) -> None:
+def test_shapes_tell(tmp_path):
     model = (4, 9), (4, 11), (8, 9)
     assert layers(tmp_path, *model, ep_size_1=[11] * 4, ep_size_4=[9] * 3) == {0: {4}, 1: {1}, 2: {4}}
     assert layers(tmp_path, *model, ep_size_4=[9] * 3) == {0: {4}, 2: {4}}  # the second is not trained
@@ -42,11 +42,11 @@ def test_shapes_tell(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("groups", [{"ep_size_1": [9] * 4, "ep_size_2": [9] * 2}, {"ep_size_2": [9], "ep_size_1": [9]}])
-def test_what_fits_in_several_ways_is_not_certain(groups: dict[str, list[int]], tmp_path: Path) -> None:
+def test_what_fits_in_several_ways_is_not_certain(groups, tmp_path):
     with refusing(UnsupportedError, "over 1, 2 ranks, and which layer's are over how many is not certain"):
         layers(tmp_path, (4, 9), (4, 9), **groups)
 
 
-def test_names_tell(tmp_path: Path) -> None:
+def test_names_tell(tmp_path):
     names = [f"1.deepspeed_experts.{n}.w" for n in range(4)] + [f"0.deepspeed_experts.{n}.w" for n in range(2)]
     assert layers(tmp_path, (4, 9), (4, 9), names=names, ep_size_1=[9] * 4, ep_size_2=[9] * 2) == {1: {1}, 0: {2}}

@@ -42,7 +42,7 @@ def before_019(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", WITHOUT_ZERO)
-def test_optimizer_of_experts_is_put_together(name: str) -> None:
+def test_optimizer_of_experts_is_put_together(name):
     found, truth = zckpt.open(run_of(name)), Truth(FIXTURES / name)
     (slot,) = truth.slots
     assert (found.topology.ep, found.zero_stage, found.unnamed, found.warnings) == (2, 0, {}, [])
@@ -57,7 +57,7 @@ def test_optimizer_of_experts_is_put_together(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_ZERO)
-def test_copies_of_the_dense_state_are_compared(name: str, tmp_path: Path) -> None:
+def test_copies_of_the_dense_state_are_compared(name, tmp_path):
     verified = zckpt.verify(run_of(name), deep=True)
     assert verified.sound, verified.findings
     tag = copy(name, tmp_path)
@@ -72,35 +72,35 @@ def test_copies_of_the_dense_state_are_compared(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", ["zckpt", "consolidated", "dcp"])
-def test_it_is_converted(to: str, tmp_path: Path) -> None:
+def test_it_is_converted(to, tmp_path):
     name = "moe_ep2_s0_bf16_dp2"
     zckpt.convert(run_of(name), tmp_path / "out", to=to, verify=True)
     assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(run_of(name)).text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_missing_expert_rank_is_named(rank: int, tmp_path: Path) -> None:
+def test_missing_expert_rank_is_named(rank, tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
     experts_file(tag, rank).unlink()
     with refusing(zckpt.ShardError, "expert ranks are missing"):
         zckpt.open(tag)
 
 
-def test_number_in_a_name_may_be_any(tmp_path: Path) -> None:
+def test_number_in_a_name_may_be_any(tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
     experts_file(tag, 1).rename(tag / f"expp_rank_{10**30}_mp_rank_00_optim_states.pt")
     with refusing(zckpt.ShardError, "missing"):
         zckpt.open(tag)
 
 
-def test_expert_rank_of_another_run_is_named(tmp_path: Path) -> None:
+def test_expert_rank_of_another_run_is_named(tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
     edit(experts_file(tag, 1), lambda content: content["optimizer"]["param_groups"][0].update(lr=0.5))
     with refusing(zckpt.ShardError, "expert rank 1"):
         zckpt.open(tag)
 
 
-def test_degree_is_what_the_groups_say(tmp_path: Path) -> None:
+def test_degree_is_what_the_groups_say(tmp_path):
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
 
     def name(group: int, value: str, **others: Any) -> None:
@@ -121,7 +121,7 @@ def test_degree_is_what_the_groups_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"])
-def test_files_before_019_are_read_and_cut(name: str, tmp_path: Path) -> None:
+def test_files_before_019_are_read_and_cut(name, tmp_path):
     tag, truth = before_019(name, tmp_path), Truth(FIXTURES / name)
     assert zckpt.verify(tag, deep=True).sound
     (tmp_path / "own").mkdir()
@@ -136,7 +136,7 @@ def test_files_before_019_are_read_and_cut(name: str, tmp_path: Path) -> None:
     assert content_of(optimizer_file(cut, 3))["ds_config"]["zero_optimization"]["stage"] == 2
 
 
-def test_state_beside_that_of_zero_is_refused(tmp_path: Path) -> None:
+def test_state_beside_that_of_zero_is_refused(tmp_path):
     tag = before_019("moe_ep2_s2_bf16_dp2", tmp_path)
     torch.save({"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}}, experts_file(tag, 1))
     with refusing(zckpt.UnsupportedError, "next to the files of ZeRO") as error:

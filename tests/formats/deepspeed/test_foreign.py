@@ -35,7 +35,7 @@ def values_of(scaler: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_dynamic_loss_scale_of_stage_0_goes_on(stage: int, tmp_path: Path) -> None:
+def test_dynamic_loss_scale_of_stage_0_goes_on(stage, tmp_path):
     state, notes = converted(run_of("s0_fp16_dp2"), tmp_path / "out", stage)
     found = values_of(state["loss_scaler"])
     assert {key: found[key] for key in STAGE0} == STAGE0
@@ -49,7 +49,7 @@ def test_dynamic_loss_scale_of_stage_0_goes_on(stage: int, tmp_path: Path) -> No
     assert [note for note in notes if "hysteresis" in note]
 
 
-def test_stage_0_keeps_its_loss_scaling_as_metadata(tmp_path: Path) -> None:
+def test_stage_0_keeps_its_loss_scaling_as_metadata(tmp_path):
     expected = {**STAGE0, "dynamic_loss_scale": True}
     assert zckpt.open(run_of("s0_fp16_dp2")).optimizer_metadata == expected
     zckpt.convert(run_of("s0_fp16_dp2"), tmp_path / "out", to="zckpt")
@@ -57,7 +57,7 @@ def test_stage_0_keeps_its_loss_scaling_as_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_fixed_loss_scale_of_stage_0_goes_on(stage: int, tmp_path: Path) -> None:
+def test_fixed_loss_scale_of_stage_0_goes_on(stage, tmp_path):
     run = Path(shutil.copytree(run_of("s0_fp16_dp2"), tmp_path / "run"))
 
     def fix(content: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ def model_and_optimizer(path: Path, *, dtype: torch.dtype = torch.float32, unuse
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage: int, tmp_path: Path) -> None:
+def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage, tmp_path):
     state, notes = converted(model_and_optimizer(tmp_path / "m.pt"), tmp_path / "out", stage)
     assert not {"loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"} & state.keys()
     assert notes == ()
@@ -97,7 +97,7 @@ def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage: int, tm
 
 
 @pytest.mark.parametrize(("dtype", "words"), [(torch.float32, "scales by 1"), (torch.float16, "begins as DeepSpeed's")])
-def test_zero3_says_what_it_had_to_make_up(dtype: torch.dtype, words: str, tmp_path: Path) -> None:
+def test_zero3_says_what_it_had_to_make_up(dtype, words, tmp_path):
     state, notes = converted(model_and_optimizer(tmp_path / "m.pt", dtype=dtype), tmp_path / "out", 3)
     assert isinstance(state["loss_scaler"], Object)
     assert any(words in note for note in notes)
@@ -105,13 +105,13 @@ def test_zero3_says_what_it_had_to_make_up(dtype: torch.dtype, words: str, tmp_p
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_parameters_without_state_are_named(stage: int, tmp_path: Path) -> None:
+def test_parameters_without_state_are_named(stage, tmp_path):
     _, notes = converted(model_and_optimizer(tmp_path / "m.pt", unused=True), tmp_path / "out", stage)
     assert any("b.weight, b.bias of param group 0 have no optimizer state" in note for note in notes)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(stage: int, tmp_path: Path) -> None:
+def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(stage, tmp_path):
     content = torch.load(model_and_optimizer(tmp_path / "m.pt"))
     content["model"]["table"] = torch.ones(4)
     torch.save(content, tmp_path / "m.pt")
@@ -119,7 +119,7 @@ def test_zero3_says_of_which_tensors_it_is_not_known_whether_they_are_buffers(st
     assert any(note.startswith("table, which the optimizer does not have") for note in notes) == (stage == 3)
 
 
-def test_group_of_which_nothing_has_state_gets_none(tmp_path: Path) -> None:
+def test_group_of_which_nothing_has_state_gets_none(tmp_path):
     model = torch.nn.Linear(3, 5)
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
     model.weight.grad = torch.randn(5, 3)
@@ -154,7 +154,7 @@ def nadam(folder: Path, form: str, *, late: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp", "zckpt"])
-def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form: str, tmp_path: Path) -> None:
+def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form, tmp_path):
     source = nadam(tmp_path, form)
     for stage in (2, 3):
         zckpt.convert(source, tmp_path / f"{stage}", to="deepspeed", world_size=2, stage=stage, verify=True)
@@ -173,12 +173,12 @@ def states_of(source: Path) -> list[dict[str, Any]]:
     return [{key: single(v) for key, v in parameter_values(found, one).items()} for one in found.parameters.values()]
 
 
-def test_numbers_that_differ_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_differ_are_refused(tmp_path):
     with refusing(zckpt.UnsupportedError, r"mu_product, step of scale is not the same for all"):
         zckpt.convert(nadam(tmp_path, "torch", late=True), tmp_path / "out", to="deepspeed", world_size=1, stage=1)
 
 
-def test_a_step_that_each_parameter_has_by_itself_is_one_for_zero_3(tmp_path: Path) -> None:
+def test_a_step_that_each_parameter_has_by_itself_is_one_for_zero_3(tmp_path):
     path = model_and_optimizer(tmp_path / "x.pt")
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2)})
     optimizer = torch.optim.AdamW(model.parameters())

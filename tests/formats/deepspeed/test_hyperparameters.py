@@ -26,7 +26,7 @@ def given(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [{"elastic": False}, {"stage": 3}])
-def test_they_are_those_of_the_groups(given: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_they_are_those_of_the_groups(given, tmp_path, options):
     zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, hyperparameters=str(given), verify=True, **options)
     expected = [group.hyperparameters for group in zckpt.open(run_of(RIGID)).param_groups]
     assert [group.hyperparameters for group in zckpt.open(tmp_path / "cut").param_groups] == expected
@@ -34,7 +34,7 @@ def test_they_are_those_of_the_groups(given: Path, tmp_path: Path, options: dict
 
 
 @pytest.mark.parametrize("content", ["[]", "[{}, {}, {}]", '{"lr": 1}', "[1, 2, 3]", "no JSON"])
-def test_files_that_are_none(content: str, given: Path, tmp_path: Path) -> None:
+def test_files_that_are_none(content, given, tmp_path):
     given.write_text(content)
     with pytest.raises(zckpt.UsageError) as error:
         zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, elastic=False, hyperparameters=str(given))
@@ -42,17 +42,17 @@ def test_files_that_are_none(content: str, given: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [(RIGID, {}), (RIGID, {"stage": 3}), (ELASTIC, {}), ("s0_bf16_dp2", {})])
-def test_what_has_no_need_of_them_refuses_them(name: str, options: dict[str, Any], given: Path, tmp_path: Path) -> None:
+def test_what_has_no_need_of_them_refuses_them(name, options, given, tmp_path):
     with refusing(zckpt.ZckptError, "hyperparameters"):
         zckpt.reshard(run_of(name), tmp_path / "cut", world_size=3, hyperparameters=str(given), **options)
 
 
-def test_without_them_the_message_says_how(tmp_path: Path) -> None:
+def test_without_them_the_message_says_how(tmp_path):
     with refusing(zckpt.UnsupportedError, "--hyperparameters FILE"):
         zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, elastic=False)
 
 
-def test_those_of_the_configuration_are_told_and_not_taken(tmp_path: Path) -> None:
+def test_those_of_the_configuration_are_told_and_not_taken(tmp_path):
     """DeepSpeed uses an optimizer that it is handed instead, and its param groups have values of their own."""
     shutil.copytree(run_of(ELASTIC), tmp_path / "run")
     (path,) = (tmp_path / "run").rglob("mp_rank_00_model_states.pt")
@@ -63,7 +63,7 @@ def test_those_of_the_configuration_are_told_and_not_taken(tmp_path: Path) -> No
         zckpt.reshard(tmp_path / "run", tmp_path / "cut", world_size=3, elastic=False)
 
 
-def test_a_pipeline_that_becomes_one_model_takes_them_too(tmp_path: Path) -> None:
+def test_a_pipeline_that_becomes_one_model_takes_them_too(tmp_path):
     source, elastic, file = run_of("pp2_s1_fp32_dp2"), tmp_path / "elastic", tmp_path / "groups.json"
     zckpt.reshard(source, elastic, world_size=2, elastic=True)
     file.write_text(json.dumps(Truth(source).facts["param_groups"]))

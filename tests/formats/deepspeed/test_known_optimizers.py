@@ -67,7 +67,7 @@ def states(make: Make) -> list[dict[str, Any]]:
     return found
 
 
-def test_estimates_of_prodigy_are_known() -> None:
+def test_estimates_of_prodigy_are_known():
     """It keeps in its param groups what it has found out about the elements that it has."""
     prodigyopt = pytest.importorskip("prodigyopt")
     groups = []
@@ -83,7 +83,7 @@ def test_estimates_of_prodigy_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_single_values_are_what_their_keys_say(name: str) -> None:
+def test_single_values_are_what_their_keys_say(name):
     first, second = states(MAKES[name])
     for key, value in first.items():
         if torch.is_tensor(value) and value.dim():
@@ -94,7 +94,7 @@ def test_single_values_are_what_their_keys_say(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_state_that_is_said_to_stay_zero_does_where_gradients_are_zero(name: str) -> None:
+def test_state_that_is_said_to_stay_zero_does_where_gradients_are_zero(name):
     parameter = torch.nn.Parameter(torch.zeros(6))
     optimizer = MAKES[name]([parameter])
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_state_that_is_said_to_stay_zero_does_where_gradients_are_zero(name: str
 
 
 @pytest.mark.parametrize("kind", ["AdamW8bit", "Lion8bit", "LAMB8bit", "AdEMAMix8bit", "AdamW32bit"])
-def test_quantised_state_of_bitsandbytes(kind: str) -> None:
+def test_quantised_state_of_bitsandbytes(kind):
     """Codes of partitions can be cut, if nothing of another kind is among them."""
     import bitsandbytes
 

@@ -42,7 +42,7 @@ def _again(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("s2_fp32_dp2", {"stage": 3}), ("s3_fp32_dp2", {})])
-def test_two_keys_of_one_tensor_stay_one(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_two_keys_of_one_tensor_stay_one(name, options, tmp_path):
     """torch gives back one tensor, and an optimizer that changes it under one key sees that under the other."""
     run = changed(name, tmp_path, _again)
     assert "exp_avg, again" in zckpt.open(run).warnings[0]
@@ -58,7 +58,7 @@ def _one_step(content: dict[str, Any]) -> None:
         state["step"] = states[0]["step"]
 
 
-def test_a_number_that_groups_share_stays_one_or_is_refused(tmp_path: Path) -> None:
+def test_a_number_that_groups_share_stays_one_or_is_refused(tmp_path):
     run = changed("s2_fp32_dp2", tmp_path, _one_step)
     cut(run, tmp_path / "cut", 3)
     pointers = {state["step"].data_ptr() for state in loaded(tmp_path / "cut", 2).values()}
@@ -76,7 +76,7 @@ def _factored(content: dict[str, Any]) -> None:
     state_in(content)[1]["exp_avg"] = torch.arange(3.0)
 
 
-def test_a_key_may_be_in_full_in_some_groups_only(tmp_path: Path) -> None:
+def test_a_key_may_be_in_full_in_some_groups_only(tmp_path):
     """What has a value for each element is read; what has not is each rank's own."""
     run = changed("s2_fp32_dp2", tmp_path, _factored)
     opened = zckpt.open(run)
@@ -98,13 +98,13 @@ def _strided(content: dict[str, Any]) -> None:
     state["exp_avg"] = torch.zeros(1).expand(state["exp_avg"].numel())
 
 
-def test_a_view_with_strides_is_refused_as_such(tmp_path: Path) -> None:
+def test_a_view_with_strides_is_refused_as_such(tmp_path):
     with refusing(UnsupportedError, "exp_avg is a view with strides"):
         zckpt.open(changed("s2_fp32_dp2", tmp_path, _strided))
 
 
 @pytest.mark.parametrize("value", [0.5, [1, 0.5], {"norms": (2, 0.5)}], ids=str)
-def test_computed_numbers_of_a_single_rank_are_its_own(value: object, tmp_path: Path) -> None:
+def test_computed_numbers_of_a_single_rank_are_its_own(value, tmp_path):
     """Of the elements that it holds: no other rank shows that they are not alike on all."""
     run = changed("s1_fp32_dp1", tmp_path, lambda content: [one.update(n=value) for one in state_in(content).values()])
     assert {one.key for one in zckpt.open(run).per_rank} == {"n"}
@@ -134,28 +134,26 @@ def _other_step(content: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_model_parallel_ranks_that_do_not_agree(
-    name: str, change: Callable[[dict[str, Any]], object], said: str, tmp_path: Path
-) -> None:
+def test_model_parallel_ranks_that_do_not_agree(name, change, said, tmp_path):
     run = changed(name, tmp_path, change, "*mp_rank_01_")
     with refusing(ShardError, said):
         zckpt.open(run)
     assert not zckpt.verify(run).sound
 
 
-def test_stages_may_have_rates_of_their_own(tmp_path: Path) -> None:
+def test_stages_may_have_rates_of_their_own(tmp_path):
     run = changed("pp2_s1_fp32_dp2", tmp_path, _other_rate, "*mp_rank_01_")
     assert sorted(group.hyperparameters["lr"] for group in zckpt.open(run).param_groups) == [0.01, 0.02, 0.5]
 
 
-def test_a_model_file_of_another_step(tmp_path: Path) -> None:
+def test_a_model_file_of_another_step(tmp_path):
     tag = copy("tp2_s2_fp32_dp2", tmp_path)
     edit(tag / "mp_rank_01_model_states.pt", lambda content: content.update(global_steps=9))
     with refusing(ShardError, "model file of mp_rank 1 is from another step"):
         zckpt.open(tag)
 
 
-def test_single_values_that_slices_have_otherwise_are_each_ones_own(tmp_path: Path) -> None:
+def test_single_values_that_slices_have_otherwise_are_each_ones_own(tmp_path):
     run = changed("tp2_s2_fp32_dp2", tmp_path, lambda content: state_in(content)[0].update(count=4))
     for path in tag_of(run).glob("*mp_rank_01_optim_states.pt"):
         edit(path, lambda content: state_in(content)[0].update(count=5))
@@ -174,14 +172,14 @@ def _moved_padding(content: dict[str, Any], *, eps: bool) -> None:
 
 
 @pytest.mark.parametrize("eps", [True, False])
-def test_padding_of_masters_that_lion_moves_is_sound(eps: bool, tmp_path: Path) -> None:
+def test_padding_of_masters_that_lion_moves_is_sound(eps, tmp_path):
     """Its groups have betas and no eps: the sign of a zero moves what has no gradient."""
     run = changed("s2_fp32_dp2", tmp_path, lambda content: _moved_padding(content, eps=eps))
     assert sum(one.numel for one in zckpt.open(run).padding)
     assert ("ZC-205" in {one.code for one in zckpt.verify(run, deep=True).findings}) == eps
 
 
-def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path: Path) -> None:
+def test_a_number_in_the_place_of_a_slot_is_sound(tmp_path):
     """Prodigy keeps one for a parameter that began as zeros."""
     tag = copy("s0_fp32_dp2", tmp_path)
     edit(
@@ -196,7 +194,7 @@ def _sized(content: dict[str, Any]) -> None:
         state["numel"] = state["exp_avg"].numel()
 
 
-def test_the_size_of_a_partition_is_not_that_of_others(tmp_path: Path) -> None:
+def test_the_size_of_a_partition_is_not_that_of_others(tmp_path):
     """All ranks of the source have the same one, and ranks of another number have another."""
     run = changed("s2_fp32_dp2", tmp_path, _sized)
     assert {one.key for one in zckpt.open(run).per_rank} == {"numel"}
@@ -211,14 +209,14 @@ def _of_texts(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["s1_fp32_dp2", "s3_fp32_dp2"])
-def test_state_under_a_text_is_not_lost_in_silence(name: str, tmp_path: Path) -> None:
+def test_state_under_a_text_is_not_lost_in_silence(name, tmp_path):
     """torch's optimizers may keep some in `state["global"]`, under keys that parameters have, too."""
     run = changed(name, tmp_path, _of_texts)
     with refusing(LeftOutError, "global/step"):
         zckpt.convert(run, tmp_path / "out", to="zckpt")
 
 
-def test_state_under_a_text_at_stage_0_is_refused_as_such(tmp_path: Path) -> None:
+def test_state_under_a_text_at_stage_0_is_refused_as_such(tmp_path):
     tag = copy("s0_fp32_dp2", tmp_path)
     edit(tag / "mp_rank_00_model_states.pt", lambda content: content["optimizer"]["state"].update({"global": {"k": 7}}))
     with refusing(UnsupportedError, "has state under 'global', which is no parameter's"):
@@ -231,7 +229,7 @@ def _listed(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "fsdp-rank-files"])
-def test_lists_and_tuples_in_state_come_back(to: str, tmp_path: Path) -> None:
+def test_lists_and_tuples_in_state_come_back(to, tmp_path):
     run = changed("s2_fp32_dp2", tmp_path, _listed)
     zckpt.convert(run, tmp_path / "between", to=to, world_size=2)
     zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=2, world_size=2)

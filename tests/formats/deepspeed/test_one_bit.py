@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ SLOTS = {
 
 
 @pytest.mark.parametrize("name", SLOTS)
-def test_all_state_of_parameters_is_read(name: str, tmp_path: Path) -> None:
+def test_all_state_of_parameters_is_read(name, tmp_path):
     checkpoint, truth = zckpt.open(run_of(name)), Truth(run_of(name))
     assert checkpoint.warnings == []
     assert (
@@ -33,7 +32,7 @@ def test_all_state_of_parameters_is_read(name: str, tmp_path: Path) -> None:
     assert zckpt.diff(run_of(name), tmp_path / "zckpt").equal
 
 
-def test_errors_of_compression_do_not_hide_which_parameter_it_is(tmp_path: Path) -> None:
+def test_errors_of_compression_do_not_hide_which_parameter_it_is(tmp_path):
     """They are larger than the parameter, and would be taken for its shape."""
     tag = copy("s0_fp32_dp2", tmp_path)
     before = zckpt.fingerprint(tag).text
@@ -49,7 +48,7 @@ def test_errors_of_compression_do_not_hide_which_parameter_it_is(tmp_path: Path)
     assert not zckpt.inspect(tag).left_out
 
 
-def test_an_error_without_its_sizes_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_an_error_without_its_sizes_is_not_taken_for_one(tmp_path):
     tag = copy(ZERO_ONE, tmp_path)
 
     def strange(content: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +17,14 @@ KEYS = {LAMB: {"trust_ratio", "weight_norm", "adam_norm"}, CODES: {"__bnb_optimi
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_inspect_lists_it(name: str) -> None:
+def test_inspect_lists_it(name):
     values = zckpt.inspect(run_of(name)).per_rank
     assert {one["key"] for one in values} == KEYS[name]
     assert {one["rank"] for one in values} == {0, 1}
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_it_is_carried_byte_for_byte_at_the_same_cut(name: str, tmp_path: Path) -> None:
+def test_it_is_carried_byte_for_byte_at_the_same_cut(name, tmp_path):
     tag = cut(run_of(name), tmp_path / "cut", 2, verify=True)
     for rank in range(2):
         source = optimizer_file(run_of(name) / "global_step5", rank)
@@ -40,14 +39,14 @@ def test_it_is_carried_byte_for_byte_at_the_same_cut(name: str, tmp_path: Path) 
     "options",
     [{"world_size": 1}, {"world_size": 3}, {"round_robin": True}, {"parameter_alignment": True}, {"stage": 3}],
 )
-def test_any_other_cut_is_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
+def test_any_other_cut_is_refused_by_name(options, tmp_path):
     with pytest.raises(zckpt.UnsupportedError) as error:
         zckpt.reshard(run_of(LAMB), tmp_path / "cut", **{"world_size": 2, **options})
     assert all(key in str(error.value) for key in KEYS[LAMB])
     assert not (tmp_path / "cut").exists()
 
 
-def test_single_values_can_be_dropped(tmp_path: Path) -> None:
+def test_single_values_can_be_dropped(tmp_path):
     """LAMB's are computed anew in each step before they are used."""
     drop = ["trust_ratio", "*_norm"]
     written = zckpt.reshard(run_of(LAMB), tmp_path / "cut", world_size=3, drop=drop, verify=True)
@@ -63,12 +62,12 @@ def test_single_values_can_be_dropped(tmp_path: Path) -> None:
         zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, drop=[*drop, "nothing"])
 
 
-def test_moments_are_not_dropped_by_themselves(tmp_path: Path) -> None:
+def test_moments_are_not_dropped_by_themselves(tmp_path):
     with refusing(zckpt.UnsupportedError, "state itself"):
         zckpt.reshard(run_of(CODES), tmp_path / "cut", world_size=3, drop=["__bnb*"])
 
 
-def test_codes_of_zero_3_are_made_anew(tmp_path: Path) -> None:
+def test_codes_of_zero_3_are_made_anew(tmp_path):
     """A sub-group of several blocks, with padding between parameters; two others are in float32."""
     tag = cut(run_of(CODES), tmp_path / "cut", 1, requantize=True, verify=True)
     floats = cut(run_of(CODES), tmp_path / "floats", 1, dequantize=True)
@@ -85,12 +84,12 @@ def test_codes_of_zero_3_are_made_anew(tmp_path: Path) -> None:
         zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, requantize=True)
 
 
-def test_stage_1_is_cut_as_stage_2(tmp_path: Path) -> None:
+def test_stage_1_is_cut_as_stage_2(tmp_path):
     tag = cut(run_of(LAMB), tmp_path / "cut", 2, stage=1)
     assert len(zckpt.open(tag).per_rank) == len(zckpt.open(run_of(LAMB)).per_rank)
 
 
-def test_diff_tells_another_value(tmp_path: Path) -> None:
+def test_diff_tells_another_value(tmp_path):
     tag = copy(LAMB, tmp_path)
 
     def change(content: dict[str, Any]) -> None:
@@ -102,7 +101,7 @@ def test_diff_tells_another_value(tmp_path: Path) -> None:
     assert [one.b for one in found.settings] == [7.0]
 
 
-def test_steps_must_agree_all_the_same(tmp_path: Path) -> None:
+def test_steps_must_agree_all_the_same(tmp_path):
     tag = copy(LAMB, tmp_path)
 
     def change(content: dict[str, Any]) -> None:
@@ -114,7 +113,7 @@ def test_steps_must_agree_all_the_same(tmp_path: Path) -> None:
         zckpt.open(tag)
 
 
-def test_value_that_one_rank_alone_has_computed_is_its_own(tmp_path: Path) -> None:
+def test_value_that_one_rank_alone_has_computed_is_its_own(tmp_path):
     """Of one rank nobody can tell whether others would have the same."""
     tag = copy("s2_bf16_dp1", tmp_path)
 
@@ -127,7 +126,7 @@ def test_value_that_one_rank_alone_has_computed_is_its_own(tmp_path: Path) -> No
         zckpt.reshard(tag, tmp_path / "cut", world_size=2)
 
 
-def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path: Path) -> None:
+def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path):
     """Older versions of bitsandbytes save codes and scales beside the step."""
     tag = copy("s2_bf16_dp2", tmp_path)
 
@@ -147,7 +146,7 @@ def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path: P
         zckpt.reshard(tag, tmp_path / "cut", world_size=3)
 
 
-def test_sub_group_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_sub_group_that_is_not_there_is_named(tmp_path):
     tag = copy(CODES, tmp_path)
     for rank in range(2):
         edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"]["optimizer_state_dict"][
@@ -156,7 +155,7 @@ def test_sub_group_that_is_not_there_is_named(tmp_path: Path) -> None:
         zckpt.open(tag)
 
 
-def test_muon_is_written_as_whole_matrices(tmp_path: Path) -> None:
+def test_muon_is_written_as_whole_matrices(tmp_path):
     """A partition of two ranks is two matrices of 310; of four, each rank has those of which it holds a part."""
     sizes = {}
     for world_size in (1, 2, 4):
@@ -171,7 +170,7 @@ def test_muon_is_written_as_whole_matrices(tmp_path: Path) -> None:
     assert zckpt.verify(tag, deep=True).sound
 
 
-def test_copies_of_a_matrix_on_two_ranks_are_compared(tmp_path: Path) -> None:
+def test_copies_of_a_matrix_on_two_ranks_are_compared(tmp_path):
     tag = copy(MUON, tmp_path)
 
     def change(content: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ def assert_alike(codes: Path, floats: Path, scratch: Path, **options: Any) -> No
 
 
 @pytest.mark.parametrize("cls", CLASSES.values())
-def test_state_of_torchao(cls: str, torchao: dict[str, type[Held]], tmp_path: Path) -> None:
+def test_state_of_torchao(cls, torchao, tmp_path):
     codes, floats = (copy("s2_fp32_dp2", tmp_path / kind) for kind in ("codes", "floats"))
     for rank in range(2):
         made: dict[tuple[int, str], tuple[Held, torch.Tensor]] = {}
@@ -125,7 +125,7 @@ def _as_floats(content: dict[str, Any]) -> None:
             state[slot] = value
 
 
-def test_sub_groups_of_zero_3(tmp_path: Path) -> None:
+def test_sub_groups_of_zero_3(tmp_path):
     """Each has codes of its own, in blocks from its first element on."""
     source = copy("own_blockwise_s3_fp32_dp2", tmp_path / "source")
     for rank in range(2):
@@ -187,9 +187,7 @@ def _blocks_as_floats(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "stage"), [("tp2_s2_fp32_dp2", 3), ("pp2_s1_fp32_dp2", 1)])
-def test_slices_and_stages_have_blocks_of_their_own(
-    name: str, stage: int, torchao: dict[str, type[Held]], tmp_path: Path
-) -> None:
+def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_path):
     """Codes are cut for other data-parallel ranks; for slices of another number there are floats."""
     codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
     for run, which in ((codes, False), (floats, True)):
@@ -222,9 +220,7 @@ def test_slices_and_stages_have_blocks_of_their_own(
     ("cls", "name", "stage"),
     [*((cls, "s2_fp32_dp2", 3) for cls in CLASSES.values()), ("OptimState8bit", "tp2_s2_fp32_dp2", 2)],
 )
-def test_state_of_torchao_is_made_anew(
-    cls: str, name: str, stage: int, torchao: dict[str, type[Held]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, tmp_path, monkeypatch):
     """Where partitions have whole blocks; elsewhere there are floats, which torchao takes, too."""
     monkeypatch.setattr("zckpt.formats.deepspeed.requantised.SMALLEST_NUMEL", 32)
     codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
@@ -250,7 +246,7 @@ def test_state_of_torchao_is_made_anew(
             assert torch.allclose(back.read(parameter, slot), wanted, rtol=0, atol=least), (parameter, slot)
 
 
-def test_blocks_of_slices_are_made_anew(tmp_path: Path) -> None:
+def test_blocks_of_slices_are_made_anew(tmp_path):
     codes = copy("tp2_s2_fp32_dp2", tmp_path / "codes").parent
     for path in tag_of(codes).glob("*optim_states.pt"):
         edit(path, _blocks)

@@ -43,7 +43,7 @@ WORLD_SIZES = (1, 3, 7, 17)
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DENSE, WORLD_SIZES))
-def test_everything_arrives_and_files_say_how_they_are_cut(name: str, world_size: int, tmp_path: Path) -> None:
+def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size)
     found = zckpt.open(tag.parent)
@@ -75,7 +75,7 @@ def without_config(metadata: dict[str, Any]) -> dict[str, Any]:
     ("name", "stage"),
     each(["s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3", "s2_fp16_dp2", "s3_bf16_dp2_subgroup"], [2, 3, 1]),
 )
-def test_state_is_the_same_at_another_stage(name: str, stage: int, tmp_path: Path) -> None:
+def test_state_is_the_same_at_another_stage(name, stage, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", 6, stage=stage)
     target = zckpt.open(tag)
@@ -102,7 +102,7 @@ def assert_same_bits_of_frozen(found: zckpt.OpenedCheckpoint, expected: zckpt.Op
 
 
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
-def test_there_and_back_gives_the_same_files(name: str, tmp_path: Path) -> None:
+def test_there_and_back_gives_the_same_files(name, tmp_path):
     ranks, between = (4, 6) if name in OF_FOUR else (3, 5) if name in OF_THREE else (2, 7)
     cut(run_of(name), tmp_path / "between", between)
     back = cut(tmp_path / "between", tmp_path / "back", ranks)
@@ -225,7 +225,7 @@ def assert_cut_by_parameters(_name: str, tag: Path, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_round_robin_can_be_switched(there: bool, tmp_path: Path) -> None:
+def test_round_robin_can_be_switched(there, tmp_path):
     name = "s2_bf16_dp4" if there else "s2_bf16_dp2_rr"
     tag = cut(run_of(name), tmp_path / "cut", 3, round_robin=there)
     target = zckpt.open(tag)
@@ -236,7 +236,7 @@ def test_round_robin_can_be_switched(there: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_parameter_alignment_can_be_switched(there: bool, tmp_path: Path) -> None:
+def test_parameter_alignment_can_be_switched(there, tmp_path):
     name = "s1_fp32_dp3" if there else "s1_fp32_dp3_palign"
     tag = cut(run_of(name), tmp_path / "cut", 2, parameter_alignment=there)
     pads = state_of(optimizer_file(tag, 0))["param_alignment_paddings"]
@@ -245,7 +245,7 @@ def test_parameter_alignment_can_be_switched(there: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", of_each_kind(DENSE))
-def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them(name: str, tmp_path: Path) -> None:
+def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them(name, tmp_path):
     first, second = (cut(run_of(name), tmp_path / which, 3) for which in ("first", "second"))
     assert files_of(first) == files_of(second)
     for path in first.iterdir():
@@ -256,7 +256,7 @@ def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp4", "s2_fp16_dp2", "s2_bf16_dp2_rr", "s2_bf16_dp2_zerodim"])
-def test_torch_loads_the_model_file_weights_only(name: str, tmp_path: Path) -> None:
+def test_torch_loads_the_model_file_weights_only(name, tmp_path):
     tag = cut(run_of(name), tmp_path / "cut", 3)
     expected = torch.load(model_file(tag_of(run_of(name))), weights_only=True)["module"]
     for mmap in (False, True):
@@ -271,7 +271,7 @@ def test_torch_loads_the_model_file_weights_only(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp2", "s1_bf16_dp2_empty"])
-def test_tied_weights_are_two_views_of_one_storage(name: str, tmp_path: Path) -> None:
+def test_tied_weights_are_two_views_of_one_storage(name, tmp_path):
     """As DeepSpeed has them: two tensors, so that neither goes where the other is put."""
     tag = cut(run_of(name), tmp_path / "cut", 3)
     content = content_of(model_file(tag, 0 if "s3" in name else None))
@@ -281,7 +281,7 @@ def test_tied_weights_are_two_views_of_one_storage(name: str, tmp_path: Path) ->
     assert (one.shape, one.storage_offset) == (other.shape, other.storage_offset)
 
 
-def test_what_is_not_meant_is_none(tmp_path: Path) -> None:
+def test_what_is_not_meant_is_none(tmp_path):
     old = content_of(model_file(tag_of(run_of("s2_bf16_dp2_client"))))
     new = content_of(model_file(cut(run_of("s2_bf16_dp2_client"), tmp_path / "cut", 3, stage=1)))
     assert list(new) == list(old)
@@ -291,7 +291,7 @@ def test_what_is_not_meant_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client"])
-def test_the_clients_own_keys_stay_as_they_are(name: str, tmp_path: Path) -> None:
+def test_the_clients_own_keys_stay_as_they_are(name, tmp_path):
     old = content_of(model_file(tag_of(run_of(name))))
     new = content_of(model_file(cut(run_of(name), tmp_path / "cut", 5)))
     assert list(new) == list(old)
@@ -332,7 +332,7 @@ def saved_by(tag: Path, rank: int) -> tuple[int, int, int]:
         (6, [0, 1, 2, 3, 0, 0], "ranks below 4 keep theirs, the new ones get rank 0's"),
     ],
 )
-def test_each_rank_keeps_what_it_saved(world_size: int, expected: list[int], fate: str | None, tmp_path: Path) -> None:
+def test_each_rank_keeps_what_it_saved(world_size, expected, fate, tmp_path):
     done = zckpt.reshard(personal(tmp_path), tmp_path / "cut", world_size=world_size)
     tag = tag_of(tmp_path / "cut")
     assert [saved_by(tag, rank) for rank in range(world_size)] == [(rank, rank, rank) for rank in expected]
@@ -340,7 +340,7 @@ def test_each_rank_keeps_what_it_saved(world_size: int, expected: list[int], fat
     assert sorted(done.notes) == sorted(f"{key} differs between ranks: {fate}" for key in named)
 
 
-def test_one_model_file_holds_one_rank_of_it(tmp_path: Path) -> None:
+def test_one_model_file_holds_one_rank_of_it(tmp_path):
     done = zckpt.reshard(personal(tmp_path), tmp_path / "cut", world_size=4, stage=2)
     content = content_of(model_file(tag_of(tmp_path / "cut")))
     assert content["sampler"] == {"position": 0}
@@ -350,14 +350,14 @@ def test_one_model_file_holds_one_rank_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "world_size"), [("s3_bf16_dp4", 6), ("s2_bf16_dp4", 3), ("s3_fp32_dp2", 2)])
-def test_first_rank_alone_lists_tied_parameters(name: str, world_size: int, tmp_path: Path) -> None:
+def test_first_rank_alone_lists_tied_parameters(name, world_size, tmp_path):
     tag = cut(run_of(name), tmp_path / "cut", world_size, stage=3)
     listed = [content_of(model_file(tag, rank))["shared_params"] for rank in range(world_size)]
     assert listed == [{"head.weight": "emb.weight"}, *[{}] * (world_size - 1)]
     assert zckpt.open(tag).parameters["head.weight"].tied_to == "emb.weight"
 
 
-def test_sub_groups_are_listed_and_bear_their_own_ids(tmp_path: Path) -> None:
+def test_sub_groups_are_listed_and_bear_their_own_ids(tmp_path):
     run = run_of("s3_bf16_dp2_subgroup")
     tag = cut(run, tmp_path / "cut", 2)
     for rank in range(2):
@@ -372,7 +372,7 @@ def test_sub_groups_are_listed_and_bear_their_own_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_rr", "s2_bf16_dp2_palign"])
-def test_order_comes_back_from_another_format(name: str, tmp_path: Path) -> None:
+def test_order_comes_back_from_another_format(name, tmp_path):
     """DeepSpeed loads the elements of other parameters without a word where its setting is not that of the files."""
     zckpt.convert(run_of(name), tmp_path / "zckpt", to="zckpt")
     zckpt.convert(tmp_path / "zckpt", tmp_path / "run", to="deepspeed", world_size=2)

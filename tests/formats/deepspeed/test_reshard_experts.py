@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts."
 
 
 @pytest.mark.parametrize(("name", "spread"), each(NAMES, [(1, 1), (2, 2), (4, 4), (6, 2), (3, 1), (8, 4), (40, 4)]))
-def test_everything_arrives(name: str, spread: tuple[int, int], tmp_path: Path) -> None:
+def test_everything_arrives(name, spread, tmp_path):
     world_size, experts = spread
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, expert_parallel_size=experts)
@@ -46,7 +45,7 @@ def test_everything_arrives(name: str, spread: tuple[int, int], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_group_bears_the_name_of_its_degree(name: str, tmp_path: Path) -> None:
+def test_group_bears_the_name_of_its_degree(name, tmp_path):
     """DeepSpeed calls a group after its degree, and torch takes a group's name from the file."""
     target = zckpt.open(cut(run_of(name), tmp_path / "cut", 4, expert_parallel_size=4))
     assert [group.hyperparameters["name"] for group in target.param_groups] == ["dense", "ep_size_4"]
@@ -54,7 +53,7 @@ def test_group_bears_the_name_of_its_degree(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("experts", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
-def test_files_say_how_they_are_cut(name: str, experts: int, tmp_path: Path) -> None:
+def test_files_say_how_they_are_cut(name, experts, tmp_path):
     world_size = 8
     tag = cut(run_of(name), tmp_path / "cut", world_size, expert_parallel_size=experts)
     model = content_of(model_file(tag))
@@ -93,7 +92,7 @@ def test_files_say_how_they_are_cut(name: str, experts: int, tmp_path: Path) -> 
         ("moe_ep2_s2_fp32_dp4", 4, {"world_size": 4, "expert_parallel_size": 4, "round_robin": True}),
     ],
 )
-def test_there_and_back_gives_the_same_files(name: str, ranks: int, between: dict[str, Any], tmp_path: Path) -> None:
+def test_there_and_back_gives_the_same_files(name, ranks, between, tmp_path):
     original = tag_of(run_of(name))
     zckpt.reshard(run_of(name), tmp_path / "between", **between)
     experts = 1 if "ep1" in name else 2
@@ -110,7 +109,7 @@ def test_there_and_back_gives_the_same_files(name: str, ranks: int, between: dic
 
 
 @pytest.mark.parametrize("name", ["moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"])
-def test_files_of_experts_are_the_same_at_any_degree(name: str, tmp_path: Path) -> None:
+def test_files_of_experts_are_the_same_at_any_degree(name, tmp_path):
     tag = cut(run_of(name), tmp_path / "cut", 3, expert_parallel_size=1)
     files = sorted(path.name for path in tag_of(run_of(name)).glob("layer_*"))
     assert len(files) == 4
@@ -119,7 +118,7 @@ def test_files_of_experts_are_the_same_at_any_degree(name: str, tmp_path: Path) 
         assert tensor_bytes(tag / one) == tensor_bytes(tag_of(run_of(name)) / one)
 
 
-def test_degree_that_divides_nothing_is_refused(tmp_path: Path) -> None:
+def test_degree_that_divides_nothing_is_refused(tmp_path):
     source = run_of("moe_ep2_s2_fp32_dp4")
     for options in ({"world_size": 3}, {"world_size": 4, "expert_parallel_size": 3}):
         with refusing(UsageError, "give another --expert-parallel-size"):
@@ -137,7 +136,7 @@ def test_degree_that_divides_nothing_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_that_are_numbered_otherwise_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_are_numbered_otherwise_are_refused(tmp_path):
     """With `use_data_before_expert_parallelism` other ranks share an expert: read as usual, it would be wrong."""
     tag = copy("moe_ep2_s2_fp32_dp4", tmp_path)
     edit(model_file(tag), lambda content: content["ds_config"].update(use_data_before_expert_parallelism=True))
@@ -162,7 +161,7 @@ SLICED = "moe_tp2_ep2_s1_bf16_dp2"
     ],
     ids=str,
 )
-def test_whole_experts_beside_slices(options: dict[str, Any] | None, tmp_path: Path) -> None:
+def test_whole_experts_beside_slices(options, tmp_path):
     """Whatever the degrees, and with more ranks than some groups have elements."""
     source, truth = run_of(SLICED), Truth(FIXTURES / SLICED)
     if options is not None:
@@ -179,7 +178,7 @@ def test_whole_experts_beside_slices(options: dict[str, Any] | None, tmp_path: P
 
 
 @pytest.mark.parametrize(("experts", "files"), [(1, 8), (2, 4), (4, 4)])
-def test_files_of_experts_are_under_each_rank_that_looks_for_them(experts: int, files: int, tmp_path: Path) -> None:
+def test_files_of_experts_are_under_each_rank_that_looks_for_them(experts, files, tmp_path):
     tag = cut(run_of(SLICED), tmp_path / "cut", 4, expert_parallel_size=experts)
     found = {path.name.removesuffix("_model_states.pt") for path in tag.glob("layer_*")}
     wanted = {(e, rank % 2) for rank in range(8) for e in range(4) if e // (4 // experts) == rank % experts}
@@ -187,28 +186,28 @@ def test_files_of_experts_are_under_each_rank_that_looks_for_them(experts: int, 
     assert len(found) == files
 
 
-def test_copies_of_an_expert_are_compared(tmp_path: Path) -> None:
+def test_copies_of_an_expert_are_compared(tmp_path):
     tag = cut(run_of(SLICED), tmp_path / "cut", 4, expert_parallel_size=1)
     edit(tag / "layer_0_expert_2_mp_rank_01_model_states.pt", lambda content: next(iter(content.values())).add_(1))
     verified = zckpt.verify(tag, deep=True)
     assert {name for one in verified.findings for name in one.parameters} == {f"experts.{EXPERT}2.0.weight"}
 
 
-def test_ranks_whose_model_file_is_lost_are_named(tmp_path: Path) -> None:
+def test_ranks_whose_model_file_is_lost_are_named(tmp_path):
     tag = copy(SLICED, tmp_path)
     (tag / "mp_rank_01_model_states.pt").unlink()
     with refusing(ShardError, r"no model file of mp_rank 1: .*DeepSpeed does not write it"):
         zckpt.open(tag)
 
 
-def test_expert_whose_file_is_missing_is_named(tmp_path: Path) -> None:
+def test_expert_whose_file_is_missing_is_named(tmp_path):
     tag = copy(SLICED, tmp_path)
     (tag / "layer_0_expert_3_mp_rank_01_model_states.pt").unlink()
     with refusing(ShardError, "weights of expert 3"):
         zckpt.open(tag)
 
 
-def test_experts_of_ranks_in_another_order_are_refused(tmp_path: Path) -> None:
+def test_experts_of_ranks_in_another_order_are_refused(tmp_path):
     tag = copy(SLICED, tmp_path)
     for lane, experts in ((1, (0, 1)), (0, (2, 3))):
         for e in experts:
@@ -222,7 +221,7 @@ def test_experts_of_ranks_in_another_order_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["zckpt", "universal"])
-def test_experts_of_another_format_are_written(to: str, tmp_path: Path) -> None:
+def test_experts_of_another_format_are_written(to, tmp_path):
     truth = Truth(FIXTURES / SLICED)
     notes = zckpt.convert(run_of(SLICED), tmp_path / "other", to=to).notes
     assert any("experts" in note for note in notes) == (to == "universal")
@@ -241,7 +240,7 @@ def test_experts_of_another_format_are_written(to: str, tmp_path: Path) -> None:
         zckpt.convert(tmp_path / "other", tmp_path / "odd", to="deepspeed", world_size=2, stage=3)
 
 
-def test_experts_among_other_parameters_are_refused() -> None:
+def test_experts_among_other_parameters_are_refused():
     group = ParamGroup({}, ["a", f"{EXPERT}0.weight"], {})
     with refusing(UnsupportedError, "experts and other parameters in one param group"):
         of_experts(group, {EXPERT: 1})
@@ -265,14 +264,14 @@ def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]
     return [[name for names in ranks for name in names] for _, _, ranks, _ in dealt(state, options, 1, {})]
 
 
-def test_layers_of_several_degrees_become_one_group_in_the_models_order() -> None:
+def test_layers_of_several_degrees_become_one_group_in_the_models_order():
     """DeepSpeed's groups of several degrees are in the order of a set of their names, which no file tells."""
     for order in ([("a", 4), ("b", 2)], [("b", 2), ("a", 4)]):
         (group,) = degrees_of(order, 2)
         assert [name[0] + name.split(".")[2] for name in group] == ["a0", "a1", "b0", "b1", "a2", "a3", "b2", "b3"]
 
 
-def test_groups_that_cannot_be_told_apart_are_refused() -> None:
+def test_groups_that_cannot_be_told_apart_are_refused():
     with refusing(UnsupportedError, "which of them make one group is not known"):
         degrees_of([("a", 2), ("b", 4), ("a", 2)], 1)
 
@@ -295,18 +294,18 @@ def layers(experts: int, ranks: int) -> list[list[str]]:
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12]))
-def test_experts_are_dealt_layer_by_layer(ranks: int, others: int) -> None:
+def test_experts_are_dealt_layer_by_layer(ranks, others):
     assert spread_experts(layers(12, ranks), others) == layers(12, others)
 
 
-def test_other_orders_are_refused() -> None:
+def test_other_orders_are_refused():
     names = [sorted(one, key=lambda name: name.rpartition(".")[2]) for one in layers(4, 2)]
     with refusing(UnsupportedError, "neither layer by layer"):
         spread_experts(names, 4)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12))
-def test_groups_are_split_as_deepspeed_splits_them(numels: list[int]) -> None:
+def test_groups_are_split_as_deepspeed_splits_them(numels):
     """Its own loop, as a list of sizes: a group ends before the parameter that makes it too large."""
     expected: list[list[int]] = []
     group: list[int] = []
@@ -324,7 +323,7 @@ def test_groups_are_split_as_deepspeed_splits_them(numels: list[int]) -> None:
         assert target_groups.expert_groups(numels) == expected
 
 
-def test_more_groups_where_a_rank_has_more_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_groups_where_a_rank_has_more_experts(tmp_path, monkeypatch):
     """One expert has 195 elements: at four expert ranks one group is enough, at one rank there are four, and back."""
     monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 200)
     source, truth = run_of("moe_ep2_s2_fp32_dp4"), Truth(FIXTURES / "moe_ep2_s2_fp32_dp4")
@@ -348,9 +347,7 @@ def test_more_groups_where_a_rank_has_more_experts(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "universal"])
-def test_groups_that_were_split_by_size_come_back_from_other_formats(
-    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_that_were_split_by_size_come_back_from_other_formats(to, tmp_path, monkeypatch):
     """DeepSpeed loads only groups as it makes them, over any number of expert ranks."""
     monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 200)
     source = run_of("moe_ep2_s2_fp32_dp4")
@@ -365,7 +362,7 @@ def test_groups_that_were_split_by_size_come_back_from_other_formats(
 
 
 @pytest.mark.parametrize("name", ["ep_size_2", "mine"])
-def test_split_groups_have_the_order_of_the_degree_that_they_say(name: str) -> None:
+def test_split_groups_have_the_order_of_the_degree_that_they_say(name):
     groups = [ParamGroup({"name": name}, [f"{EXPERT}{number}.w" for number in numbers]) for numbers in ((0, 2), (1, 3))]
     ordered = [replace(one, parameters=of_experts(one, {EXPERT: 4})) for one in groups]
     if name == "ep_size_2":
@@ -375,7 +372,7 @@ def test_split_groups_have_the_order_of_the_degree_that_they_say(name: str) -> N
         check_split(ordered)
 
 
-def test_experts_that_were_slices_are_slices_again(tmp_path: Path) -> None:
+def test_experts_that_were_slices_are_slices_again(tmp_path):
     """Every format carries it; DeepSpeed's files of one tensor-parallel rank do not say it."""
     zckpt.reshard(run_of(SLICED), tmp_path / "one", world_size=2, tensor_parallel_size=1, expert_parallel_size=2)
 

@@ -52,7 +52,7 @@ def names_of(tag: Path, mp_rank: int) -> list[list[str]]:
         (EXPERTS, 1, {"expert_parallel_size": 1, "stage_bounds": "0,2,6", "pipeline_layers": EXPERT_LAYERS}),
     ],
 )
-def test_everything_arrives(name: str, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_everything_arrives(name, world_size, options, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, **options)
     found, truth = zckpt.open(tag), Truth(FIXTURES / name)
@@ -80,9 +80,7 @@ def test_everything_arrives(name: str, world_size: int, options: dict[str, Any],
         (EXPERTS, {"expert_parallel_size": 1}, {"expert_parallel_size": 2}),
     ],
 )
-def test_there_and_back_gives_the_same_files(
-    name: str, between: dict[str, Any], back: dict[str, Any], tmp_path: Path
-) -> None:
+def test_there_and_back_gives_the_same_files(name, between, back, tmp_path):
     original = tag_of(run_of(name))
     dp = zckpt.open(original).topology.dp
     cut(run_of(name), tmp_path / "between", 3, **between)
@@ -91,7 +89,7 @@ def test_there_and_back_gives_the_same_files(
         assert tensor_bytes(found / one) == tensor_bytes(original / one), one
 
 
-def test_each_stage_says_what_it_has(tmp_path: Path) -> None:
+def test_each_stage_says_what_it_has(tmp_path):
     tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **THREE)
     assert names_of(tag, 0) == [
         ["tied_modules.embed.weight", "1.mix.weight"],
@@ -109,7 +107,7 @@ def test_each_stage_says_what_it_has(tmp_path: Path) -> None:
         assert [list(group) for group in mappings] == names_of(tag, rank)
 
 
-def test_tied_layers_have_the_same_state_on_all_their_stages(tmp_path: Path) -> None:
+def test_tied_layers_have_the_same_state_on_all_their_stages(tmp_path):
     tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **THREE)
     first, last = (
         torch.load(optimizer_file(tag, 0, rank), weights_only=False)["optimizer_state_dict"] for rank in (0, 2)
@@ -124,7 +122,7 @@ def test_tied_layers_have_the_same_state_on_all_their_stages(tmp_path: Path) -> 
         assert one.any()
 
 
-def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path: Path) -> None:
+def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path):
     """Stages that stay as they are keep their own copies of a tied layer; at others the first one's counts."""
     tag = copy(PLAIN, tmp_path)
 
@@ -155,9 +153,7 @@ def _first_master(tag: Path, mp_rank: int) -> float:
         ({"stage_bounds": "0,4,7", "pipeline_layers": f"{LAYERS},softmax"}, [[0, 1, 3], [0, 4]]),
     ],
 )
-def test_the_training_can_deal_layers_in_any_way(
-    options: dict[str, Any], stages: list[list[int]] | None, tmp_path: Path
-) -> None:
+def test_the_training_can_deal_layers_in_any_way(options, stages, tmp_path):
     if stages is None:  # a heavy embedding at both ends
         stages = [[0], [1, 3, 4], [0]]
         with refusing(UnsupportedError, "waits for ever"):
@@ -169,7 +165,7 @@ def test_the_training_can_deal_layers_in_any_way(
         assert sorted({int(name.partition(".")[0]) for name in names}) == its
 
 
-def test_a_tied_layer_that_has_a_file_for_each_use(tmp_path: Path) -> None:
+def test_a_tied_layer_that_has_a_file_for_each_use(tmp_path):
     """As one that no function wraps where it is used again: then the files say where that is."""
     tag = copy(PLAIN, tmp_path)
     saved = (tag / "layer_00-model_states.pt").read_bytes()  # whose archive is called as the file is
@@ -181,7 +177,7 @@ def test_a_tied_layer_that_has_a_file_for_each_use(tmp_path: Path) -> None:
     assert not zckpt.verify(tag, deep=True).sound
 
 
-def test_where_files_leave_it_open_the_user_is_asked(tmp_path: Path) -> None:
+def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
     with refusing(UnsupportedError, r"found 0,1,4,6 with embed in layers 0 and 5 or .*--partition-method"):
         cut(run_of(PLAIN), tmp_path / "cut", 1, pipeline_parallel_size=3)
     one = cut(run_of(PLAIN), tmp_path / "one", 1, **ONE).parent
@@ -214,25 +210,25 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a=embed*2,a*4"}, "parameters of its own"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_options_that_cannot_be(options, words, tmp_path):
     with refusing(UsageError, words):
         cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_pipeline_has_no_stages(tmp_path: Path) -> None:
+def test_what_is_no_pipeline_has_no_stages(tmp_path):
     with refusing(UsageError, "no pipeline's"):
         cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=2)
     cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_stages_of_zero_that_have_no_pipelines_are_refused(stage: int, tmp_path: Path) -> None:
+def test_stages_of_zero_that_have_no_pipelines_are_refused(stage, tmp_path):
     with refusing(UnsupportedError, "no pipelines under ZeRO-2 and 3"):
         cut(run_of(PLAIN), tmp_path / "cut", 2, stage=stage)
 
 
-def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order_is_known(tmp_path: Path) -> None:
+def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order_is_known(tmp_path):
     """As of a training that lists some parameters of all layers first: with other layers the order would be unknown."""
     tag = copy(PLAIN, tmp_path)
     path = tag / "mp_rank_01_model_states.pt"
@@ -255,12 +251,12 @@ def _without_mappings(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
-def test_without_zero_stages_stay_until_names_are_known(options: dict[str, Any], tmp_path: Path) -> None:
+def test_without_zero_stages_stay_until_names_are_known(options, tmp_path):
     with refusing(UnsupportedError, "optimizer of each rank numbers is not certain"):
         cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
 
 
-def test_names_of_the_modules_by_renaming(tmp_path: Path) -> None:
+def test_names_of_the_modules_by_renaming(tmp_path):
     """Back to one model whose names no pipeline gave."""
     names = [("3.", "feed_forward."), ("4.", "norm."), ("1.", "block."), ("tied_modules.embed.", "embed.")]
     zckpt.consolidate(run_of(PLAIN), tmp_path / "model.safetensors", rename=names)
@@ -277,9 +273,7 @@ def test_names_of_the_modules_by_renaming(tmp_path: Path) -> None:
         (SLICED, 2, "universal", {"pipeline_layers": SLICED_LAYERS, "tensor_parallel_size": 4}),
     ],
 )
-def test_another_format_is_dealt_to_stages(
-    name: str, stages: int, to: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_another_format_is_dealt_to_stages(name, stages, to, options, tmp_path):
     """The files are those that `reshard` of the pipeline writes, but for what only DeepSpeed's own say."""
     options = {"pipeline_parallel_size": stages, "partition_method": "uniform", **options}
     zckpt.convert(run_of(name), tmp_path / "between", to=to)
@@ -306,7 +300,7 @@ def test_another_format_is_dealt_to_stages(
     assert zckpt.verify(tag, deep=True).sound
 
 
-def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tmp_path: Path) -> None:
+def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tmp_path):
     tag = copy(PLAIN, tmp_path)
     edit(tag / "mp_rank_01_model_states.pt", lambda content: content["param_shapes"][1].move_to_end("3.up.bias"))
     for rank in (0, 1):
@@ -334,7 +328,7 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
         assert known_orders(between) in ([], [None, None])
 
 
-def test_an_order_that_no_stage_shows_is_said(tmp_path: Path) -> None:
+def test_an_order_that_no_stage_shows_is_said(tmp_path):
     """A stage of one layer is in the order of modules even where the training lists weights after biases."""
     tag = cut(run_of(PLAIN), tmp_path / "three", 1, **THREE)
     how: dict[str, Any] = {"to": "deepspeed", "stage": 1, "world_size": 1, "pipeline_layers": LAYERS}
@@ -350,7 +344,7 @@ def test_an_order_that_no_stage_shows_is_said(tmp_path: Path) -> None:
     assert not any("order of modules" in note for note in found.notes)
 
 
-def test_the_experts_of_each_stage_are_counted_anew(tmp_path: Path) -> None:
+def test_the_experts_of_each_stage_are_counted_anew(tmp_path):
     """Of stages with other numbers of experts, another format has kept each stage's under a key of its file."""
     zckpt.convert(run_of(EXPERTS), tmp_path / "between", to="zckpt")
     checkpoint = zckpt.open(tmp_path / "between")
@@ -363,7 +357,7 @@ def test_the_experts_of_each_stage_are_counted_anew(tmp_path: Path) -> None:
         assert not any("num_experts" in key and key != "num_experts" for key in model)
 
 
-def test_rules_of_ones_own_slice_another_format(tmp_path: Path) -> None:
+def test_rules_of_ones_own_slice_another_format(tmp_path):
     options: dict[str, Any] = {
         "to": "deepspeed", "stage": 1, "world_size": 1, "tensor_parallel_size": 2, "pipeline_parallel_size": 2,
         "pipeline_layers": SLICED_LAYERS, "partition_method": "uniform",
@@ -384,7 +378,7 @@ def test_rules_of_ones_own_slice_another_format(tmp_path: Path) -> None:
         zckpt.convert(tmp_path / "between", tmp_path / "x", slice_rules=str(tmp_path / "rules.json"), **options)
 
 
-def test_slices_of_another_format_need_rules(tmp_path: Path) -> None:
+def test_slices_of_another_format_need_rules(tmp_path):
     zckpt.convert(run_of(PLAIN), tmp_path / "between", to="zckpt")
     options = {"world_size": 1, "stage": 1, "tensor_parallel_size": 2}
     layers = {"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "partition_method": "uniform"}
@@ -402,7 +396,7 @@ def test_slices_of_another_format_need_rules(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "stage": 2}, "no pipelines under ZeRO-2"),
     ],
 )
-def test_stages_of_another_format_have_to_be_said(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_stages_of_another_format_have_to_be_said(options, match, tmp_path):
     zckpt.convert(run_of(PLAIN), tmp_path / "native", to="zckpt")
     with refusing((UnsupportedError, UsageError), match):
         zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", world_size=2, **{"stage": 1, **options})
@@ -418,18 +412,18 @@ def test_stages_of_another_format_have_to_be_said(options: dict[str, Any], match
         ([], True),
     ],
 )
-def test_parameters_that_come_module_by_module(names: list[str], expected: bool) -> None:
+def test_parameters_that_come_module_by_module(names, expected):
     assert goes_by_modules(names) is expected
 
 
-def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path: Path) -> None:
+def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path):
     zckpt.convert(run_of("s1_fp32_dp1"), tmp_path / "native", to="zckpt")
     bounds = {"stage_bounds": "0,1,2", "world_size": 2}
     with refusing(LayoutError, "in no layer of the pipeline"):
         zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", **bounds)
 
 
-def test_experts_of_a_stage_are_numbered_by_the_stage(tmp_path: Path) -> None:
+def test_experts_of_a_stage_are_numbered_by_the_stage(tmp_path):
     """Each of two stages has a layer 0 of experts; of one stage they are 0 and 1, as its model file counts them."""
     tag = cut(run_of(EXPERTS), tmp_path / "cut", 2, **ONE)
     assert model_of(tag, 0)["num_experts"] == [4, 4]
@@ -438,7 +432,7 @@ def test_experts_of_a_stage_are_numbered_by_the_stage(tmp_path: Path) -> None:
     assert all(name.startswith("3.") for name in content_of(tag / "layer_1_expert_2_mp_rank_00_model_states.pt"))
 
 
-def test_experts_of_other_stages_are_split_into_groups_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_other_stages_are_split_into_groups_by_size(tmp_path, monkeypatch):
     """DeepSpeed splits a stage's experts where a rank has too many: those of one stage here, not those of two."""
     monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 400)
     layers = {"pipeline_layers": EXPERT_LAYERS, "partition_method": "uniform"}
@@ -453,7 +447,7 @@ def test_experts_of_other_stages_are_split_into_groups_by_size(tmp_path: Path, m
     assert names_of(tag_of(tmp_path / "back"), 0) == names_of(one, 0)
 
 
-def test_stages_of_older_versions_are_told_by_names(tmp_path: Path) -> None:
+def test_stages_of_older_versions_are_told_by_names(tmp_path):
     """DeepSpeed 0.16 does not record the degrees, and with experts there are no layer files to tell them."""
     folder = copy(EXPERTS, tmp_path)
     for model in folder.rglob("mp_rank_0?_model_states.pt"):
@@ -462,13 +456,13 @@ def test_stages_of_older_versions_are_told_by_names(tmp_path: Path) -> None:
     assert zckpt.diff(folder, run_of(EXPERTS)).equal
 
 
-def test_a_stage_without_experts_is_refused(tmp_path: Path) -> None:
+def test_a_stage_without_experts_is_refused(tmp_path):
     layers = {"stage_bounds": "0,4,6", "pipeline_layers": EXPERT_LAYERS}
     with refusing(UnsupportedError, "stage 1 would"):
         zckpt.reshard(run_of(EXPERTS), tmp_path / "cut", world_size=1, **layers)
 
 
-def test_experts_lost_from_a_stage_are_named(tmp_path: Path) -> None:
+def test_experts_lost_from_a_stage_are_named(tmp_path):
     folder = copy(EXPERTS, tmp_path)
     next(folder.rglob("layer_0_expert_3_mp_rank_01_model_states.pt")).unlink()
     with refusing(ShardError, "no file holds the weights of expert 3"):
@@ -478,7 +472,7 @@ def test_experts_lost_from_a_stage_are_named(tmp_path: Path) -> None:
 UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "feed.*"), ("4.*", "norm.*")]
 
 
-def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path: Path) -> None:
+def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path):
     done = zckpt.reshard(run_of(PLAIN), tmp_path / "cut", world_size=3, stage=2, rename=UNSTAGED, verify=True)
     assert any("has to list its parameters alike" in note for note in done.notes)
     zckpt.convert(run_of(PLAIN), tmp_path / "made", to="deepspeed", world_size=3, stage=2, rename=UNSTAGED)
@@ -503,15 +497,13 @@ def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path: P
         ("s1_fp32_dp2", {"add_prefix": "model."}, "--pipeline-layers as a pipeline"),
     ],
 )
-def test_other_names_that_make_no_model_are_refused(
-    name: str, options: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_other_names_that_make_no_model_are_refused(name, options, words, tmp_path):
     with refusing((UnsupportedError, UsageError, zckpt.LeftOutError), words):
         cut(run_of(name), tmp_path / "cut", 1, **options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_order_of_endless_ranges_is_not_taken() -> None:
+def test_an_order_of_endless_ranges_is_not_taken():
     """A text of a few kilobytes that would be a list of gigabytes."""
     checkpoint = Checkpoint("source", "zckpt")
     checkpoint.param_groups = [ParamGroup({}, ["0.weight"], {})]

@@ -40,7 +40,7 @@ def loaded(tag: Path, rank: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "stage", "world_size", "degree"), each(FIXED, [1, 3], [1, 3, 7], [1, 2, 4]))
-def test_everything_arrives(name: str, stage: int, world_size: int, degree: int, tmp_path: Path) -> None:
+def test_everything_arrives(name, stage, world_size, degree, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, tensor_parallel_size=degree, stage=stage)
     found, truth = zckpt.open(tag), Truth(FIXTURES / name)
@@ -53,7 +53,7 @@ def test_everything_arrives(name: str, stage: int, world_size: int, degree: int,
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_there_and_back_at_the_same_degree_gives_the_same_files(name: str, tmp_path: Path) -> None:
+def test_there_and_back_at_the_same_degree_gives_the_same_files(name, tmp_path):
     """Also what drifts apart and the rows of the padding: nothing is put together where nothing has to be."""
     original = tag_of(run_of(name))
     cut(run_of(name), tmp_path / "between", 3)
@@ -78,7 +78,7 @@ def test_there_and_back_at_the_same_degree_gives_the_same_files(name: str, tmp_p
     ("degrees", "stage"),
     each([(4, 2), (4, 1), (2, 4), (1, 4), (1, 2), (2, 1), (4, 4), (1, 1)], [1, 2, 3]),
 )
-def test_each_rank_has_what_torch_would_cut(degrees: tuple[int, int], stage: int, tmp_path: Path) -> None:
+def test_each_rank_has_what_torch_would_cut(degrees, stage, tmp_path):
     degree, other = degrees
     run = made(tmp_path, degree)
     tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=other, stage=stage)
@@ -102,7 +102,7 @@ def test_each_rank_has_what_torch_would_cut(degrees: tuple[int, int], stage: int
 
 
 @pytest.mark.parametrize(("between", "stages"), each([1, 2], [(2, 2), (3, 2), (1, 3)]))
-def test_there_and_back_gives_the_same_state(between: int, stages: tuple[int, int], tmp_path: Path) -> None:
+def test_there_and_back_gives_the_same_state(between, stages, tmp_path):
     run = made(tmp_path)
     zckpt.reshard(run, tmp_path / "between", world_size=3, tensor_parallel_size=between, stage=stages[0])
     zckpt.reshard(tmp_path / "between", tmp_path / "stage", world_size=5, stage=stages[1])
@@ -145,7 +145,7 @@ def where_it_drifts(tag: Path, path: Path) -> dict[object, set[int]]:
     raise AssertionError(sliced.DRIFTING)
 
 
-def test_model_files_are_true_of_the_target(tmp_path: Path) -> None:
+def test_model_files_are_true_of_the_target(tmp_path):
     tag = cut(made(tmp_path), tmp_path / "cut", 3, tensor_parallel_size=2)
     for rank in range(2):
         content = content_of(tag / f"mp_rank_{rank:02d}_model_states.pt")
@@ -158,7 +158,7 @@ def test_model_files_are_true_of_the_target(tmp_path: Path) -> None:
         assert content["frozen_param_shapes"] == {"frozen.column": (4, 3), "frozen.norm": (3,)}
 
 
-def test_widths_of_parts_are_those_of_the_target(tmp_path: Path) -> None:
+def test_widths_of_parts_are_those_of_the_target(tmp_path):
     """Without them, version 0.4 of DeepSpeed's own converter refuses; those of another degree would be wrong."""
     widths = {r"layer\.qkv\.weight$": [[4] * 4, [2] * 4, [1] * 4]}
     run = made(tmp_path, rules=sliced.RULES | {"sub_param_shard_widths": widths})
@@ -169,7 +169,7 @@ def test_widths_of_parts_are_those_of_the_target(tmp_path: Path) -> None:
     assert_same(zckpt.open(tag).read("layer.qkv.weight", "exp_avg"), sliced.whole("layer.qkv.weight", "exp_avg"), "")
 
 
-def test_tied_head_of_every_rank_is_tied(tmp_path: Path) -> None:
+def test_tied_head_of_every_rank_is_tied(tmp_path):
     """DeepSpeed lets the first rank alone say what is tied; on the others it is no frozen parameter for that."""
     tag = cut(made(tmp_path), tmp_path / "cut", 3)
     for rank in range(4):
@@ -180,14 +180,14 @@ def test_tied_head_of_every_rank_is_tied(tmp_path: Path) -> None:
 # --- the vocabulary's padding
 
 
-def test_padding_rows_keep_their_values(tmp_path: Path) -> None:
+def test_padding_rows_keep_their_values(tmp_path):
     tag = cut(made(tmp_path), tmp_path / "cut", 3, tensor_parallel_size=2)
     rows = torch.cat([loaded(tag, rank)["embedding.weight"] for rank in range(2)])
     assert torch.equal(rows, sliced.whole("embedding.weight", "master"))
     assert rows[sliced.VOCABULARY :].abs().sum() > 0
 
 
-def test_tp1_keeps_its_padding_rows(tmp_path: Path) -> None:
+def test_tp1_keeps_its_padding_rows(tmp_path):
     """A training that was never sliced may have a padded vocabulary all the same, and its model expects it."""
     edits = {"original_vocab_size": 30, "vocabulary_parameter_patterns": ["emb.weight"]}
     run = tmp_path / "source"
@@ -213,7 +213,7 @@ def test_tp1_keeps_its_padding_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("degree", "rows"), [(1, 37), (1, 40), (1, 64), (2, 38), (4, 40), (4, 128)])
-def test_padded_size_is_as_asked(degree: int, rows: int, tmp_path: Path) -> None:
+def test_padded_size_is_as_asked(degree, rows, tmp_path):
     options = {"tensor_parallel_size": degree, "padded_vocab_size": rows}
     tag = cut(made(tmp_path), tmp_path / "cut", 3, **options)
     found = torch.cat([loaded(tag, rank)["embedding.weight"] for rank in range(degree)])
@@ -232,7 +232,7 @@ def test_padded_size_is_as_asked(degree: int, rows: int, tmp_path: Path) -> None
             assert torch.equal(loaded(tag, rank)[sliced.DRIFTING], sliced.local(sliced.DRIFTING, "master", rank, 4))
 
 
-def test_rows_are_added_where_they_do_not_divide(tmp_path: Path) -> None:
+def test_rows_are_added_where_they_do_not_divide(tmp_path):
     run = made(tmp_path)
     zckpt.reshard(run, tmp_path / "one", world_size=2, tensor_parallel_size=1, padded_vocab_size=37)
     tag = cut(tmp_path / "one", tmp_path / "two", 2, tensor_parallel_size=2)
@@ -240,7 +240,7 @@ def test_rows_are_added_where_they_do_not_divide(tmp_path: Path) -> None:
     assert loaded(tag, 1)["embedding.weight"][-1].tolist() == [0] * 6
 
 
-def test_stage_3_pads_as_well(tmp_path: Path) -> None:
+def test_stage_3_pads_as_well(tmp_path):
     options = {"stage": 3, "tensor_parallel_size": 2, "padded_vocab_size": 64}
     zckpt.reshard(made(tmp_path), tmp_path / "three", world_size=3, **options)
     tag = cut(tmp_path / "three", tmp_path / "one", 2, tensor_parallel_size=1, stage=1)
@@ -251,7 +251,7 @@ def test_stage_3_pads_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [36, 39, 0, -4])
-def test_padded_size_that_cannot_be(rows: int, tmp_path: Path) -> None:
+def test_padded_size_that_cannot_be(rows, tmp_path):
     with refusing(UsageError, "padded size"):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tensor_parallel_size=2, padded_vocab_size=rows)
     assert not (tmp_path / "cut").exists()
@@ -267,7 +267,7 @@ def rules_file(tmp_path: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("other", [1, 2, 4])
-def test_rules_from_a_file(other: int, tmp_path: Path) -> None:
+def test_rules_from_a_file(other, tmp_path):
     run = made(tmp_path, rules=None)
     tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=other, tp_rules=rules_file(tmp_path))
     found = zckpt.open(tag)
@@ -279,7 +279,7 @@ def test_rules_from_a_file(other: int, tmp_path: Path) -> None:
     assert info["parameter_with_sub_params"] == sliced.RULES["parameter_with_sub_params"]  # tuples, as DeepSpeed asks
 
 
-def test_file_is_used_instead_of_the_checkpoints_own(tmp_path: Path) -> None:
+def test_file_is_used_instead_of_the_checkpoints_own(tmp_path):
     wrong = sliced.RULES["parameter_with_row_parallelism_patterns"] + [r"layer\.column"]
     run = made(tmp_path, rules=sliced.RULES | {"parameter_with_row_parallelism_patterns": wrong})
     with refusing(LayoutError, r"layer\.column\.bias"):
@@ -290,13 +290,13 @@ def test_file_is_used_instead_of_the_checkpoints_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("degree", [None, 1, 2, 4])
-def test_without_rules_slices_are_refused(degree: int | None, tmp_path: Path) -> None:
+def test_without_rules_slices_are_refused(degree, tmp_path):
     with refusing(UnsupportedError, r"17 parameters \(embedding.weight, layer.qkv.weight, .*no rules"):
         zckpt.reshard(made(tmp_path, rules=None), tmp_path / "cut", world_size=3, tensor_parallel_size=degree)
     assert not (tmp_path / "cut").exists()
 
 
-def test_without_rules_nothing_is_sliced(tmp_path: Path) -> None:
+def test_without_rules_nothing_is_sliced(tmp_path):
     with refusing(UnsupportedError, r"emb\.weight.*no rules how to cut"):
         zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
     with refusing(UnsupportedError, "which parameters every rank has whole"):
@@ -304,14 +304,14 @@ def test_without_rules_nothing_is_sliced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parameter_that_does_not_divide_is_named(tmp_path: Path) -> None:
+def test_parameter_that_does_not_divide_is_named(tmp_path):
     with refusing(LayoutError, r"layer\.qkv\.weight cannot be cut for 3"):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tensor_parallel_size=3)
     assert not (tmp_path / "cut").exists()
 
 
 @pytest.mark.parametrize("missing", [r".*\.norm", "scale$"])
-def test_copies_that_no_rule_names_are_noticed(missing: str, tmp_path: Path) -> None:
+def test_copies_that_no_rule_names_are_noticed(missing, tmp_path):
     """In shapes alone, two copies of a norm are slices of one twice as long."""
     patterns = [pattern for pattern in sliced.RULES["tp_replicated_parameter_patterns"] if pattern != missing]
     run = made(tmp_path, rules=sliced.RULES | {"tp_replicated_parameter_patterns": patterns})
@@ -320,7 +320,7 @@ def test_copies_that_no_rule_names_are_noticed(missing: str, tmp_path: Path) -> 
     assert not (tmp_path / "cut").exists()
 
 
-def test_copies_that_differ_are_noticed(tmp_path: Path) -> None:
+def test_copies_that_differ_are_noticed(tmp_path):
     patterns = [*sliced.RULES["tp_replicated_parameter_patterns"], ".*drifting"]
     run = made(tmp_path, rules=sliced.RULES | {"tp_replicated_parameter_patterns": patterns})
     with refusing(WeightMismatchError, r"layer\.drifting\.weight differs"):
@@ -346,7 +346,7 @@ def test_copies_that_differ_are_noticed(tmp_path: Path) -> None:
         (" " * (1 << 21), "too large"),
     ],
 )
-def test_rules_that_cannot_be_used(text: str, words: str, tmp_path: Path) -> None:
+def test_rules_that_cannot_be_used(text, words, tmp_path):
     path = tmp_path / "rules.json"
     path.write_text(text)
     with refusing(UsageError, words):
@@ -355,7 +355,7 @@ def test_rules_that_cannot_be_used(text: str, words: str, tmp_path: Path) -> Non
         zckpt.reshard(tmp_path / "source", tmp_path / "cut", world_size=2, tp_rules=tmp_path / "no")
 
 
-def test_padded_size_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_padded_size_without_a_vocabulary_is_refused(tmp_path):
     rules = rules_file(tmp_path, vocabulary_parameter_patterns=[])
     with refusing(UsageError, "a padded size does not apply"):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, padded_vocab_size=40, tp_rules=rules)
@@ -365,7 +365,7 @@ def test_padded_size_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
 # --- what ranks saved for themselves
 
 
-def test_what_differs_between_slices_is_named(tmp_path: Path) -> None:
+def test_what_differs_between_slices_is_named(tmp_path):
     run = made(tmp_path)
     done = zckpt.reshard(run, tmp_path / "two", world_size=2, tensor_parallel_size=2)
     assert done.notes == ("rng_state differs between model-parallel ranks: mp_rank 0's is carried to all",)

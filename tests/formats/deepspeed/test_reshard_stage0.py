@@ -29,7 +29,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_everything_but_the_number_of_ranks_stays(name: str, tmp_path: Path) -> None:
+def test_everything_but_the_number_of_ranks_stays(name, tmp_path):
     written = zckpt.reshard(run_of(name), tmp_path / "cut", world_size=6, verify=True)
     assert any("stage 0" in note for note in written.notes)
     before, after = run_of(name) / "global_step5", tmp_path / "cut" / "global_step5"
@@ -50,12 +50,12 @@ def test_everything_but_the_number_of_ranks_stays(name: str, tmp_path: Path) -> 
     assert zckpt.open(tmp_path / "cut").topology.dp == 6
 
 
-def test_a_tag_comes_out_as_a_tag(tmp_path: Path) -> None:
+def test_a_tag_comes_out_as_a_tag(tmp_path):
     zckpt.reshard(run_of("s0_bf16_dp2") / "global_step5", tmp_path / "tag", world_size=1)
     assert [path.name for path in (tmp_path / "tag").iterdir()] == ["mp_rank_00_model_states.pt"]
 
 
-def test_slices_of_what_is_trained_are_not_frozen(tmp_path: Path) -> None:
+def test_slices_of_what_is_trained_are_not_frozen(tmp_path):
     rules = tmp_path / "rules.json"
     rules.write_text('{"tp_replicated_parameter_patterns": [".*"]}')
     whole = zckpt.open(run_of("s0_bf16_dp2"), tp_rules=rules)
@@ -65,7 +65,7 @@ def test_slices_of_what_is_trained_are_not_frozen(tmp_path: Path) -> None:
     assert before == after != set(whole.parameters)
 
 
-def test_other_changes_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_changes_are_refused_by_name(tmp_path):
     for options in ({"stage": 1}, {"elastic": True}):
         with refusing(zckpt.UnsupportedError, next(iter(options))):
             zckpt.reshard(run_of("s0_fp32_dp2"), tmp_path / "cut", world_size=2, **options)
@@ -88,7 +88,7 @@ KEYED = [name.replace("0.weight", "tied_modules.embed.weight") for name in NUMBE
 LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
 
 
-def test_a_list_of_layers_tells_the_key_of_a_tied_one(tmp_path: Path) -> None:
+def test_a_list_of_layers_tells_the_key_of_a_tied_one(tmp_path):
     """No file of stage 0 has it: under the number of its layer it would be no tied one for ZeRO-1."""
     how: dict[str, Any] = {"to": "deepspeed", "stage": 1, "world_size": 2, "pipeline_layers": LAYERS, "verify": True}
     written = zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", names=NUMBERED, **how)
@@ -98,7 +98,7 @@ def test_a_list_of_layers_tells_the_key_of_a_tied_one(tmp_path: Path) -> None:
         assert (tmp_path / "cut" / "global_step5" / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_stage_in_float32_may_train_nothing(tmp_path: Path) -> None:
+def test_a_stage_in_float32_may_train_nothing(tmp_path):
     """DeepSpeed takes param groups without parameters from the optimizer of such a stage."""
     run, how = run_of("pp2_s0_fp32_dp2"), {"world_size": 2, "names": KEYED, "pipeline_layers": LAYERS, "verify": True}
     zckpt.reshard(run, tmp_path / "cut", stage_bounds="0,2,3,6", **how)
@@ -109,7 +109,7 @@ def test_a_stage_in_float32_may_train_nothing(tmp_path: Path) -> None:
     assert zckpt.diff(zckpt.open(run, names=KEYED), zckpt.open(tmp_path / "back", names=KEYED)).equal
 
 
-def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path: Path) -> None:
+def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path):
     with refusing(zckpt.LeftOutError, "--names FILE may tell what they are"):
         zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "dcp", to="dcp")
 
@@ -132,7 +132,7 @@ def moments(checkpoint: Any) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name, "exp_avg") for name in sorted(checkpoint.parameters)}
 
 
-def test_one_group_in_the_models_order_tells_its_names_tied_layers_too(tmp_path: Path) -> None:
+def test_one_group_in_the_models_order_tells_its_names_tied_layers_too(tmp_path):
     """As of `module.parameters()`: shapes leave one way to read it, and the layers of each stage follow from that."""
     run = Path(shutil.copytree(run_of("pp2_s0_fp32_dp2"), tmp_path / "run"))
     _list_anew(run, [[[0, 2, 3, 4, 1, 5]], [[0, 1, 3, 2, 4, 5]]])
@@ -141,7 +141,7 @@ def test_one_group_in_the_models_order_tells_its_names_tied_layers_too(tmp_path:
     assert same(moments(found), moments(zckpt.open(run_of("pp2_s0_fp32_dp2"), names=NUMBERED)))
 
 
-def test_two_groups_that_are_sorted_or_not_leave_files_that_nothing_tells_apart(tmp_path: Path) -> None:
+def test_two_groups_that_are_sorted_or_not_leave_files_that_nothing_tells_apart(tmp_path):
     """A norm's weight and bias, and another bias, have one shape: which is which is in the program only."""
     run = Path(shutil.copytree(run_of("pp2_s0_fp32_dp2"), tmp_path / "run"))
     _list_anew(run, [[[0, 1], [2, 5, 4, 3]], [[0, 1, 2], [3, 4, 5]]])
@@ -155,7 +155,7 @@ def test_two_groups_that_are_sorted_or_not_leave_files_that_nothing_tells_apart(
         assert "is not certain" in zckpt.open(one).warnings[0]
 
 
-def test_names_that_torch_recorded_are_those_of_a_stage(tmp_path: Path) -> None:
+def test_names_that_torch_recorded_are_those_of_a_stage(tmp_path):
     """As of an optimizer made of `named_parameters()`; the target has them, too, and none is taken that cannot be."""
     run = tmp_path / "run"
     shutil.copytree(run_of("pp2_s0_fp32_dp2"), run)

@@ -64,7 +64,7 @@ def refusal(kind: type[ZckptError], *arguments: Any, **options: Any) -> str:
 @pytest.mark.parametrize(
     "name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4", "s1_fp32_dp4_sgdm", "ds0145_s2_bf16_dp4"]
 )
-def test_missing_ranks_are_named(name: str, ranks: list[int], tmp_path: Path) -> None:
+def test_missing_ranks_are_named(name, ranks, tmp_path):
     tag = copy(name, tmp_path)
     for rank in ranks:
         optimizer_file(tag, rank).unlink()
@@ -75,20 +75,20 @@ def test_missing_ranks_are_named(name: str, ranks: list[int], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ranks", [[1], [2, 3], [0]])
-def test_missing_model_files_of_stage_3_are_named(ranks: list[int], tmp_path: Path) -> None:
+def test_missing_model_files_of_stage_3_are_named(ranks, tmp_path):
     tag = copy("s3_bf16_dp4", tmp_path)
     for rank in ranks:
         model_file(tag, rank).unlink()
     assert re.search(rf"ranks? {', '.join(map(str, ranks))}:", refusal(ShardError, tag))
 
 
-def test_missing_model_file_is_named(tmp_path: Path) -> None:
+def test_missing_model_file_is_named(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     model_file(tag).unlink()
     assert "mp_rank_00_model_states.pt" in refusal(ShardError, tag)
 
 
-def test_no_optimizer_file_at_all_names_every_rank(tmp_path: Path) -> None:
+def test_no_optimizer_file_at_all_names_every_rank(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     for rank in (0, 1):
         optimizer_file(tag, rank).unlink()
@@ -96,14 +96,14 @@ def test_no_optimizer_file_at_all_names_every_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mp_rank", [0, 1])
-def test_missing_tensor_parallel_rank_is_named(mp_rank: int, tmp_path: Path) -> None:
+def test_missing_tensor_parallel_rank_is_named(mp_rank, tmp_path):
     tag = copy("tp2_s1_bf16_dp2", tmp_path)
     for path in tag.glob(f"*mp_rank_{mp_rank:02d}_*"):
         path.unlink()
     assert re.search(rf"model-parallel ranks? {mp_rank}\b", refusal(ShardError, tag))
 
 
-def test_missing_data_parallel_rank_of_a_tensor_parallel_rank_is_named_with_both(tmp_path: Path) -> None:
+def test_missing_data_parallel_rank_of_a_tensor_parallel_rank_is_named_with_both(tmp_path):
     tag = copy("tp2_s1_bf16_dp2", tmp_path)
     optimizer_file(tag, 0, mp_rank=1).unlink()
     text = refusal(ShardError, tag)
@@ -112,7 +112,7 @@ def test_missing_data_parallel_rank_of_a_tensor_parallel_rank_is_named_with_both
 
 
 @pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2"])
-def test_missing_expert_is_named(name: str, tmp_path: Path) -> None:
+def test_missing_expert_is_named(name, tmp_path):
     tag = copy(name, tmp_path)
     (tag / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
     assert re.search(r"expert.* 2\b", refusal(ShardError, tag))
@@ -126,14 +126,14 @@ def test_missing_expert_is_named(name: str, tmp_path: Path) -> None:
         ("pp2_tp2_s1_bf16_dp1", "layer_02-model_01-model_states.pt", "2."),
     ],
 )
-def test_missing_layer_of_a_pipeline_is_named(name: str, file: str, lost: str, tmp_path: Path) -> None:
+def test_missing_layer_of_a_pipeline_is_named(name, file, lost, tmp_path):
     """Its masters are in the optimizer's files; its buffers, among others, are nowhere else."""
     tag = copy(name, tmp_path)
     (tag / file).unlink()
     assert f"no layer's file has {lost}" in refusal(ShardError, tag)
 
 
-def test_directory_without_files_is_no_checkpoint(tmp_path: Path) -> None:
+def test_directory_without_files_is_no_checkpoint(tmp_path):
     with refusing(SourceError, "no checkpoint recognised"):
         zckpt.open(tmp_path)
 
@@ -151,7 +151,7 @@ def limited(tag: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("size", [0, -1, 10**9, 1 << 40, 1 << 70])
-def test_number_of_ranks_that_cannot_be_is_refused(size: int, tmp_path: Path) -> None:
+def test_number_of_ranks_that_cannot_be_is_refused(size, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     edit(model_file(tag), lambda content: content.update(dp_world_size=size))
     for rank in (0, 1):
@@ -165,7 +165,7 @@ def test_number_of_ranks_that_cannot_be_is_refused(size: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("size", [10**9, 1 << 70])
-def test_number_of_model_parallel_ranks_that_cannot_be_is_refused(size: int, tmp_path: Path) -> None:
+def test_number_of_model_parallel_ranks_that_cannot_be_is_refused(size, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     edit(model_file(tag), lambda content: content.update(mp_world_size=size))
     done = limited(tag)
@@ -176,7 +176,7 @@ def test_number_of_model_parallel_ranks_that_cannot_be_is_refused(size: int, tmp
 # --- several roots
 
 
-def test_two_roots_are_merged(tmp_path: Path) -> None:
+def test_two_roots_are_merged(tmp_path):
     tag = copy("s3_bf16_dp4", tmp_path)
     node = tmp_path / "node" / tag.name
     node.mkdir(parents=True)
@@ -193,7 +193,7 @@ def test_two_roots_are_merged(tmp_path: Path) -> None:
         assert torch.equal(model[name], value)
 
 
-def test_root_may_be_the_run_or_the_tag_directory_of_the_other_node(tmp_path: Path) -> None:
+def test_root_may_be_the_run_or_the_tag_directory_of_the_other_node(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     node = tmp_path / "node" / tag.name
     node.mkdir(parents=True)
@@ -203,7 +203,7 @@ def test_root_may_be_the_run_or_the_tag_directory_of_the_other_node(tmp_path: Pa
         assert zckpt.open(source, roots=[root]).topology.dp == 2
 
 
-def test_rank_that_two_roots_have_is_named(tmp_path: Path) -> None:
+def test_rank_that_two_roots_have_is_named(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     other = Path(shutil.copytree(tag.parent, tmp_path / "other"))
     model_file(other / tag.name).unlink()
@@ -215,21 +215,21 @@ def test_rank_that_two_roots_have_is_named(tmp_path: Path) -> None:
     assert str(other) in text
 
 
-def test_rank_that_is_there_under_two_names_is_named(tmp_path: Path) -> None:
+def test_rank_that_is_there_under_two_names_is_named(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     shard = optimizer_file(tag, 1)
     shutil.copy(shard, shard.with_name(shard.name.removeprefix("bf16_")))
     assert "rank 1" in refusal(ShardError, tag)
 
 
-def test_the_same_file_reached_twice_is_no_duplicate(tmp_path: Path) -> None:
+def test_the_same_file_reached_twice_is_no_duplicate(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     link = tmp_path / "link"
     link.symlink_to(tag.parent)
     assert zckpt.open(tag.parent, roots=[tag.parent, link]).topology.dp == 2
 
 
-def test_files_that_are_links_are_followed(tmp_path: Path) -> None:
+def test_files_that_are_links_are_followed(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     for path in list(tag.iterdir()):
         blob = path.rename(tmp_path / f"blob-{path.name}")
@@ -241,7 +241,7 @@ def test_files_that_are_links_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("larger", ["s2_bf16_dp4"])
-def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger: str, tmp_path: Path) -> None:
+def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     for rank in (2, 3):
         shutil.copy(optimizer_file(FIXTURES / larger / "global_step5", rank), tag)
@@ -250,7 +250,7 @@ def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger: str, t
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
 
 
-def test_rank_of_another_world_size_in_the_place_of_one_is_named(tmp_path: Path) -> None:
+def test_rank_of_another_world_size_in_the_place_of_one_is_named(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     shutil.copy(optimizer_file(FIXTURES / "s2_bf16_dp4" / "global_step5", 1), optimizer_file(tag, 1))
     text = refusal(ShardError, tag)
@@ -259,7 +259,7 @@ def test_rank_of_another_world_size_in_the_place_of_one_is_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_file_of_an_earlier_step_is_named(rank: int, tmp_path: Path) -> None:
+def test_file_of_an_earlier_step_is_named(rank, tmp_path):
     tag = copy("s2_bf16_dp2_multitag", tmp_path)
     shutil.copy(optimizer_file(tag.parent / "global_step3", rank), tag)
     text = refusal(ShardError, tag)
@@ -270,7 +270,7 @@ def test_file_of_an_earlier_step_is_named(rank: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4"])
-def test_rank_with_another_step_is_named_among_many(name: str, rank: int, tmp_path: Path) -> None:
+def test_rank_with_another_step_is_named_among_many(name, rank, tmp_path):
     tag = copy(name, tmp_path)
 
     def one_step_back(content: dict[str, Any]) -> None:
@@ -285,21 +285,21 @@ def test_rank_with_another_step_is_named_among_many(name: str, rank: int, tmp_pa
     assert "4" in text.split("found")[1]
 
 
-def test_all_optimizer_files_of_an_earlier_step_than_the_model_are_an_error(tmp_path: Path) -> None:
+def test_all_optimizer_files_of_an_earlier_step_than_the_model_are_an_error(tmp_path):
     tag = copy("s2_bf16_dp2_multitag", tmp_path)
     for rank in (0, 1):
         shutil.copy(optimizer_file(tag.parent / "global_step3", rank), tag)
     refusal(SourceError, tag)
 
 
-def test_model_file_of_another_step_in_stage_3_is_named(tmp_path: Path) -> None:
+def test_model_file_of_another_step_in_stage_3_is_named(tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     edit(model_file(tag, 1), lambda content: content.update(global_steps=4))
     assert "rank 1" in refusal(ShardError, tag)
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_sgdm", "s2_bf16_dp2_lion"])
-def test_stale_rank_without_a_step_is_found_by_the_weights(name: str, tmp_path: Path) -> None:
+def test_stale_rank_without_a_step_is_found_by_the_weights(name, tmp_path):
     tag = copy(name, tmp_path)
 
     def drift(content: dict[str, Any]) -> None:
@@ -314,7 +314,7 @@ def test_stale_rank_without_a_step_is_found_by_the_weights(name: str, tmp_path: 
     assert "--no-weight-check" in text
 
 
-def test_no_weight_check_takes_a_stale_rank_as_it_is(tmp_path: Path) -> None:
+def test_no_weight_check_takes_a_stale_rank_as_it_is(tmp_path):
     tag = copy("s2_bf16_dp2_sgdm", tmp_path)
 
     def drift(content: dict[str, Any]) -> None:
@@ -331,7 +331,7 @@ def test_no_weight_check_takes_a_stale_rank_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("position", ["first", "last"])
 @pytest.mark.parametrize("parameter", sorted(Truth(FIXTURES / "s2_bf16_dp4").masters))
-def test_weight_check_samples_every_parameter(parameter: str, position: str, tmp_path: Path) -> None:
+def test_weight_check_samples_every_parameter(parameter, position, tmp_path):
     """An element at either end of any parameter that does not fit is found, whatever rank holds it."""
     tag = copy("s2_bf16_dp4", tmp_path)
 
@@ -354,7 +354,7 @@ def test_weight_check_samples_every_parameter(parameter: str, position: str, tmp
         "moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2",
     ],
 )  # fmt: skip
-def test_swapped_ranks_are_refused(name: str, tmp_path: Path) -> None:
+def test_swapped_ranks_are_refused(name, tmp_path):
     tag = copy(name, tmp_path)
     first, second = optimizer_file(tag, 0), optimizer_file(tag, 1)
     aside = first.rename(tmp_path / "aside")
@@ -363,7 +363,7 @@ def test_swapped_ranks_are_refused(name: str, tmp_path: Path) -> None:
     refusal(SourceError, tag)
 
 
-def test_param_shapes_in_another_order_are_refused(tmp_path: Path) -> None:
+def test_param_shapes_in_another_order_are_refused(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
     def swap(content: dict[str, Any]) -> None:
@@ -377,7 +377,7 @@ def test_param_shapes_in_another_order_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp4", "s1_fp32_dp3", "s2_bf16_dp2_palign"])
-def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name: str, tmp_path: Path) -> None:
+def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name, tmp_path):
     tag = copy(name, tmp_path)
     chosen = []
 
@@ -394,11 +394,11 @@ def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name: str, tmp_pat
     assert str(optimizer_file(tag, 1)) in text
 
 
-def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes(tmp_path: Path) -> None:
+def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes(tmp_path):
     assert_still_the_truth(copy("s2_bf16_dp2_rr", tmp_path), "s2_bf16_dp2_rr", tmp_path)
 
 
-def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weights(tmp_path: Path) -> None:
+def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weights(tmp_path):
     tag = copy("s2_bf16_dp2_rr", tmp_path)
     edit(model_file(tag), lambda content: content["param_shapes"][0].move_to_end("fc1.weight"))
     refusal(WeightMismatchError, tag)
@@ -406,7 +406,7 @@ def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weight
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("change", [-2, 2, 1000])
-def test_wrong_padding_is_refused(change: int, rank: int, tmp_path: Path) -> None:
+def test_wrong_padding_is_refused(change, rank, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
     def pad(content: dict[str, Any]) -> None:
@@ -418,7 +418,7 @@ def test_wrong_padding_is_refused(change: int, rank: int, tmp_path: Path) -> Non
     assert "padding" in text
 
 
-def test_partition_that_is_too_short_is_refused(tmp_path: Path) -> None:
+def test_partition_that_is_too_short_is_refused(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
     def shorten(content: dict[str, Any]) -> None:
@@ -430,7 +430,7 @@ def test_partition_that_is_too_short_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2"])
-def test_optimizer_state_that_is_too_short_is_refused(name: str, tmp_path: Path) -> None:
+def test_optimizer_state_that_is_too_short_is_refused(name, tmp_path):
     tag = copy(name, tmp_path)
 
     def shorten(content: dict[str, Any]) -> None:
@@ -444,7 +444,7 @@ def test_optimizer_state_that_is_too_short_is_refused(name: str, tmp_path: Path)
         zckpt.consolidate(tag, tmp_path / "m.safetensors", slots="all")
 
 
-def test_masters_may_be_stored_without_their_padding(tmp_path: Path) -> None:
+def test_masters_may_be_stored_without_their_padding(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
     def clone(content: dict[str, Any]) -> None:
@@ -456,7 +456,7 @@ def test_masters_may_be_stored_without_their_padding(tmp_path: Path) -> None:
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
 
 
-def test_shards_of_stage_3_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+def test_shards_of_stage_3_that_do_not_add_up_are_refused(tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
         edit(model_file(tag, rank), lambda content: content["param_shapes"][0].update(odd3d=torch.Size([1, 1, 9])))
@@ -477,7 +477,7 @@ CUTS = [0.0, 0.0001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.9999]
     ("path", "cut"),
     pairwise([f"{n} {f}" for n in ("s2_bf16_dp2", "s3_bf16_dp2", "moe_ep1_s2_bf16_dp2") for f in files_of(n)], CUTS),
 )
-def test_truncated_file_is_named(path: str, cut: float, tmp_path: Path) -> None:
+def test_truncated_file_is_named(path, cut, tmp_path):
     name, file = path.split()
     tag = copy(name, tmp_path)
     size = (tag / file).stat().st_size
@@ -485,7 +485,7 @@ def test_truncated_file_is_named(path: str, cut: float, tmp_path: Path) -> None:
     assert str(tag / file) in refusal(SourceError, tag)
 
 
-def test_file_that_grew_is_named_or_still_right(tmp_path: Path) -> None:
+def test_file_that_grew_is_named_or_still_right(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     with optimizer_file(tag, 0).open("ab") as file:
         file.write(bytes(100_000))
@@ -497,7 +497,7 @@ FLIPS = [pytest.param(50, id="some"), pytest.param(400, id="many", marks=pytest.
 
 @pytest.mark.parametrize("flips", FLIPS)
 @pytest.mark.parametrize("file", files_of("s2_bf16_dp2"))
-def test_flipped_bytes_are_an_error_or_do_no_harm(file: str, flips: int, tmp_path: Path) -> None:
+def test_flipped_bytes_are_an_error_or_do_no_harm(file, flips, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     whole = (tag / file).read_bytes()
     generator = random.Random(file)
@@ -518,7 +518,7 @@ def test_flipped_bytes_are_an_error_or_do_no_harm(file: str, flips: int, tmp_pat
 
 @pytest.mark.parametrize("flips", FLIPS)
 @pytest.mark.parametrize("file", files_of("s3_bf16_dp2"))
-def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file: str, flips: int, tmp_path: Path) -> None:
+def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file, flips, tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     whole = (tag / file).read_bytes()
     begin = whole.index(b"data.pkl")
@@ -532,7 +532,7 @@ def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file: str, flips
 
 
 @pytest.mark.parametrize("content", [{}, [], None, 3, {"module": None}, {"module": {}}, {"module": {"a": 1}}])
-def test_model_file_with_something_else_in_it_is_refused(content: object, tmp_path: Path) -> None:
+def test_model_file_with_something_else_in_it_is_refused(content, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     torch.save(content, model_file(tag))
     refusal(SourceError, tag)
@@ -547,7 +547,7 @@ OTHER = [None, [], {}, "x", -1, [None], [[]], {"state": {}}, [torch.zeros(())], 
 
 @pytest.mark.parametrize("value", OTHER, ids=[repr(v)[:20] for v in OTHER])
 @pytest.mark.parametrize("key", KEYS)
-def test_optimizer_entry_of_another_kind_is_an_error_or_does_no_harm(key: str, value: object, tmp_path: Path) -> None:
+def test_optimizer_entry_of_another_kind_is_an_error_or_does_no_harm(key, value, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     edit(optimizer_file(tag, 0), lambda content: content["optimizer_state_dict"].update({key: value}))
     unharmed_or_refused(tag, "s2_bf16_dp2", tmp_path)
@@ -561,9 +561,7 @@ MODEL_ENTRIES = [
 
 
 @pytest.mark.parametrize(("name", "key", "value"), pairwise(["s2_bf16_dp2", "s3_bf16_dp2"], MODEL_ENTRIES, OTHER))
-def test_model_entry_of_another_kind_is_an_error_or_does_no_crash(
-    name: str, key: str, value: object, tmp_path: Path
-) -> None:
+def test_model_entry_of_another_kind_is_an_error_or_does_no_crash(name, key, value, tmp_path):
     tag = copy(name, tmp_path)
     edit(model_file(tag, 0 if name.startswith("s3") else None), lambda content: content.update({key: value}))
     outcome(
@@ -586,7 +584,7 @@ def unharmed_or_refused(tag: Path, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("world", [5, 11, 12, 101])
-def test_ranks_are_sorted_as_numbers(world: int, tmp_path: Path) -> None:
+def test_ranks_are_sorted_as_numbers(world, tmp_path):
     tag = copy("s2_bf16_dp1", tmp_path)
     recut(tag, world)
     opened = zckpt.open(tag)
@@ -595,7 +593,7 @@ def test_ranks_are_sorted_as_numbers(world: int, tmp_path: Path) -> None:
     assert_still_the_truth(tag, "s2_bf16_dp1", tmp_path)
 
 
-def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
+def test_many_missing_ranks_are_counted(tmp_path):
     tag = copy("s2_bf16_dp1", tmp_path)
     recut(tag, 40)
     for rank in range(5, 40):
@@ -613,7 +611,7 @@ def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
         ("bf16_", ""),
     ],
 )
-def test_old_names_are_known(old: str, new: str, tmp_path: Path) -> None:
+def test_old_names_are_known(old, new, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     for rank in (0, 1):
         path = optimizer_file(tag, rank)
@@ -621,14 +619,14 @@ def test_old_names_are_known(old: str, new: str, tmp_path: Path) -> None:
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
 
 
-def test_prefixes_may_be_mixed(tmp_path: Path) -> None:
+def test_prefixes_may_be_mixed(tmp_path):
     tag = copy("s2_bf16_dp3", tmp_path)
     path = optimizer_file(tag, 1)
     path.rename(path.with_name(path.name.removeprefix("bf16_")))
     assert_still_the_truth(tag, "s2_bf16_dp3", tmp_path)
 
 
-def test_other_files_are_let_be(tmp_path: Path) -> None:
+def test_other_files_are_let_be(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     (tag / "zero_to_fp32.py").write_text("raise SystemExit")
     (tag / "zero_pp_rank_7_mp_rank_00_optim_states.pt.tmp").write_bytes(b"")
@@ -644,7 +642,7 @@ def test_other_files_are_let_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp3", "s1_fp32_dp2", "s2_bf16_dp2_adagrad1g"])
-def test_param_shapes_as_one_dict_of_all_groups(name: str, tmp_path: Path) -> None:
+def test_param_shapes_as_one_dict_of_all_groups(name, tmp_path):
     tag = copy(name, tmp_path)
 
     def join(content: dict[str, Any]) -> None:
@@ -655,7 +653,7 @@ def test_param_shapes_as_one_dict_of_all_groups(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr", "hf_llama_s2_bf16_dp2"])
-def test_without_shared_params_ties_are_told_by_the_storage(name: str, tmp_path: Path) -> None:
+def test_without_shared_params_ties_are_told_by_the_storage(name, tmp_path):
     tag = copy(name, tmp_path)
     edit(model_file(tag), lambda content: content.pop("shared_params"))
     assert_still_the_truth(tag, name, tmp_path)
@@ -665,19 +663,19 @@ def test_without_shared_params_ties_are_told_by_the_storage(name: str, tmp_path:
     "name",
     ["s2_bf16_dp2", "s1_bf16_dp4", "s2_fp32_dp4", "moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"],
 )
-def test_without_param_shapes_the_slice_mappings_give_the_order(name: str, tmp_path: Path) -> None:
+def test_without_param_shapes_the_slice_mappings_give_the_order(name, tmp_path):
     tag = copy(name, tmp_path)
     edit(model_file(tag), lambda content: content.pop("param_shapes"))
     assert_still_the_truth(tag, name, tmp_path)
 
 
-def test_without_param_shapes_round_robin_is_refused(tmp_path: Path) -> None:
+def test_without_param_shapes_round_robin_is_refused(tmp_path):
     tag = copy("s2_bf16_dp2_rr", tmp_path)
     edit(model_file(tag), lambda content: content.pop("param_shapes"))
     assert "round_robin" in refusal(SourceError, tag)
 
 
-def test_without_param_shapes_stage_3_is_refused(tmp_path: Path) -> None:
+def test_without_param_shapes_stage_3_is_refused(tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
         edit(model_file(tag, rank), lambda content: content.pop("param_shapes"))
@@ -685,7 +683,7 @@ def test_without_param_shapes_stage_3_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version"])
-def test_keys_that_older_versions_lack_are_not_needed(key: str, tmp_path: Path) -> None:
+def test_keys_that_older_versions_lack_are_not_needed(key, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     for rank in (0, 1):
         edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"].pop(key, None))
@@ -693,13 +691,13 @@ def test_keys_that_older_versions_lack_are_not_needed(key: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("key", ["buffer_names", "frozen_param_shapes", "dp_world_size", "mp_world_size", "ds_config"])
-def test_model_keys_that_older_versions_lack_are_not_needed(key: str, tmp_path: Path) -> None:
+def test_model_keys_that_older_versions_lack_are_not_needed(key, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     edit(model_file(tag), lambda content: content.pop(key, None))
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
 
 
-def test_partition_count_may_be_one_number(tmp_path: Path) -> None:
+def test_partition_count_may_be_one_number(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     for rank in (0, 1):
         edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"].update(partition_count=2))
@@ -707,7 +705,7 @@ def test_partition_count_may_be_one_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp3", "s2_bf16_dp4"])
-def test_padding_may_be_written_for_the_last_rank_only(name: str, tmp_path: Path) -> None:
+def test_padding_may_be_written_for_the_last_rank_only(name, tmp_path):
     tag = copy(name, tmp_path)
     world = int(name[-1])
     shapes = Truth(FIXTURES / name).facts["shapes"]
@@ -727,7 +725,7 @@ def test_padding_may_be_written_for_the_last_rank_only(name: str, tmp_path: Path
 # --- files of DeepSpeed's `fast` writer
 
 
-def test_files_of_several_writers_are_those_of_the_first(tmp_path: Path) -> None:
+def test_files_of_several_writers_are_those_of_the_first(tmp_path):
     name = "s2_bf16_dp4"
     tag = copy(name, tmp_path)
     for rank in range(4):
@@ -752,7 +750,7 @@ def test_files_of_several_writers_are_those_of_the_first(tmp_path: Path) -> None
     assert "there twice" in refusal(ShardError, tag)
 
 
-def test_empty_files_of_nebula_are_refused_by_name(tmp_path: Path) -> None:
+def test_empty_files_of_nebula_are_refused_by_name(tmp_path):
     tag = copy("s2_bf16_dp4", tmp_path)
     torch.save("", model_file(tag))
     assert "Nebula" in refusal(zckpt.UnsupportedError, tag)

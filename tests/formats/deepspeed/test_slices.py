@@ -109,9 +109,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(case=cases(), data=st.data())
-def test_slices_put_together_and_cut_again(
-    file: Path, case: tuple[Way, int, int, np.ndarray], data: st.DataObject
-) -> None:
+def test_slices_put_together_and_cut_again(file, case, data):
     way, degree, other, whole = case
     slots, content = [], b""
     for values in way.slices(whole, degree):
@@ -140,7 +138,7 @@ def one_run(shape: tuple[int, ...]) -> Slot:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_slice_is_described_in_a_few_spans(dim: int) -> None:
+def test_a_slice_is_described_in_a_few_spans(dim):
     """However many rows a matrix has, its columns over the ranks are a box each, not a run for each row."""
     info = {"parameter_with_row_parallelism_patterns": [".*"]} if dim else {}
     shape = (100_000, 8)
@@ -150,7 +148,7 @@ def test_a_slice_is_described_in_a_few_spans(dim: int) -> None:
         assert len(cut(parameter, rules.cut(NAME, shape, 4), rank).slots["master"].spans) == 1
 
 
-def test_parts_along_rows_stay_few_spans() -> None:
+def test_parts_along_rows_stay_few_spans():
     info = {"parameter_with_sub_params": [{"patterns": [".*"], "shape": [-1, [8, 4, 4]], "partition_dim": 1}]}
     shape = (50_000, 16)
     parameter = Parameter(NAME, shape, "float32", {"master": one_run(shape)})
@@ -174,20 +172,20 @@ def test_parts_along_rows_stay_few_spans() -> None:
         ({"parameter_with_sub_params": [{"patterns": [".*"], "shape": ["x"], "partition_dim": 0}]}, (0,), 1),
     ],
 )
-def test_what_does_not_divide_is_refused_by_name(info: dict[str, object], shape: tuple[int, ...], degree: int) -> None:
+def test_what_does_not_divide_is_refused_by_name(info, shape, degree):
     with refusing(LayoutError, NAME):
         Rules(info, "rules").cut(NAME, shape, degree)
 
 
 @pytest.mark.parametrize("widths", [3, [], [[2], "x"], [[2, 2], [1]], [[-1, 1]], [["2"]], {"a": 1}])
-def test_widths_that_are_none(widths: object) -> None:
+def test_widths_that_are_none(widths):
     sub = [{"patterns": [".*"], "shape": [[4]], "partition_dim": 0}]
     rules = Rules({"parameter_with_sub_params": sub, "sub_param_shard_widths": {".*": widths}}, "rules")
     with refusing(UnsupportedError, NAME):
         rules.rule(NAME, [(2,), (2,)])
 
 
-def test_uneven_widths_are_read_and_cut_evenly(file: Path) -> None:
+def test_uneven_widths_are_read_and_cut_evenly(file):
     """Three heads over two ranks are two and one; three ranks have one each."""
     sub = [{"patterns": [".*"], "shape": [[6, 3]], "partition_dim": 0}]
     rules = Rules({"parameter_with_sub_params": sub, "sub_param_shard_widths": {".*": [[4, 2], [2, 1]]}}, "rules")

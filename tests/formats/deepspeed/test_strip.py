@@ -48,7 +48,7 @@ def optimizer_files(directory: Path) -> list[Any]:
 # --- nothing that counts goes
 
 
-def test_of_files_with_one_tree_one_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_files_with_one_tree_one_is_looked_through(tmp_path, monkeypatch):
     for constant in ("FEWEST_RECORDS", "ENOUGH_RECORDS"):
         monkeypatch.setattr(alike_files, constant, 0)
     read: list[str] = []
@@ -66,7 +66,7 @@ def test_of_files_with_one_tree_one_is_looked_through(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", FLAT + OTHERS)
-def test_every_slot_is_there_without_padding_and_unused_bytes(name: str, tmp_path: Path) -> None:
+def test_every_slot_is_there_without_padding_and_unused_bytes(name, tmp_path):
     source = FIXTURES / name
     done = strip(source, tmp_path / "thin", padding=True, unreferenced=True)
     assert nbytes(source) - nbytes(tmp_path / "thin") == sum(done.saved.values())
@@ -111,7 +111,7 @@ def assert_lean(name: str, files: list[dict[str, Any]]) -> None:
             assert partitions == [len(next(iter(tensors(rigid["state"][i])))) for i in range(len(lengths))]
 
 
-def test_rigid_slots_that_deepspeed_needs_whole_stay_whole_and_a_note_says_why(tmp_path: Path) -> None:
+def test_rigid_slots_that_deepspeed_needs_whole_stay_whole_and_a_note_says_why(tmp_path):
     reasons = {
         "s2_bf16_dp2": "does not load step",
         "s2_bf16_dp2_client": "a scheduler",
@@ -128,7 +128,7 @@ def test_rigid_slots_that_deepspeed_needs_whole_stay_whole_and_a_note_says_why(t
                 assert_same(other, one, name)
 
 
-def test_zero3_keeps_its_padding_and_says_so(tmp_path: Path) -> None:
+def test_zero3_keeps_its_padding_and_says_so(tmp_path):
     done = strip(FIXTURES / "s3_bf16_dp3", tmp_path / "same", padding=True)
     assert done.saved == {}
     assert any("ZeRO-3" in note for note in done.notes)
@@ -138,7 +138,7 @@ def test_zero3_keeps_its_padding_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FLAT + OTHERS)
-def test_model_is_there_without_the_optimizer(name: str, tmp_path: Path) -> None:
+def test_model_is_there_without_the_optimizer(name, tmp_path):
     source, truth = FIXTURES / name, Truth(FIXTURES / name)
     before = zckpt.open(source)
     done = strip(source, tmp_path / "model", optimizer=True)
@@ -158,7 +158,7 @@ def test_model_is_there_without_the_optimizer(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_bf16_dp2_elastic", "s3_bf16_dp3", "s0_bf16_dp2",
                                   "moe_ep2_s2_fp32_dp4", "tp2_s1_bf16_dp2"])  # fmt: skip
-def test_slots_by_name_stay_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_slots_by_name_stay_bit_for_bit(name, tmp_path):
     truth = Truth(FIXTURES / name)
     strip(FIXTURES / name, tmp_path / "some", keep_slots=["exp_avg_sq"])
     some = zckpt.open(tmp_path / "some")
@@ -169,7 +169,7 @@ def test_slots_by_name_stay_bit_for_bit(name: str, tmp_path: Path) -> None:
                 assert_same(some.read(parameter, slot), value, parameter)
 
 
-def test_only_masters_stay(tmp_path: Path) -> None:
+def test_only_masters_stay(tmp_path):
     strip(FIXTURES / "s2_bf16_dp2", tmp_path / "masters", keep_slots=["master"])
     assert [z["base_optimizer_state"]["state"] for z in optimizer_files(tmp_path / "masters")] == [{}, {}]
     truth = Truth(FIXTURES / "s2_bf16_dp2")
@@ -182,7 +182,7 @@ def test_only_masters_stay(tmp_path: Path) -> None:
 # --- what is around the checkpoint
 
 
-def test_other_files_are_copied_and_other_checkpoints_left_out(tmp_path: Path) -> None:
+def test_other_files_are_copied_and_other_checkpoints_left_out(tmp_path):
     run = copy("s2_bf16_dp2_multitag", tmp_path)
     torch.save({"last_epoch": 3}, run / "scheduler.pt")
     (run / "global_step3" / "deep").mkdir()
@@ -196,7 +196,7 @@ def test_other_files_are_copied_and_other_checkpoints_left_out(tmp_path: Path) -
     assert zckpt.open(tmp_path / "thin").step == 3
 
 
-def test_other_checkpoints_are_left_out_where_tags_have_slashes(tmp_path: Path) -> None:
+def test_other_checkpoints_are_left_out_where_tags_have_slashes(tmp_path):
     source, run = copy("s2_bf16_dp2_multitag", tmp_path), tmp_path / "run"
     for tag in ("a/step 5", "a/step 6", "b/step 7", "step 8"):
         shutil.copytree(source / "global_step5", run / tag)
@@ -209,7 +209,7 @@ def test_other_checkpoints_are_left_out_where_tags_have_slashes(tmp_path: Path) 
     assert zckpt.open(tmp_path / "thin").details["tag"] == "a/step 5"
 
 
-def test_shards_of_several_nodes_come_together(tmp_path: Path) -> None:
+def test_shards_of_several_nodes_come_together(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     other = tmp_path / "node1" / "global_step5"
     other.mkdir(parents=True)
@@ -221,13 +221,13 @@ def test_shards_of_several_nodes_come_together(tmp_path: Path) -> None:
     assert_consolidated(tmp_path / "thin", Truth(FIXTURES / "s2_bf16_dp2"), tmp_path)
 
 
-def test_tag_directory_comes_out_as_one(tmp_path: Path) -> None:
+def test_tag_directory_comes_out_as_one(tmp_path):
     strip(FIXTURES / "s2_bf16_dp2" / "global_step5", tmp_path / "thin", padding=True)
     names = {path.name for path in (FIXTURES / "s2_bf16_dp2" / "global_step5").iterdir()}
     assert {path.name for path in (tmp_path / "thin").iterdir()} == names
 
 
-def test_target_inside_the_source_is_refused(tmp_path: Path) -> None:
+def test_target_inside_the_source_is_refused(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     for target in (run, run / "thin", run / "global_step5" / "thin", tmp_path):
         with refusing(UsageError, "the target is"):
@@ -235,7 +235,7 @@ def test_target_inside_the_source_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.iterdir()) == ["global_step5", "latest", "truth.json", "truth.safetensors"]
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_is_refused(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     (run / "loop").symlink_to(run)
     with refusing(SourceError, "link to a directory"):

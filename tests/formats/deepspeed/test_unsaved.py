@@ -18,7 +18,7 @@ from zckpt.errors import ShardError, UnsupportedError
 NAME = "ds0176_s0_bf16_dp2"
 
 
-def test_weights_are_read_and_the_rest_is_said_not_to_be_there() -> None:
+def test_weights_are_read_and_the_rest_is_said_not_to_be_there():
     found = zckpt.open(FIXTURES / NAME)
     content = torch.load(next((FIXTURES / NAME).rglob("mp_rank*")), weights_only=False)
     weights = {name: value for name, value in content["module"].items() if name not in content["buffer_names"]}
@@ -35,7 +35,7 @@ def _summed_in_floats(content: dict[str, Any]) -> None:
     content["ds_config"]["data_types"] = {"grad_accum_dtype": "fp32"}
 
 
-def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path: Path) -> None:
+def test_without_an_optimizer_at_stage_1_there_is_nothing_to_cut(tmp_path):
     folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
     edit(next(folder.rglob("mp_rank*")), _summed_in_floats)
     with refusing(UnsupportedError, r"holds no optimizer.*0\.17\.6.*consolidate"):
@@ -51,14 +51,14 @@ def _under_zero(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [_older, _under_zero])
-def test_files_that_were_written_and_are_lost_are_missing(change: Any, tmp_path: Path) -> None:
+def test_files_that_were_written_and_are_lost_are_missing(change, tmp_path):
     folder = Path(shutil.copytree(FIXTURES / NAME, tmp_path / NAME))
     edit(next(folder.rglob("mp_rank*")), change)
     with refusing(ShardError, "optimizer files are missing"):
         zckpt.open(folder)
 
 
-def test_parts_of_base_weights_are_said_to_be_such(tmp_path: Path) -> None:
+def test_parts_of_base_weights_are_said_to_be_such(tmp_path):
     """`OptimizedLinear` over several ranks: the first one's part is flat, and no file has the others."""
     folder = Path(shutil.copytree(FIXTURES / "s1_bf16_dp2", tmp_path / "run"))
     shapes = {"weight": (64,), "lora_weight_1.weight": (4, 8), "lora_weight_2.weight": (16, 4)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ FLAT, BY_PARAMETER = "versions/ds0189_zenflow_s2_bf16_dp2", "versions/ds0189_zen
 
 
 @pytest.mark.parametrize("name", [FLAT, BY_PARAMETER])
-def test_matrices_are_read_upright(name: str, tmp_path: Path) -> None:
+def test_matrices_are_read_upright(name, tmp_path):
     checkpoint, truth = zckpt.open(run_of(name)), Truth(run_of(name))
     assert checkpoint.details["transposed_matrices"] is True
     assert any("ZenFlow" in warning for warning in checkpoint.warnings)
@@ -31,7 +30,7 @@ def test_matrices_are_read_upright(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [FLAT, BY_PARAMETER])
-def test_it_is_cut_as_zenflow_stores_it(name: str, tmp_path: Path) -> None:
+def test_it_is_cut_as_zenflow_stores_it(name, tmp_path):
     """Byte for byte at the same ranks, also after others."""
     source, same = tag_of(run_of(name)), cut(run_of(name), tmp_path / "2", 2)
     three, back = cut(run_of(name), tmp_path / "3", 3), cut(tmp_path / "3", tmp_path / "back", 2, verify=True)
@@ -52,7 +51,7 @@ def test_it_is_cut_as_zenflow_stores_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "stage"), [(FLAT, 3), (BY_PARAMETER, 2)])
-def test_for_zero_of_another_kind_it_is_written_without_zenflow(name: str, stage: int, tmp_path: Path) -> None:
+def test_for_zero_of_another_kind_it_is_written_without_zenflow(name, stage, tmp_path):
     tag = cut(run_of(name), tmp_path / "cut", 3, stage=stage, verify=True)
     written = zckpt.open(tag)
     assert "transposed_matrices" not in written.details
@@ -61,7 +60,7 @@ def test_for_zero_of_another_kind_it_is_written_without_zenflow(name: str, stage
         assert torch.equal(written.read(parameter, "master"), value)
 
 
-def test_matrices_in_order_are_told_by_their_weights(tmp_path: Path) -> None:
+def test_matrices_in_order_are_told_by_their_weights(tmp_path):
     """0.19.8 has weights and masters row by row."""
     tag = copy("s2_bf16_dp2", tmp_path)
     edit(model_file(tag), lambda content: content["ds_config"]["zero_optimization"].update(zenflow={"topk_ratio": 0.1}))
@@ -71,7 +70,7 @@ def test_matrices_in_order_are_told_by_their_weights(tmp_path: Path) -> None:
         assert torch.equal(found.read(parameter, "master"), value)
 
 
-def test_weights_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+def test_weights_that_contradict_each_other_are_refused(tmp_path):
     tag = copy(FLAT, tmp_path)
 
     def change(content: dict[str, Any]) -> None:
@@ -82,7 +81,7 @@ def test_weights_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
         zckpt.open(tag)
 
 
-def test_weights_may_be_ahead_of_masters_in_any_format(tmp_path: Path) -> None:
+def test_weights_may_be_ahead_of_masters_in_any_format(tmp_path):
     tag = copy(FLAT, tmp_path)
     edit(model_file(tag), lambda content: content["module"]["head.weight"].add_(1))
     assert zckpt.verify(tag, deep=True).sound

@@ -59,11 +59,11 @@ def assert_is_truth(directory: Path, kind: str, names: list[str] | None = None) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_optimizer_of_an_adapter_is_read_by_the_type_of_its_model(kind: str, tmp_path: Path) -> None:
+def test_optimizer_of_an_adapter_is_read_by_the_type_of_its_model(kind, tmp_path):
     assert_is_truth(adapter(kind, tmp_path / "a", config=True), kind)
 
 
-def test_configuration_of_the_model_is_found_where_the_adapter_says(tmp_path: Path) -> None:
+def test_configuration_of_the_model_is_found_where_the_adapter_says(tmp_path):
     directory = adapter("lora", tmp_path / "a", config=False)
     (tmp_path / "base").mkdir()
     shutil.copy(ADAPTERS / "config.json", tmp_path / "base")
@@ -75,14 +75,14 @@ def test_configuration_of_the_model_is_found_where_the_adapter_says(tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_live_names_are_taken_too(kind: str, tmp_path: Path) -> None:
+def test_live_names_are_taken_too(kind, tmp_path):
     live, _ = truth_of(kind)
     directory = adapter(kind, tmp_path / "a", config=False)
     assert zckpt.open(directory).unnamed
     assert_is_truth(directory, kind, [name for group in live for name in group])
 
 
-def test_what_shapes_tell_without_a_configuration_is_true(tmp_path: Path) -> None:
+def test_what_shapes_tell_without_a_configuration_is_true(tmp_path):
     live, _ = truth_of("lora")
     checkpoint = zckpt.open(adapter("lora", tmp_path / "a", config=False))
     pairs = list(zip(checkpoint.param_groups[0].parameters, live[0], strict=True))
@@ -91,7 +91,7 @@ def test_what_shapes_tell_without_a_configuration_is_true(tmp_path: Path) -> Non
     assert any("config.json" in warning for warning in checkpoint.warnings)
 
 
-def test_adapter_by_itself_is_read_and_says_what_it_is(tmp_path: Path) -> None:
+def test_adapter_by_itself_is_read_and_says_what_it_is(tmp_path):
     directory = adapter("lora", tmp_path / "a", config=False)
     for name in ("optimizer.pt", "trainer_state.json"):
         (directory / name).unlink()
@@ -103,7 +103,7 @@ def test_adapter_by_itself_is_read_and_says_what_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_consolidated_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
+def test_consolidated_adapter_is_what_peft_loads(kind, tmp_path):
     directory = adapter(kind, tmp_path / "a", config=True)
     zckpt.consolidate(directory, tmp_path / "model")
     assert {path.name for path in (tmp_path / "model").iterdir()} == {
@@ -115,7 +115,7 @@ def test_consolidated_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("kind", "through"), each(KINDS, [None, "zckpt", "dcp"]))
-def test_the_trainers_adapter_comes_back_as_it_was(kind: str, through: str | None, tmp_path: Path) -> None:
+def test_the_trainers_adapter_comes_back_as_it_was(kind, through, tmp_path):
     directory = adapter(kind, tmp_path / "a", config=True)
     source = directory
     if through is not None:
@@ -133,7 +133,7 @@ def test_the_trainers_adapter_comes_back_as_it_was(kind: str, through: str | Non
         assert all(torch.equal(ours["state"][number][key], value) for key, value in state.items())
 
 
-def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path: Path) -> None:
+def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path):
     adapter("lora", tmp_path / "two" / "one", config=False)
     adapter("lora", tmp_path / "two" / "other", config=False)
     with refusing(UnknownFormatError, r"several adapters of PEFT: one, other.*two/one"):
@@ -154,7 +154,7 @@ def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_pat
     }  # fmt: skip
 
 
-def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path: Path) -> None:
+def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path):
     """As diffusers lays it out: large models in shards with an index, each with a config of its own."""
     pipeline = tmp_path / "pipeline"
     tensors = {
@@ -192,7 +192,7 @@ def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path: Path) -> None:
     refused(3, "inspect", pipeline, words=(where["conv.weight"],))
 
 
-def test_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> None:
+def test_optimizer_without_its_model_says_what_is_missing(tmp_path):
     directory = adapter("lora", tmp_path / "a", config=False)
     (directory / "adapter_model.safetensors").unlink()
     refused(3, "inspect", directory, words=("without the model's files", "model.safetensors"))

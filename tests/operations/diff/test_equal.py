@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("name", "number"), each(SOURCES, range(len(FORMATS))))
-def test_every_format_and_world_size(name: str, number: int, tmp_path: Path) -> None:
+def test_every_format_and_world_size(name, number, tmp_path):
     source, target = FIXTURES / name, tmp_path / "target"
     to, options = FORMATS[number]
     zckpt.convert(source, target, to=to, **options)
@@ -62,7 +61,7 @@ def test_every_format_and_world_size(name: str, number: int, tmp_path: Path) -> 
         ("s1_bf16_dp2_bf16opt", {"world_size": 40}),
     ],
 )
-def test_slices_experts_and_forms_cut_anew(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_slices_experts_and_forms_cut_anew(name, options, tmp_path):
     zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
     assert zckpt.diff(FIXTURES / name, tmp_path / "cut").equal
     assert zckpt.fingerprint(tmp_path / "cut") == zckpt.fingerprint(FIXTURES / name)
@@ -75,7 +74,7 @@ def test_slices_experts_and_forms_cut_anew(name: str, options: dict[str, Any], t
         ["consolidated", "zckpt", "dcp"],
     ),
 )
-def test_what_other_programs_wrote(name: str, to: str, tmp_path: Path) -> None:
+def test_what_other_programs_wrote(name, to, tmp_path):
     folder = FIXTURES / "other" / name
     source = folder / "ckpt" if (folder / "ckpt").exists() else folder / "ckpt.pt"
     zckpt.convert(source, tmp_path / "target", to=to)
@@ -83,7 +82,7 @@ def test_what_other_programs_wrote(name: str, to: str, tmp_path: Path) -> None:
     assert zckpt.fingerprint(tmp_path / "target") == zckpt.fingerprint(source)
 
 
-def test_runs_of_other_ranks_are_one_training_within_a_tolerance_only() -> None:
+def test_runs_of_other_ranks_are_one_training_within_a_tolerance_only():
     """DeepSpeed at 2 and at 4 ranks sums in another order."""
     a, b = FIXTURES / "s1_fp32_dp2", FIXTURES / "s1_fp32_dp1"
     exact = zckpt.diff(a, b)
@@ -94,7 +93,7 @@ def test_runs_of_other_ranks_are_one_training_within_a_tolerance_only() -> None:
     assert zckpt.fingerprint(a) != zckpt.fingerprint(b)
 
 
-def test_a_model_alone_lacks_the_optimizer(tmp_path: Path) -> None:
+def test_a_model_alone_lacks_the_optimizer(tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
     zckpt.consolidate(source, tmp_path / "model.safetensors")
     found = zckpt.diff(source, tmp_path / "model.safetensors", ignore_metadata=True)
@@ -104,7 +103,7 @@ def test_a_model_alone_lacks_the_optimizer(tmp_path: Path) -> None:
     assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight", "master"], ignore_metadata=True).equal
 
 
-def test_a_rounded_model_has_no_masters(tmp_path: Path) -> None:
+def test_a_rounded_model_has_no_masters(tmp_path):
     source = FIXTURES / "s3_bf16_dp2"
     zckpt.consolidate(source, tmp_path / "model.safetensors", dtype="bfloat16")
     found = zckpt.diff(tmp_path / "model.safetensors", source, slots=["weight", "master"], ignore_metadata=True)
@@ -113,7 +112,7 @@ def test_a_rounded_model_has_no_masters(tmp_path: Path) -> None:
     assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight"], ignore_metadata=True).equal
 
 
-def test_names_that_torch_keeps_among_hyperparameters_are_members() -> None:
+def test_names_that_torch_keeps_among_hyperparameters_are_members():
     named, other = (zckpt.open(FIXTURES / "s2_bf16_dp4") for _ in range(2))
     for group in named.param_groups:
         group.hyperparameters["param_names"] = list(group.parameters)
@@ -122,7 +121,7 @@ def test_names_that_torch_keeps_among_hyperparameters_are_members() -> None:
     assert [one.key for one in zckpt.diff(named, other).settings] == ["param_groups[0].params"]
 
 
-def test_weights_of_the_masters_type_are_compared_as_they_round(tmp_path: Path) -> None:
+def test_weights_of_the_masters_type_are_compared_as_they_round(tmp_path):
     """The Trainer has no masters besides the weights, so that a model of 16 bits is one of 32 there."""
     source = FIXTURES / "hf_llama_s2_bf16_dp2"
     zckpt.convert(source, tmp_path / "trainer", to="transformers-trainer", train_batch_size=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def entries_of(name: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s1_bf16_dp3_fused"])
-def test_it_is_what_its_specification_says_of_the_truth(name: str) -> None:
+def test_it_is_what_its_specification_says_of_the_truth(name):
     found = zckpt.fingerprint(FIXTURES / name)
     expected = entries_of(name)
     assert found.entries == expected
@@ -59,13 +58,13 @@ def test_it_is_what_its_specification_says_of_the_truth(name: str) -> None:
 
 
 @pytest.mark.parametrize("numel", [LEAF - 1, LEAF, LEAF + 1, 3 * LEAF + 5])
-def test_tensors_of_several_leaves(numel: int, tmp_path: Path) -> None:
+def test_tensors_of_several_leaves(numel, tmp_path):
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     torch.save({"weight": weight}, tmp_path / "model.pt")
     assert zckpt.fingerprint(tmp_path / "model.pt", memory=1).entries == {"weight": {"weight": digest(weight)}}
 
 
-def test_weights_and_masters_count_each(tmp_path: Path) -> None:
+def test_weights_and_masters_count_each(tmp_path):
     for key in ("weight", "master"):
         copy = copied("s2_bf16_dp2", tmp_path / key)
         before = zckpt.fingerprint(copy)
@@ -75,14 +74,14 @@ def test_weights_and_masters_count_each(tmp_path: Path) -> None:
         assert after.text != before.text
 
 
-def test_masters_of_the_weights_type_are_left_out_where_they_are_the_weights(tmp_path: Path) -> None:
+def test_masters_of_the_weights_type_are_left_out_where_they_are_the_weights(tmp_path):
     assert not any("master" in one for one in zckpt.fingerprint(FIXTURES / "s2_fp32_dp2").entries.values())
     copy = copied("s2_fp32_dp2", tmp_path)
     rewrite(copy, "fc1.weight", "master", 3, lambda x: x + 1)
     assert [n for n, one in zckpt.fingerprint(copy).entries.items() if "master" in one] == ["fc1.weight"]
 
 
-def test_one_nan_is_another(tmp_path: Path) -> None:
+def test_one_nan_is_another(tmp_path):
     for number, word in enumerate((0x7FC00000, 0x7FC00001, -0x3FFFFF, 0x7F800000)):
         weight = torch.tensor([1, word], dtype=torch.int32).view(torch.float32)
         torch.save({"weight": weight}, tmp_path / f"{number}.pt")
@@ -90,7 +89,7 @@ def test_one_nan_is_another(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2] != found[3]
 
 
-def test_changes_name_what_is_gone_and_new(tmp_path: Path) -> None:
+def test_changes_name_what_is_gone_and_new(tmp_path):
     a, b = ({"x": torch.ones(3), name: torch.ones(2)} for name in ("old", "new"))
     b["x"][0] = 2
     for file, one in (("a.pt", a), ("b.pt", b)):
@@ -99,7 +98,7 @@ def test_changes_name_what_is_gone_and_new(tmp_path: Path) -> None:
     assert [(one.name, one.entry) for one in found] == [("old", None), ("x", "weight"), ("new", None)]
 
 
-def test_stored_digests_are_checked(tmp_path: Path) -> None:
+def test_stored_digests_are_checked(tmp_path):
     found = zckpt.fingerprint(FIXTURES / "s2_bf16_dp2")
     file = tmp_path / "digests.json"
     file.write_bytes(bytes_of(found))

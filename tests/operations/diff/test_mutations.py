@@ -184,7 +184,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {
 
 
 @pytest.mark.parametrize("what", MUTATIONS)
-def test_mutation_is_named_and_nothing_else(what: str, tmp_path: Path) -> None:
+def test_mutation_is_named_and_nothing_else(what, tmp_path):
     name, mutate = MUTATIONS[what]
     copy = copied(name, tmp_path)
     assert zckpt.diff(FIXTURES / name, copy).equal
@@ -203,7 +203,7 @@ def test_mutation_is_named_and_nothing_else(what: str, tmp_path: Path) -> None:
         assert zckpt.fingerprint(copy) != before
 
 
-def test_nan_and_inf_are_counted_on_their_side(tmp_path: Path) -> None:
+def test_nan_and_inf_are_counted_on_their_side(tmp_path):
     copy = copied("s2_bf16_dp2", tmp_path)
     rewrite(copy, "fc1.weight", "master", 3, lambda _: float("nan"))
     rewrite(copy, "fc1.weight", "master", 5, lambda _: float("-inf"))
@@ -214,7 +214,7 @@ def test_nan_and_inf_are_counted_on_their_side(tmp_path: Path) -> None:
     assert figures.max_abs is None
 
 
-def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path: Path) -> None:
+def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):
     copy = copied("s2_bf16_dp2_client", tmp_path)
     (path,) = copy.rglob("mp_rank_00_model_states.pt")
     keys = []

@@ -25,20 +25,20 @@ def recorded(tmp_path: Path) -> tuple[Path, Path]:
     return run, digests
 
 
-def test_same_checkpoint_agrees(recorded: tuple[Path, Path]) -> None:
+def test_same_checkpoint_agrees(recorded):
     run, digests = recorded
     found = verify(run, against=digests)
     assert found.findings == []
     assert found.fingerprint == json.loads(digests.read_text())["fingerprint"]
 
 
-def test_every_format_agrees(recorded: tuple[Path, Path], tmp_path: Path) -> None:
+def test_every_format_agrees(recorded, tmp_path):
     run, digests = recorded
     zckpt.convert(run, tmp_path / "own", to="zckpt", world_size=3)
     assert verify(tmp_path / "own", against=digests, deep=True).findings == []
 
 
-def test_change_that_nothing_else_shows_is_found(recorded: tuple[Path, Path]) -> None:
+def test_change_that_nothing_else_shows_is_found(recorded):
     run, digests = recorded
     set_element(run, "fc1.weight", "exp_avg", 50, 0.125)
     assert verify(run, deep=True).findings == []
@@ -48,7 +48,7 @@ def test_change_that_nothing_else_shows_is_found(recorded: tuple[Path, Path]) ->
     assert finding.expected != finding.found
 
 
-def test_missing_and_added_values_are_found(recorded: tuple[Path, Path]) -> None:
+def test_missing_and_added_values_are_found(recorded):
     run, digests = recorded
     entries = read_digests(digests).entries
     entries["another"] = entries.pop("fc1.weight")
@@ -58,7 +58,7 @@ def test_missing_and_added_values_are_found(recorded: tuple[Path, Path]) -> None
     assert found == {("ZC-302", ("another",)), ("ZC-303", ("fc1.weight",)), ("ZC-303", ("fc2.weight",))}
 
 
-def test_file_that_holds_no_digests_is_refused(recorded: tuple[Path, Path]) -> None:
+def test_file_that_holds_no_digests_is_refused(recorded):
     run, digests = recorded
     digests.write_text("{}")
     with pytest.raises(zckpt.DamagedFileError):

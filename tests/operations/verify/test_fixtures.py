@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -58,7 +57,7 @@ REMARKS = {
         [(name, False) for name in EVERY if name not in REMARKS and name not in EVERY[::12]],
     ),
 )
-def test_untouched_checkpoint_is_sound(name: str, deep: bool) -> None:
+def test_untouched_checkpoint_is_sound(name, deep):
     found = verify(FIXTURES / name, deep=deep)
     assert found.sound
     assert {f.code for f in found.findings} <= {"ZC-130"}
@@ -69,7 +68,7 @@ def test_untouched_checkpoint_is_sound(name: str, deep: bool) -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_optimizer_that_nothing_reads_is_an_error(deep: bool) -> None:
+def test_optimizer_that_nothing_reads_is_an_error(deep):
     found = verify(FIXTURES / NOT_READ, deep=deep)
     assert {f.code for f in found.findings if f.severity == "error"} == {"ZC-131"}
     assert any("its state is not read" in f.message for f in found.findings)
@@ -78,7 +77,7 @@ def test_optimizer_that_nothing_reads_is_an_error(deep: bool) -> None:
 @pytest.mark.parametrize(
     "name", ["s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "universal/s2_bf16_dp4", "s2_fp16_dp2"]
 )
-def test_every_record_of_every_file_is_read_once(name: str) -> None:
+def test_every_record_of_every_file_is_read_once(name):
     checkpoint = zckpt.open(FIXTURES / name)
     found = verify(FIXTURES / name, deep=True)
     records = [entry for file in checkpoint.files for entry in zipfile.ZipFile(file.path).infolist()]
@@ -88,7 +87,7 @@ def test_every_record_of_every_file_is_read_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2", "s1_bf16_dp2_empty"])
-def test_every_element_is_looked_at(name: str) -> None:
+def test_every_element_is_looked_at(name):
     checkpoint = zckpt.open(FIXTURES / name)
     elements = sum(slot.numel for p in checkpoint.tensors() for slot in p.slots.values())
     padding = sum(run.nbytes for one in checkpoint.padding for run in one.zeros)
@@ -96,7 +95,7 @@ def test_every_element_is_looked_at(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["s3_bf16_dp4", "s3_bf16_dp2_subgroup", "s2_bf16_dp4"])
-def test_what_rules_cut_is_one_piece_of_a_file(name: str) -> None:
+def test_what_rules_cut_is_one_piece_of_a_file(name):
     checkpoint = zckpt.open(FIXTURES / name)
     cut = [
         (n, s.spans)
@@ -113,7 +112,7 @@ def test_what_rules_cut_is_one_piece_of_a_file(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["s3_bf16_dp4", "s2_bf16_dp4"])
 @pytest.mark.parametrize("sums", [True, False])
-def test_elements_of_what_is_one_piece_are_named(name: str, sums: bool, tmp_path: Path) -> None:
+def test_elements_of_what_is_one_piece_are_named(name, sums, tmp_path):
     run = copy(name, tmp_path)
     chosen = [p for p in zckpt.open(run).parameters.values() if "exp_avg_sq" in p.slots and p.numel > 4][:3]
     file = ""
@@ -134,25 +133,25 @@ def test_elements_of_what_is_one_piece_are_named(name: str, sums: bool, tmp_path
         ["zckpt", "deepspeed", "universal", "consolidated", "dcp", "zero-redundancy"],
     ),
 )
-def test_what_zckpt_writes_is_sound(name: str, to: str, tmp_path: Path) -> None:
+def test_what_zckpt_writes_is_sound(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "target", to=to)
     assert verify(tmp_path / "target", deep=True).findings == []
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])
-def test_padding_that_zckpt_writes_is_zero(world_size: int, tmp_path: Path) -> None:
+def test_padding_that_zckpt_writes_is_zero(world_size, tmp_path):
     zckpt.reshard(FIXTURES / "s2_bf16_dp2_palign", tmp_path / "target", world_size=world_size)
     checkpoint = zckpt.open(tmp_path / "target")
     assert sum(run.nbytes for one in checkpoint.padding for run in one.zeros) > 0
     assert verify(tmp_path / "target", deep=True).findings == []
 
 
-def test_little_memory_finds_the_same(tmp_path: Path) -> None:
+def test_little_memory_finds_the_same(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     assert verify(run, deep=True, memory=1).findings == []
 
 
-def test_missing_source_and_unknown_files_are_nothing_to_verify(tmp_path: Path) -> None:
+def test_missing_source_and_unknown_files_are_nothing_to_verify(tmp_path):
     with pytest.raises(zckpt.SourceError):
         verify(tmp_path / "nowhere")
     with pytest.raises(zckpt.UnknownFormatError):
@@ -164,7 +163,7 @@ def test_missing_source_and_unknown_files_are_nothing_to_verify(tmp_path: Path) 
         verify(tmp_path / "notes.txt")
 
 
-def test_several_checkpoints_of_which_none_is_meant_are_nothing_to_verify(tmp_path: Path) -> None:
+def test_several_checkpoints_of_which_none_is_meant_are_nothing_to_verify(tmp_path):
     run = copy("s2_bf16_dp2_multitag", tmp_path)
     assert verify(run).sound
     (run / "latest").unlink()
@@ -173,7 +172,7 @@ def test_several_checkpoints_of_which_none_is_meant_are_nothing_to_verify(tmp_pa
     assert verify(run, tag="global_step5").sound
 
 
-def test_all_leftovers_are_named(tmp_path: Path) -> None:
+def test_all_leftovers_are_named(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     for rank in (2, 3):
         name = f"global_step5/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"

@@ -536,7 +536,7 @@ def verified(path: Path, *, deep: bool) -> list[Finding]:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_found_and_nothing_else(name: str, tmp_path: Path) -> None:
+def test_mutation_is_found_and_nothing_else(name, tmp_path):
     one = MUTATIONS[name]
     path = copy(one.fixture, tmp_path)
     path = one.mutate(path) or path
@@ -556,7 +556,7 @@ def test_mutation_is_found_and_nothing_else(name: str, tmp_path: Path) -> None:
     assert [f.code for f in found] == ([one.code] if one.shallow else [])
 
 
-def test_every_code_is_found_in_a_real_checkpoint() -> None:
+def test_every_code_is_found_in_a_real_checkpoint():
     elsewhere = {
         "ZC-130",  # in test_fixtures
         "ZC-301", "ZC-302", "ZC-303",  # in test_against
@@ -565,7 +565,7 @@ def test_every_code_is_found_in_a_real_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 10, 100, 5000, -5000, -100, -1])
-def test_file_truncated_at_any_length(nbytes: int, tmp_path: Path) -> None:
+def test_file_truncated_at_any_length(nbytes, tmp_path):
     run = copy(RUN, tmp_path)
     file = optimizer_file(run, 1)
     data = file.read_bytes()
@@ -574,7 +574,7 @@ def test_file_truncated_at_any_length(nbytes: int, tmp_path: Path) -> None:
     assert (finding.code, finding.file, finding.ranks) == ("ZC-102", str(file), (1,))
 
 
-def test_each_of_several_damaged_files_is_found(tmp_path: Path) -> None:
+def test_each_of_several_damaged_files_is_found(tmp_path):
     run = copy("s2_bf16_dp4", tmp_path)
     span, offset = place(run, "fc1.weight", "weight", 50)
     flip(span.path, offset)
@@ -585,7 +585,7 @@ def test_each_of_several_damaged_files_is_found(tmp_path: Path) -> None:
     assert found == [("ZC-101", (3,)), ("ZC-102", (1,)), ("ZC-102", (2,)), ("ZC-107", ())]
 
 
-def test_several_kinds_of_damage_are_each_found(tmp_path: Path) -> None:
+def test_several_kinds_of_damage_are_each_found(tmp_path):
     run = copy(RUN, tmp_path)
     set_element(run, "fc1.weight", "exp_avg", 50, float("nan"))
     set_element(run, "fc2.weight", "exp_avg", 5, float("inf"))
@@ -601,7 +601,7 @@ def test_several_kinds_of_damage_are_each_found(tmp_path: Path) -> None:
     ]
 
 
-def test_padding_of_stage_3_may_hold_anything(tmp_path: Path) -> None:
+def test_padding_of_stage_3_may_hold_anything(tmp_path):
     run = copy("s3_bf16_dp2", tmp_path)
     checkpoint = zckpt.open(run)
     assert checkpoint.padding
@@ -613,13 +613,13 @@ def test_padding_of_stage_3_may_hold_anything(tmp_path: Path) -> None:
     assert verify(run, deep=True).findings == []
 
 
-def test_masks_of_inf_are_buffers_that_are_meant_so(tmp_path: Path) -> None:
+def test_masks_of_inf_are_buffers_that_are_meant_so(tmp_path):
     run = copy(RUN, tmp_path)
     edit(run / MODEL, lambda content: content["module"]["pos"].fill_(float("-inf")))
     assert verify(run, deep=True).findings == []
 
 
-def test_findings_are_the_same_in_small_pieces(tmp_path: Path) -> None:
+def test_findings_are_the_same_in_small_pieces(tmp_path):
     run = copy(RUN, tmp_path)
     set_element(run, "fc1.weight", "exp_avg", 50, float("nan"))
     set_element(run, "emb.weight", "master", 5, 7.0)
@@ -628,7 +628,7 @@ def test_findings_are_the_same_in_small_pieces(tmp_path: Path) -> None:
     assert len(whole.findings) == 2
 
 
-def test_records_that_no_tensor_uses_are_checked_too(tmp_path: Path) -> None:
+def test_records_that_no_tensor_uses_are_checked_too(tmp_path):
     run = copy(RUN, tmp_path)
     record = next(r for r in read_torchfile(run / MODEL).records if r.name.endswith("serialization_id"))
     flip(run / MODEL, record.offset)

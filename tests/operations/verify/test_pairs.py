@@ -90,7 +90,7 @@ def missed(directory: Path, target: Path) -> list[str]:
     return [*found, "convert"]
 
 
-def test_the_sample_tries_every_kind_of_file_that_ranks_have() -> None:
+def test_the_sample_tries_every_kind_of_file_that_ranks_have():
     tried = {kind(a) for name in SAMPLE for a, _ in one_of_each_kind(name)}
     assert {"bf_zero_pp_rank__mp_rank__optim_states.pt", "zero_pp_rank__mp_rank__model_states.pt", "distrib_optim.pt",
             "expp_rank__mp_rank__optim_states.pt", "layer_-model_states.pt", "model_optim_rng.pt", "___.distcp",
@@ -98,13 +98,13 @@ def test_the_sample_tries_every_kind_of_file_that_ranks_have() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_a_copy_is_found_and_nothing_is_written_from_it(name: str, tmp_path: Path) -> None:
+def test_a_copy_is_found_and_nothing_is_written_from_it(name, tmp_path):
     assert_found(name, one_of_each_kind(name), tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name, source in SOURCES.items() if source.is_dir()])
-def test_every_copy_is_found(name: str, tmp_path: Path) -> None:
+def test_every_copy_is_found(name, tmp_path):
     assert_found(name, pairs(name), tmp_path)
 
 
