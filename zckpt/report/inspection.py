@@ -23,7 +23,6 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     parameters, files, with_globals : bool
         Also list every parameter, file, and global.
     """
-    document = printable(document)
     slots = [
         (name, "/".join(slot["dtypes"]), slot["num_parameters"], slot["num_elements"], size(slot["nbytes"]))
         for name, slot in document["slots"].items()
@@ -53,7 +52,7 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     lines += [f"left out: {_name(one)} ({one['about']})" for one in left[:SHOWN_LEFT_OUT]]
     if len(left) > SHOWN_LEFT_OUT:
         lines.append(f"left out: {len(left) - SHOWN_LEFT_OUT} more; --files lists them")
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in document["warnings"])])
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
 
 
 def _name(item: Document) -> str:

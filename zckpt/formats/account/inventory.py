@@ -49,6 +49,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     places = [_resolved(file.path, folders) for file in checkpoint.files]
     read = {real: shown(file.path, real, root) for file, real in zip(checkpoint.files, places, strict=True)}
     before: dict[object, _Account] = {}
+    trees: set[int] = set()
     for file, real in zip(checkpoint.files, places, strict=True):
         name = read[real]
         if file.path in checkpoint.leftovers:
@@ -59,22 +60,26 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             found.items.append(Item(name, "", FILE, claim.fate, claim.about, file.nbytes))
             found.nbytes[name] = {claim.fate: file.nbytes}
             continue
-        items, found.nbytes[name] = _account(file, name, known.of(file.path), values, before)
+        is_first = id(file.tree) not in trees
+        trees.add(id(file.tree))
+        items, found.nbytes[name] = _account(file, name, known.of(file.path), values, before, is_first=is_first)
         found.items += items
     found.items += file_items(checkpoint, read, folders)
     found.items.sort(key=lambda item: item.fate == LEFT_OUT)  # which keeps the order of the others
     return found
 
 
-def _account(file: SourceFile, name: str, known: Known, values: Taken, before: dict[object, _Account]) -> _Account:
+def _account(
+    file: SourceFile, name: str, known: Known, values: Taken, before: dict[object, _Account], *, is_first: bool
+) -> _Account:
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
-    key = None if file.path in values.paths else known.key
+    key = None if is_first or file.path in values.paths else known.key
     if key is not None:
         key = id(file.tree), id(file.globals), file.role, file.rules, key  # of a tree that is a number, others have it
         if key in before:
             items, taken = before[key]
             return [replace(item, file=name) for item in items], whole(taken, file.nbytes)
-    account = FileAccount(file, name, known, values)
+    account = FileAccount(file, name, known, values, is_first=is_first)
     items, taken = account.items(), shares(known, account.elements, account.ranges)
     if key is not None:
         before[key] = items, taken

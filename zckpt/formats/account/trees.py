@@ -45,6 +45,10 @@ TRAINED_ROLES = frozenset({"model", "optimizer", "expert", "pipeline layer", "sh
 """Roles of files whose tensors are state of a model or an optimizer, whatever else they may be."""
 
 
+FIRST = "first"
+"""In the place of a path: the first of the files that share a tree."""
+
+
 @dataclass(slots=True)
 class Taken:
     """What a checkpoint has taken of its files, other than elements.
@@ -53,11 +57,12 @@ class Taken:
     ----------
     nodes : dict of (str, int) to (str, str)
         Fate, and under which key, by the file of a node, where one is named, and its id: files that are alike share a
-        tree, of which each keeps its own tensors. The checkpoint keeps nodes alive.
+        tree, of which each keeps its own tensors. What is one for all is by `FIRST`: it is that of the first file with
+        the tree, of which others hold copies. The checkpoint keeps nodes alive.
     paths : set of str
         Files that are named.
     values : dict of (str, int) to str
-        Under which key a plain value is carried, by its own key and its id.
+        Under which key a plain value of the first file is carried, by its own key and its id.
     keys : set of str
         Of single values that parameters and param groups have.
     """
@@ -83,7 +88,7 @@ def taken(checkpoint: Checkpoint) -> Taken:
                 _mark(found, value, STATE, f"{key} of param group {number}")
     for own in checkpoint.per_rank:
         found.keys.add(own.key)
-        _mark(found, own.value, STATE, f"{own.key} of rank {own.rank}")
+        _mark(found, own.value, STATE, f"{own.key} of rank {own.rank}", path="")
     for parameter in every:
         found.keys.update(parameter.state)
         found.keys.update(key for key in parameter.slots if key not in (WEIGHT, MASTER))
@@ -92,9 +97,9 @@ def taken(checkpoint: Checkpoint) -> Taken:
     return found
 
 
-def _mark(found: Taken, value: object, fate: str, key: str) -> None:
+def _mark(found: Taken, value: object, fate: str, key: str, path: str = FIRST) -> None:
     """Note a node and all below it: those that are more than plain values by themselves, the others by their keys."""
-    waiting = [(value, "")]
+    waiting = [(value, path)]
     while waiting:
         node, path = waiting.pop()
         if isinstance(node, FromFile):
@@ -144,16 +149,19 @@ class FileAccount:
     known : Known
         What the checkpoint has of its bytes.
     taken : Taken
+    is_first : bool
+        Whether no file before it has the same tree.
     """
 
-    def __init__(self, file: SourceFile, shown: str, known: Known, taken: Taken) -> None:
+    def __init__(self, file: SourceFile, shown: str, known: Known, taken: Taken, *, is_first: bool) -> None:
         self.file = file
         self.shown = shown
         self.known = known
         self.taken = taken
         self.elements: list[Range] = []
         self.ranges: dict[str, list[Range]] = {}
-        self._is_named = file.path in taken.paths
+        self._paths = [file.path] * (file.path in taken.paths) + [FIRST] * is_first + [""]
+        self._values = taken.values if is_first else {}
         self._sums: dict[tuple[str, str, str], _Sum] = {}
         self._lost: list[Item] = []
 
@@ -234,7 +242,7 @@ class FileAccount:
 
         Nor does it yield what `state_dict` sets on its result: the version of each module's layout.
         """
-        values = self.taken.values
+        values = self._values
         state = node.state if isinstance(node, OrderedMapping) else None
         for step, child in children(node):
             if type(child) in LEAVES:
@@ -250,8 +258,7 @@ class FileAccount:
     def _take(self, node: object, steps: Steps) -> bool:
         """Account for a node that the checkpoint has taken, or cannot have, with the tensors below it, if it is one."""
         nodes = self.taken.nodes
-        own = nodes.get((self.file.path, id(node))) if self._is_named else None
-        fate, about = own or nodes.get(("", id(node)), ("", ""))
+        fate, about = next((nodes[path, id(node)] for path in self._paths if (path, id(node)) in nodes), ("", ""))
         odd = None if fate else oddity(node)
         if odd is not None:
             fate, about = LEFT_OUT, f"a tensor {odd}, which zckpt does not write densely"

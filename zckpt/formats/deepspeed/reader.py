@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
@@ -160,8 +160,7 @@ class _Files:
                 advice="give the directory that holds it with --root",
                 code=MISSING_FILE,
             )
-        reads = chain([read_torchfile], repeat(AlikeReader().read))  # the first has a tree of its own, as of models
-        self.optimizers = in_one_order(list(map(read_optimizer, directory.of(OPTIMIZER), reads)))
+        self.optimizers = in_one_order(list(map(read_optimizer, directory.of(OPTIMIZER), repeat(AlikeReader().read))))
         if self.models[0].content.get(LAYERS_KEY):
             with about(self.models[0].path):
                 check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))

@@ -214,9 +214,7 @@ def mapped_numels(members: Sequence[OptimizerShard], index: int) -> dict[str, in
 
 
 def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
-    """Read model files. Those that say the same share a tree and what is read from it, all but the first.
-
-    The first has its own, because what others hold is a copy of it in the inventory.
+    """Read model files. Those that say the same share a tree and what is read from it.
 
     Raises
     ------
@@ -226,8 +224,8 @@ def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     reader = AlikeReader()
     found: list[ModelShard] = []
     known: dict[int, ModelShard] = {}
-    for index, shard in enumerate(shards):
-        file = reader.read(shard.path) if index else read_torchfile(shard.path)
+    for shard in shards:
+        file = reader.read(shard.path)
         like = known.get(id(file.root))
         with about(shard.path):
             one = model_of(shard, file) if like is None else replace(like, shard=shard, file=file)
