@@ -337,7 +337,7 @@ def _say(**values: Any) -> Any:
         (_drop("__0_0.distcp"), ShardError, "file __0_0.distcp is missing"),
         (_say(sharded_backend="other"), UnsupportedError, "format other 1"),
         (_say(sharded_backend_version=2), UnsupportedError, "format torch_dist 2"),
-        (lambda at: (at / "metadata.json").write_text('{"sharded_backend": '), zckpt.SourceError, "cannot be read"),
+        (lambda at: (at / "metadata.json").write_text('{"sharded_backend": '), zckpt.SourceError, "unreadable mark"),
         (lambda at: torch.save([1], at / "common.pt"), zckpt.SourceError, "unexpected content"),
     ],
     ids=["common", "metadata", "items", "other", "version", "json", "list"],
