@@ -145,8 +145,7 @@ def cut_codes(target: Target) -> str | None:
         return how_to_drop(values)
     alike = (
         all(map(is_quantised, values))
-        and len(target.ranks) == len(target.origin.ranks)
-        and not target.regrouped
+        and target.keeps_ranks
         and 3 not in (target.stage, first.stage)
         and not (target.elastic or first.elastic or target.round_robin or details.get("round_robin_gradients"))
         and target.alignment == bool(details.get("parameter_alignment"))

@@ -63,7 +63,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
     elastic = first.elastic if options.elastic is None else options.elastic
     round_robin, aligned = options.round_robin, options.parameter_alignment
     # What a checkpoint of another format was once: the training that loads it is likely to be the same.
-    was = checkpoint.details if origin.ranks or first.bf16_optimizer else origin_of_state(checkpoint)
+    was = checkpoint.details if not origin.is_foreign or first.bf16_optimizer else origin_of_state(checkpoint)
     round_robin = was.get("round_robin_gradients") is True if round_robin is None else round_robin
     aligned = was.get("parameter_alignment") is True if aligned is None else aligned
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
@@ -109,8 +109,8 @@ def _lacks_frozen(origin: Origin, checkpoint: Checkpoint) -> bool:
     Source: DeepSpeed 0.14.5 to 0.19.8, `exclude_frozen_parameters`: ZeRO-2 and 3 have None for a list then; ZeRO-1 has
     none at all.
     """
-    if not origin.ranks or origin.members[0].stage != 1:
-        return bool(origin.ranks) and origin.model.content.get("frozen_param_shapes", ()) is None
+    if origin.is_foreign or origin.members[0].stage != 1:
+        return not origin.is_foreign and origin.model.content.get("frozen_param_shapes", ()) is None
     return any(owner not in checkpoint.parameters for owner in (origin.model.shared or {}).values())
 
 
@@ -160,7 +160,7 @@ def _refuse_axes(target: Target, options: RecutOptions) -> None:
         raise UsageError(
             "the target is not sliced, so sliced or spread experts do not apply", expected="--tensor-parallel-size"
         )
-    is_known = bool(origin.ranks) and checkpoint.topology.tp > 1
+    is_known = not origin.is_foreign and checkpoint.topology.tp > 1
     if asked is not None and is_known and asked != checkpoint.details.get(SLICED_EXPERTS):
         raise UnsupportedError(
             f"experts that are {'spread over' if asked else 'slices of'} tensor-parallel ranks stay so in `reshard`",
@@ -180,7 +180,7 @@ def _refuse_axes(target: Target, options: RecutOptions) -> None:
 def _refuse_auto(target: Target, options: RecutOptions, auto: Mapping[str, AutoLayer]) -> None:
     """Raise for what is not written of AutoEP's experts."""
     parameters, ranks = target.checkpoint.parameters, target.world_size
-    if not target.origin.ranks and options.tensor_parallel_size not in (None, 1):
+    if target.origin.is_foreign and options.tensor_parallel_size not in (None, 1):
         raise UnsupportedError(
             "experts of AutoEP from another format are not sliced: zckpt does not write what DeepSpeed keeps of both",
             expected="--tensor-parallel-size left out",
@@ -250,8 +250,7 @@ def is_cut_alike(target: Target) -> bool:
     """Tell whether each rank of a target holds the same elements in the same order as in the source."""
     details, first = target.checkpoint.details, target.origin.members[0]
     same = (
-        len(target.ranks) == len(target.origin.ranks)
-        and not target.regrouped
+        target.keeps_ranks
         and (target.stage == 3) == (first.stage == 3)
         and target.elastic == first.elastic
         and target.round_robin == (bool(details.get("round_robin_gradients")) and first.stage != 3)

@@ -15,10 +15,16 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.deepspeed.auto_ep import listed_entries
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
-from zckpt.formats.deepspeed.experts import check_split, experts_per_rank, numbers_of_experts, of_experts
+from zckpt.formats.deepspeed.experts import (
+    check_split,
+    expert_degrees,
+    experts_per_rank,
+    numbers_of_experts,
+    of_experts,
+)
 from zckpt.formats.deepspeed.gpt_model import rules_of_whole
 from zckpt.formats.deepspeed.loss_scaling import scaling
-from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
@@ -161,8 +167,11 @@ def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object], *, bf1
     name = tag if isinstance(tag, str) and tag not in ("", ".", "..") and Path(tag).name == tag else None
     directory = TagDirectory(Path(checkpoint.source), name or f"global_step{_steps(checkpoint)}", ())
     model = _model(checkpoint, layers)
-    members = [_optimizer(checkpoint, stage, bf16=bf16)]
-    return Origin(directory, model, members, rules=rules_of_whole(model, checkpoint.parameters))
+    whole = Rank(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters, buffers=checkpoint.buffers,
+                 param_groups=checkpoint.param_groups, model_files=[model],
+                 members=[_optimizer(checkpoint, stage, bf16=bf16)])  # fmt: skip
+    whole.degrees.extend(expert_degrees(whole))
+    return Origin(directory, [whole], rules=rules_of_whole(model, checkpoint.parameters))
 
 
 def _steps(checkpoint: Checkpoint) -> int:

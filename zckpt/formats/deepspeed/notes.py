@@ -33,7 +33,7 @@ def alone_among_frozen(target: Target) -> list[str]:
 def rank_notes(target: Target) -> list[str]:
     """Return what became of each key that differs between ranks, or means something at the old number of ranks only."""
     ranks = target.origin.ranks
-    old = len(ranks[0].model_files) if ranks else 1
+    old = len(ranks[0].model_files)
     found: dict[str, str] = {}
     if target.bf16_optimizer and target.checkpoint.zero_stage == 0:
         found["zero_stage"] = (
@@ -43,7 +43,7 @@ def rank_notes(target: Target) -> list[str]:
     if target.regrouped and len(ranks) > 1:
         for key in _differing([files.model for files in ranks]):
             found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"
-    if target.origin.rules is not None and AFFINE_KEY in target.origin.rules and max(len(ranks), 1) % len(target.ranks):
+    if target.origin.rules is not None and AFFINE_KEY in target.origin.rules and len(ranks) % len(target.ranks):
         found[AFFINE_KEY] = (
             "slices are equal shares; AutoTP cuts attention by key and value heads, and DeepSpeed will not load this "
             f"if the number of ranks, {len(target.ranks)}, does not divide that of them"

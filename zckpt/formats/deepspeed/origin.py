@@ -82,16 +82,12 @@ def gathered(ranks: Sequence[Rank], **fields: Any) -> Rank:  # noqa: ANN401  # f
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The files of a checkpoint.
+    """The files of a checkpoint, or what takes their place in one of another format.
 
     Parameters
     ----------
-    model : ModelShard
-        The first one.
-    members : sequence of OptimizerShard
-        Of the first model-parallel rank.
     ranks : sequence of Rank
-        By model-parallel rank; empty where there are no files and the checkpoint itself is the state.
+        By model-parallel rank; of another format one, which is the whole of it.
     experts : sequence of (Shard, TorchFile)
         Files of experts' weights.
     expert_optimizers : sequence of (Shard, TorchFile)
@@ -105,9 +101,7 @@ class Origin:
     """
 
     directory: TagDirectory
-    model: ModelShard
-    members: Sequence[OptimizerShard]
-    ranks: Sequence[Rank] = ()
+    ranks: Sequence[Rank]
     experts: Files = ()
     expert_optimizers: Files = ()
     rules: Mapping[str, object] | None = None
@@ -115,18 +109,25 @@ class Origin:
     layers: Files = ()
 
     @property
+    def model(self) -> ModelShard:
+        """The first model file."""
+        return self.ranks[0].model
+
+    @property
+    def members(self) -> Sequence[OptimizerShard]:
+        """The optimizer files of the first model-parallel rank that has some."""
+        return next((rank.members for rank in self.ranks if rank.members), ())
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether there are no files, for the checkpoint is of another format."""
+        return not self.model.file.path
+
+    @property
     def is_plain(self) -> bool:
         """Whether torch's optimizer steps by itself: stage 0 in float32, where it may have nothing in a stage."""
         held = [rank.model.optimizer or {} for rank in self.ranks]
         return not self.members and bool(held) and all("param_groups" in one for one in held)
-
-
-def ranks_of(checkpoint: Checkpoint, origin: Origin) -> Sequence[Rank]:
-    """Return the model-parallel ranks of a checkpoint; one that is the whole of it, where it is of another format."""
-    return origin.ranks or [
-        Rank(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters, buffers=checkpoint.buffers,
-             param_groups=checkpoint.param_groups, model_files=[origin.model], members=origin.members)
-    ]  # fmt: skip
 
 
 def origin_of(checkpoint: Checkpoint) -> Origin | None:

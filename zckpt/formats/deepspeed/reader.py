@@ -129,7 +129,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
         checkpoint.details |= stage_orders(stages)
     checkpoint.origin = Origin(
-        directory, model, files.members, ranks, files.experts, files.of_experts, info,
+        directory, ranks, files.experts, files.of_experts, info,
         None if tp_rules is None else str(tp_rules), files.layers,
     )  # fmt: skip
     checkpoint.warnings += state.warnings

@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, expert_degrees, is_expert
+from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.options import Options, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, Rank, ranks_of
+from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
 from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.stages import Stages, parse_layers, stages_of
@@ -51,18 +51,16 @@ def stage_states(
     rows = options.padded_vocab_size
     if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
         rows = padded_rows(origin.model.content, origin.rules, degree)
-        if rows is None and not origin.ranks:
+        if rows is None and origin.is_foreign:
             rows = rows_that_were(origin.rules, checkpoint.parameters, degree)
-    tp, elsewhere, staged = checkpoint.topology.tp, not origin.ranks, is_staged(checkpoint, origin, options)
+    tp, elsewhere, staged = checkpoint.topology.tp, origin.is_foreign, is_staged(checkpoint, origin, options)
     asked = stages_asked(options)
     if asked and not staged:
         raise UsageError(f"the checkpoint is no pipeline's, so {asked[0]} does not apply")
     orders = known_orders(checkpoint) if elsewhere and staged else []
     if elsewhere and staged:
         _check_order(checkpoint, orders)
-        origin = replace(origin, ranks=ranks_of(checkpoint, origin))
-        origin.ranks[0].degrees.extend(expert_degrees(origin.ranks[0]))
-    source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)] if staged else [()]
+    source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
     sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
     if not staged:
         return sliced, None
@@ -91,7 +89,7 @@ def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
     """Tell whether a checkpoint is a pipeline's: with experts there are no layer files, nor a mark of one stage."""
     if origin.layers or checkpoint.topology.pp > 1:
         return True
-    if not origin.ranks:  # of another format
+    if origin.is_foreign:
         return bool(stages_asked(options))
     given = options.pipeline_layers is not None or options.stage_bounds is not None
     return given and are_stages([files.model for files in origin.ranks], len(origin.ranks))

@@ -233,8 +233,14 @@ class Target:
     @property
     def regrouped(self) -> bool:
         """Whether a model-parallel rank of it is none of the source's: rank 0's files are carried to all."""
+        return not (self.keeps_ranks or self.origin.is_foreign)
+
+    @property
+    def keeps_ranks(self) -> bool:
+        """Whether each model-parallel rank of it is one of the source's files."""
         topology = self.checkpoint.topology
-        return bool(self.origin.ranks) and (self.stages is not None or (self.pp, self.tp) != (topology.pp, topology.tp))
+        same = self.stages is None and (self.pp, self.tp) == (topology.pp, topology.tp)
+        return same and not self.origin.is_foreign
 
     def own_values(self, mp_rank: int, rank: int) -> Sequence[RankValue]:
         """Return what a rank of the source has of its own, which is looked for in all ranks' once."""

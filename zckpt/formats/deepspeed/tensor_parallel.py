@@ -25,7 +25,7 @@ from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismat
 from zckpt.formats.deepspeed.experts import expert_degrees, is_expert
 from zckpt.formats.deepspeed.gpt_model import check_degree
 from zckpt.formats.deepspeed.groups import complete_aliases
-from zckpt.formats.deepspeed.origin import Origin, Rank, gathered, ranks_of
+from zckpt.formats.deepspeed.origin import Origin, Rank, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.tp_rules import (
     AFFINE_KEY,
@@ -245,7 +245,7 @@ def check_slices(origin: Origin, tp: int, degree: int) -> int:
     WeightMismatchError
         Copies of a parameter differ, or what no rule names is the same on every rank.
     """
-    if origin.rules is None or not origin.ranks or tp in (1, degree):
+    if origin.rules is None or tp in (1, degree):
         return 0
     from zckpt.engine.copy import read_extent
 
@@ -294,7 +294,7 @@ def local_states(
     origin: Origin,
     degree: int,
     rows: int | None,
-    ranks: Sequence[Rank] = (),
+    ranks: Sequence[Rank],
     *,
     sliced_experts: bool | None = None,
 ) -> list[Rank]:
@@ -308,7 +308,7 @@ def local_states(
         Rows of vocabulary parameters in the target, padding included; by default as many as the source has, or the
         next number that divides by `degree`.
     ranks : sequence of Rank
-        Those of one stage of a pipeline; by default all.
+        Those of one stage of a pipeline.
     sliced_experts : bool, optional
         Whether experts are cut as all else, or spread over tensor-parallel ranks as over others; of a source that is
         sliced it stays as it is, of others the rules tell by default.
@@ -322,8 +322,7 @@ def local_states(
     LayoutError
         A parameter does not divide among the ranks.
     """
-    path = origin.rules_path or (origin.model.path if origin.model.file.path else checkpoint.source)
-    ranks = ranks or ranks_of(checkpoint, origin)
+    path = origin.rules_path or (checkpoint.source if origin.is_foreign else origin.model.path)
     if degree == len(ranks) and rows is None:
         return list(ranks)
     largest = max((p.numel for p in checkpoint.parameters.values()), default=1)
@@ -368,7 +367,7 @@ def _rules(origin: Origin, ranks: Sequence[Rank], degree: int, path: str) -> Rul
     what is not to be cut.
     """
     names = list(ranks[0].parameters)
-    option = "--tp-rules" if origin.model.file.path else "--slice-rules"  # by which another format's are cut
+    option = "--slice-rules" if origin.is_foreign else "--tp-rules"  # by which another format's are cut
     if origin.rules is None:
         raise without_rules(names, "how to cut them", option)
     if len(ranks) == 1 < degree and REPLICATED_KEY not in origin.rules:
@@ -423,8 +422,7 @@ def written_rules(
     """
     degree, tp = len(stages[0]), checkpoint.topology.tp
     given = origin.rules_path is not None
-    firsts = [files.parameters for files in origin.ranks[::tp]] or [checkpoint.parameters]
-    old = {name: p.shape for parameters in firsts for name, p in parameters.items()}
+    old = {name: p.shape for files in origin.ranks[::tp] for name, p in files.parameters.items()}
     new = {name: p.shape for of_stage in stages for name, p in of_stage[0].parameters.items()}
     is_resized = any(shape != old.get(name, shape) for name, shape in new.items())
     if origin.rules is None or (not given and degree == tp and not is_resized):

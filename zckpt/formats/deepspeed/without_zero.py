@@ -174,7 +174,7 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     ranks = _ranks(checkpoint, origin, options)
     if degree != checkpoint.topology.tp:
         _check_slots(ranks)
-    named = replace(origin, ranks=ranks, model=ranks[0].model)
+    named = replace(origin, ranks=ranks)
     states, dealt = stage_states(checkpoint, named, degree, options)
     model = origin.model
     target = Target(

@@ -97,7 +97,7 @@ def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
 
 def is_filed(target: Target) -> bool:
     """Tell whether a target is a pipeline whose layers have files of their own: one without experts."""
-    if target.origin.layers or target.origin.ranks or target.stages is None:
+    if target.origin.layers or not target.origin.is_foreign or target.stages is None:
         return bool(target.origin.layers)
     return "num_experts" not in target.origin.model.content
 
@@ -182,7 +182,7 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
     filed = {name: own for files in target.origin.ranks for name, own in files.model.filed.items()}
-    if not target.origin.ranks:  # of another format
+    if target.origin.is_foreign:
         filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
     if filed:
         listed, module = module, OrderedMapping()

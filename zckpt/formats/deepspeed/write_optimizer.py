@@ -75,7 +75,7 @@ def optimizer_tree(target: Target, mp: Rank, rank: int) -> object:
     if not target.bf16_optimizer:
         cut["zero_stage"] = Object(_STAGE_ENUM, args=(target.stage,))
     same = (source.stage == 3) == (target.stage == 3)
-    as_it_was = same and target.origin.ranks
+    as_it_was = same and not target.origin.is_foreign
     keys = list(old) if as_it_was else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
     keys += [key for key in (GROUPS_KEY,) if key in cut and key not in keys]
     if target.elastic != source.elastic and same:
@@ -104,7 +104,7 @@ def config_tree(target: Target) -> object:
         members = target.origin.members
         keeps = bool(members) and keeps_zenflow(target.checkpoint, members[0].stage, target.stage)
         # From another format matrices are in order, as 0.19.8 has them with ZenFlow, too, but at ZeRO-3.
-        if not (keeps if target.origin.ranks else target.stage != 3):
+        if not (target.stage != 3 if target.origin.is_foreign else keeps):
             changed["zero_optimization"].pop("zenflow", None)
     changed |= batch_of(changed, target.world_size)
     sliced = changed.get("tensor_parallel")

@@ -125,7 +125,7 @@ def recut(job: Job) -> TargetFiles:
     if job.options.slice_rules is not None:
         raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
                          found="--slice-rules")  # fmt: skip
-    if not origin.members and origin.ranks and checkpoint.zero_stage == 0:
+    if not origin.members and checkpoint.zero_stage == 0:
         from zckpt.formats.deepspeed import without_zero
 
         return without_zero.recut(job, origin)
