@@ -17,7 +17,7 @@ from zckpt.engine.tensors import dtype_name
 from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, about, listed
 from zckpt.formats.deepspeed.in_place import Pipeline, Training
 from zckpt.formats.deepspeed.target import Unpartitioned
-from zckpt.formats.deepspeed.write_optimizer import FUSED, PLAIN, UNFUSED
+from zckpt.formats.deepspeed.trees import FUSED, PLAIN, UNFUSED
 from zckpt.optim.states.expected import check_keys
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 

@@ -29,8 +29,7 @@ def layers(
         own.append({"name": name, "moe": True, "params": list(range(ends, ends := ends + len(its)))})
     torch.save({"optimizer": {"state": state, "param_groups": own}}, tmp_path / "one.pt")
     file = read_torchfile(tmp_path / "one.pt")
-    assert isinstance(file.root, dict)
-    found = _Optimizer(checkpoint, 0, file.root["optimizer"], file).layers(names)
+    found = _Optimizer(checkpoint, 0, file).layers(names)
     return {int(layer[0]): degrees for layer, degrees in found.items()}
 
 

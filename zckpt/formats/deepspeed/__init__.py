@@ -5,7 +5,7 @@ layouts     layout (what all have in common), flat (ZeRO-1, 2), per_parameter (Z
 axes        tensor_parallel (tp_rules), pipeline (stages, restage), experts (expert_*, auto_ep*)
 read        reader: all ranks of all axes to a Checkpoint, whose files origin keeps
 recut       decide: a Checkpoint and options to a target; foreign gives one of another format an origin
-write       write_model, write_optimizer; documents: all files; writer, without_zero: a directory; in_place: an engine
+write       trees; documents: all files; writer, without_zero: a directory; in_place: an engine
 rare        zenflow, muon, one_bit, unsaved, aliases, gpt_model, quantised state (quantised, codes, requantised)
 """
 

@@ -23,8 +23,7 @@ from zckpt.formats.deepspeed.nested import unwrapped
 from zckpt.formats.deepspeed.pipeline import layer_names, tied_key, within
 from zckpt.formats.deepspeed.pipeline import layer_of as layer_number
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.formats.deepspeed.write_model import carried_from, is_filed, model_tree, single
-from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
+from zckpt.formats.deepspeed.trees import carried_from, is_filed, model_tree, optimizer_tree, single
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Parameter
 from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile

@@ -1,6 +1,6 @@
 """The optimizers of experts without ZeRO: each expert rank has a file of its own, with all that its optimizer has.
 
-expp_rank_E_mp_rank_MM_optim_states.pt   {optimizer: a plain one, or one with masters, see `stage0`, `stage0_flat`}
+expp_rank_E_mp_rank_MM_optim_states.pt   {optimizer: a plain one, or one with masters, see `stage0`}
 
     param_groups   dense ones, alike on all ranks, and of experts (`moe`, name `ep_size_N`), in the model's order
     expert number  global: e x (experts per rank) + local; a rank's optimizer has its own experts only
@@ -24,7 +24,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from operator import itemgetter
 
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import ShardError, UnsupportedError, listed
@@ -74,7 +73,7 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
     if auto and (len({layer.degree for layer in auto}) > 1 or any(map(is_expert, checkpoint.parameters))):
         raise UnsupportedError("AutoEP's experts next to experts that are spread otherwise, without ZeRO",
                                path=model.path)  # fmt: skip
-    first = _Optimizer(checkpoint, 0, _content(files[0][1]), files[0][1])
+    first = _Optimizer(checkpoint, 0, files[0][1])
     degrees = set() if auto else set(first.degrees.values())
 
     def check_ranks(expected: int) -> None:
@@ -91,9 +90,9 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
     if auto or len(layers) == len(experts_per_rank(checkpoint.parameters)):  # of more ranks are layers not trained
         check_ranks(auto[0].degree if auto else max(degrees, default=len(files)))
     placement = Placement(math.lcm(len(files), *degrees), is_data_first(model))
-    found = [first, *(_Optimizer(checkpoint, rank, _content(file), file, first) for rank, (_, file) in
+    found = [first, *(_Optimizer(checkpoint, rank, file, first) for rank, (_, file) in
                       enumerate(files[1:], 1))]  # fmt: skip
-    copies = [] if model.optimizer is None else [_Optimizer(checkpoint, 0, model.optimizer, model.file, first)]
+    copies = [] if model.optimizer is None else [_Optimizer(checkpoint, 0, model.file, first)]
     for one in (*found, *copies):
         at = placement.rank(one.rank, 0, len(files))
         one.ranks = {degree: placement.expert_rank(at, degree) for degree in degrees}
@@ -116,7 +115,7 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
         # Of each expert rank of a degree the first file that has its experts; the others have copies.
         degree = None if auto else first.degrees.get(index)
         having = {0 if degree is None else one.ranks[degree]: one for one in reversed(found)}
-        of_group = [one for _, one in sorted(having.items(), key=itemgetter(0))]
+        of_group = [having[expert_rank] for expert_rank in sorted(having)]
         members = [name for one in of_group for name in one.part.param_groups[index].parameters]
         for one in of_group:
             for name in one.held.keys() & one.part.param_groups[index].parameters:
@@ -135,11 +134,6 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
     mark_frozen(checkpoint)
 
 
-def _content(file: TorchFile) -> object:
-    """Return the optimizer of an expert rank's file."""
-    return file.root.get("optimizer") if isinstance(file.root, dict) else None
-
-
 class _Optimizer(Numbered):
     """What the optimizer of one expert rank has, by name; its groups in the order in which another has the same.
 
@@ -151,10 +145,8 @@ class _Optimizer(Numbered):
         What it has of parameters, by their names; experts under the name of the tensor of all, where that is one.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, rank: int, content: object, file: TorchFile, like: _Optimizer | None = None
-    ) -> None:
-        super().__init__(content, file)
+    def __init__(self, checkpoint: Checkpoint, rank: int, file: TorchFile, like: _Optimizer | None = None) -> None:
+        super().__init__(file)
         if like is not None and (order := order_like(like.state.groups, self.state.groups)) is not None:
             self.state = replace(self.state, groups=[self.state.groups[i] for i in order])
             self.flats = self.flats and [self.flats[i] for i in order]

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
-from zckpt.formats.deepspeed.write_optimizer import form_of
+from zckpt.formats.deepspeed.trees import form_of
 from zckpt.formats.deepspeed.zenflow import DETAIL
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape

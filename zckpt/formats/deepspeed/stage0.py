@@ -4,26 +4,41 @@ optimizer = {state, param_groups}                                           fp32
 optimizer = {optimizer_state_dict: {state, param_groups}, fp32_groups,      FP16_UnfusedOptimizer: a list of
              dynamic_loss_scale, cur_scale, cur_iter, ...}                  tensors for each group
 optimizer = {optimizer_state_dict, fp32_groups_flat, ...}                   FP16_Optimizer: one flat tensor each
+
+The last has {state: {group: {slot: flat}}, param_groups: [{params: [group]}]}: the trained parameters of a group lie in
+its flat tensor end to end, in the order in which the user gave them, and without names. So they are found by value:
+what lies there rounds to a parameter's weight. As for numbered optimizers, an order is certain where a group in the
+model's order, or sorted by name, has one reading, and not both have another.
+
+Source: `FP16_Optimizer.__init__`, DeepSpeed 0.14 to 0.19.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from zckpt.errors import DamagedFileError, about
-from zckpt.evidence import NAMES_ADVICE, Orders, in_order_or_sorted
+from zckpt.errors import DamagedFileError, UsageError, about
+from zckpt.evidence import NAMES_ADVICE, Orders, in_order_or_sorted, ways
 from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, unflattened
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, as_float
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float
+from zckpt.state.boxes import row_major
+from zckpt.state.dtypes import is_floating
+from zckpt.storage.files import Sources
 from zckpt.torchfile import Tensor, TorchFile
 
+FLAT_KEY = "fp32_groups_flat"
 STATE_KEYS = frozenset({"optimizer_state_dict", "fp32_groups", FLAT_KEY, "state", "param_groups"})
 """What of an optimizer is read as slots and groups; the rest is about loss scaling and clipping."""
+
+
+Fits = Callable[[int, str], bool]
+"""Whether what lies from an element of a flat master on rounds to the weight of this name."""
 
 
 class Numbered:
@@ -31,10 +46,8 @@ class Numbered:
 
     Parameters
     ----------
-    content : object
-        A state dict, or one with masters.
     file : TorchFile
-        The file that holds it.
+        The file that holds it, under `optimizer`: a state dict, or one with masters.
 
     Raises
     ------
@@ -42,8 +55,8 @@ class Numbered:
         It is none that DeepSpeed writes.
     """
 
-    def __init__(self, content: object, file: TorchFile) -> None:
-        self.file = file
+    def __init__(self, file: TorchFile) -> None:
+        self.file, content = file, file.root.get("optimizer") if isinstance(file.root, dict) else None
         with about(file.path):
             if not isinstance(content, dict):
                 raise DamagedFileError(
@@ -80,7 +93,7 @@ class Numbered:
         path, state = self.file.path, self.state
         if self.flats is not None:
             with about(path):
-                found = unflattened(checkpoint, state, self.flats, path, names, orders)
+                found = self._unflattened(checkpoint, names, orders)
             if found is not None:
                 attach(checkpoint, found[0], path, certain=found[1])
             return found is not None
@@ -94,6 +107,57 @@ class Numbered:
         sample = rounds_to_weight if state.masters else None
         attach(checkpoint, state, path, names=names, sample=sample, orders=orders)
         return True
+
+    def _unflattened(
+        self, checkpoint: Checkpoint, names: Sequence[str] | None, orders: Orders
+    ) -> tuple[OptimizerState, Mapping[int, str]] | None:
+        """Return an optimizer of flat masters as one that numbers its parameters, and their names by number.
+
+        None where their order is not certain, or some state is not one value for each element, nor one for all.
+        """
+        flats, base = self.flats or [], self.state
+        candidates = {
+            p.name: p for p in checkpoint.parameters.values()
+            if p.tied_to is None and p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
+        }  # fmt: skip
+        found: list[list[str]] = []
+        numels = {name: one.numel for name, one in candidates.items()}
+        with Sources() as sources:
+            rest = list(names or ())
+            for index, flat in enumerate(flats):
+                fits = _by_value(slot_of(MASTER, flat, self.file.path), candidates, sources)
+                if names is None:
+                    possible = orders(index, list(candidates))
+                    readings = {_reading(one, numels, flat.numel, fits) for one in possible} - {(0, ())}
+                    if len(readings) != 1 or next(iter(readings))[0] > 1:
+                        return None
+                    found.append(list(readings.pop()[1]))
+                else:
+                    found.append(_given(rest, numels, flat.numel, fits))
+                    rest = rest[len(found[-1]) :]
+        every = [name for order in found for name in order]
+        if rest:
+            raise UsageError("more parameter names than the optimizer has", found=rest[0])
+        if len(set(every)) < len(every):
+            return None
+        numbered = OptimizerState({}, [])
+        by_number = dict(enumerate(every))
+        first = 0
+        for group, (number,), flat, order in zip(base.groups, base.numbers, flats, found, strict=True):
+            state = base.state.get(number, {})
+            whole = {key: one for key, one in state.items() if isinstance(one, Tensor) and one.shape}
+            if any(one.shape != flat.shape or not one.is_contiguous for one in whole.values()):
+                return None
+            numbered.groups.append({**group, "params": list(range(first, first + len(order)))})
+            starts = accumulate((numels[name] for name in order), initial=0)
+            for own, (name, at) in enumerate(zip(order, starts, strict=False), first):
+                shape = candidates[name].shape
+                numbered.masters[own] = _part(flat, shape, at)
+                if state:
+                    cut = {key: _part(one, shape, at) for key, one in whole.items()}
+                    numbered.state[own] = {key: cut.get(key, value) for key, value in state.items()}
+            first += len(order)
+        return numbered, by_number
 
     def count(self, numels: Sequence[int]) -> int:
         """Return how many parameters there are, given the elements of those of which the first make up flat masters."""
@@ -127,7 +191,7 @@ def _flats(found: object, state: OptimizerState) -> list[Tensor]:
 
 def attach_optimizer(rank: Rank, names: Sequence[str] | None) -> None:
     """Give a rank of stage 0 the optimizer in its model file; errors are those of `Numbered`."""
-    optimizer = Numbered(rank.model.content["optimizer"], rank.model.file)
+    optimizer = Numbered(rank.model.file)
     keep_other_state(rank, optimizer.content, rank.model.file)
     if optimizer.attach(rank, names):
         mark_frozen(rank)
@@ -157,3 +221,75 @@ def mark_frozen(checkpoint: Checkpoint) -> None:
     for parameter in checkpoint.parameters.values():
         if parameter.tied_to is None and parameter.name not in owned and parameter.shape not in shapes:
             parameter.frozen = True
+
+
+def _given(names: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> list[str]:
+    """Return the first of the user's names, which make up a flat tensor."""
+    found: list[str] = []
+    at = 0
+    for name in names:
+        if at == numel:
+            break
+        if name not in numels or at + numels[name] > numel or not fits(at, name):
+            raise UsageError(
+                f"{name} is not what lies at element {at} of a flat master",
+                expected="a parameter whose weight is that, rounded",
+            )  # fmt: skip
+        found.append(name)
+        at += numels[name]
+    if at != numel:
+        raise UsageError("too few parameter names for a flat master", expected=f"{numel} elements", found=at)
+    return found
+
+
+def _reading(order: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> tuple[int, tuple[str, ...]]:
+    """Return in how many ways names in this order, some left out, make up a flat tensor, and one of them."""
+
+    def steps(index: int, at: int) -> Iterator[tuple[str, int]]:
+        name = order[index]
+        yield "", at
+        if at + numels[name] <= numel and fits(at, name):
+            yield name, at + numels[name]
+
+    count, names = ways(len(order), 0, numel, steps)
+    return count, tuple(filter(None, names))
+
+
+def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) -> Fits:
+    """Return what holds a flat master against weights, at both ends of each."""
+    import numpy as np  # here, for no other checkpoint is opened by its elements
+
+    from zckpt.compare.weights import ELEMENTS_PER_END, not_rounded
+    from zckpt.engine.cast import cast
+    from zckpt.engine.copy import read_extent
+
+    first: dict[str, bytes] = {}
+    rounded: dict[tuple[int, str], bytes | None] = {}
+
+    def begins(at: int, weight: Slot, name: str) -> bool:
+        """Tell whether the first elements are alike, which is known for each place and name once."""
+        if name not in first:
+            first[name] = read_extent(weight, Extent.flat(weight.shape, 0, 1), sources).tobytes()
+        key = at, weight.dtype
+        if key not in rounded:
+            one = cast(read_extent(master, Extent.flat(master.shape, at, 1), sources), weight.dtype)
+            rounded[key] = None if np.isnan(one.astype(np.float32)).any() else one.tobytes()
+        return rounded[key] in (None, first[name])
+
+    def fits(at: int, name: str) -> bool:
+        weight = known[name].slots[WEIGHT]
+        if not begins(at, weight, name):
+            return False
+        count = min(ELEMENTS_PER_END, weight.numel)
+        for start in dict.fromkeys((0, weight.numel - count)):
+            there = Extent.flat(master.shape, at + start, count)
+            stored = read_extent(weight, Extent.flat(weight.shape, start, count), sources)
+            if len(not_rounded(read_extent(master, there, sources), stored)):
+                return False
+        return True
+
+    return fits
+
+
+def _part(flat: Tensor, shape: tuple[int, ...], at: int) -> Tensor:
+    return replace(flat, shape=shape, strides=row_major(shape), storage_offset=flat.storage_offset + at)

@@ -125,9 +125,9 @@ def names_by_themselves(ranks: Sequence[Rank], tp: int) -> list[str] | None:
     They tell the keys of tied layers, too. Where which layer has a key is not known, none is taken.
     """
     recorded = [
-        [] if _is_idle(files) else Numbered(held, files.model.file).recorded_names
+        [] if _is_idle(files) else Numbered(files.model.file).recorded_names
         for files in ranks
-        if (held := files.model.optimizer) is not None
+        if files.model.optimizer is not None
     ]
     alike = len(recorded) == len(ranks) and all(
         names is not None and names == recorded[number // tp * tp] for number, names in enumerate(recorded)
@@ -199,8 +199,8 @@ def _by_stage(names: Sequence[str] | None, stages: Sequence[Rank]) -> list[Seque
     found: list[Sequence[str] | None] = []
     at = 0
     for one in stages:
-        held, left = one.model.optimizer, [numels.get(name, 0) for name in names[at:]]
-        count = 0 if held is None else Numbered(held, one.model.file).count(left)
+        left = [numels.get(name, 0) for name in names[at:]]
+        count = 0 if one.model.optimizer is None else Numbered(one.model.file).count(left)
         found.append(names[at : at + count])
         at += count
     if at != len(names):

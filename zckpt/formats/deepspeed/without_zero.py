@@ -40,7 +40,7 @@ from zckpt.formats.deepspeed.stages import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, Unpartitioned
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
-from zckpt.formats.deepspeed.write_optimizer import batch_of, form_of
+from zckpt.formats.deepspeed.trees import batch_of, form_of
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import holds_tensors
@@ -237,5 +237,5 @@ def _form(model: ModelShard, groups: Sequence[TargetGroup]) -> Unpartitioned | N
         return None
     kept = {str(key): FromFile.of(model.file, value) for key, value in held.items() if key not in STATE_KEYS}
     names = [[p.name for p in group.experts[0]] for group in groups]
-    named = Numbered(held, model.file).recorded_names is not None
+    named = Numbered(model.file).recorded_names is not None
     return Unpartitioned(form_of(held), names, kept, own_state=True, named=named)
