@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import aliases
 from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_experts
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
-from zckpt.formats.deepspeed.hyperparameters import configured, read_hyperparameters, with_hyperparameters
+from zckpt.formats.deepspeed.hyperparameters import Group, configured, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.muon import is_of_muon
 from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.target import DEFAULT_SUB_GROUP_SIZE, Target
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
-from zckpt.formats.deepspeed.zenflow import keeps_transposed
+from zckpt.formats.deepspeed.zenflow import DETAIL, keeps_zenflow
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.checkpoint import keys_listed
@@ -72,7 +72,8 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
     size = int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, tp=degree,
-                    transposed=sub_group_size is None and keeps_transposed(checkpoint, first.stage, stage),
+                    transposed=sub_group_size is None and keeps_zenflow(checkpoint, first.stage, stage)
+                    and checkpoint.details[DETAIL] is True,
                     sub_group_size=None if flat else size,
                     lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
     path, given = options.hyperparameters, None
@@ -82,17 +83,27 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
         given = read_hyperparameters(path, len(checkpoint.param_groups), elastic=target.elastic)
     _refuse_form(target, options)
     _refuse_axes(target, options)
-    states, dealt = stage_states(checkpoint, origin, degree, options)
-    target = replace(target, rules=written_rules(origin, states, checkpoint), pp=len(states), stages=dealt)
-    auto = auto_experts(origin.model)
-    for number, files in enumerate(files for of_stage in states for files in of_stage):
-        rank = replace(files, mp_rank=number, param_groups=with_hyperparameters(files.param_groups, given))
-        rank.groups = target_groups(target, rank, options, auto)
-        target.ranks.append(rank)
+    target = with_ranks(target, options, given)
     cut_rank_values(target)
     # Where one tensor is the state of several partitions, there have to be as many.
     own = {value.key for value in checkpoint.per_rank}
     aliases.check(aliases.aliases(first), len(first.masters), len(target.parts(target.ranks[0])), own)
+    return target
+
+
+def with_ranks(target: Target, options: RecutOptions, given: Sequence[Group] | None = None) -> Target:
+    """Return a target with its model-parallel ranks, and what is said of their slices and stages.
+
+    `given`: hyperparameters of each param group. Errors are those of `stage_states`.
+    """
+    checkpoint, origin = target.checkpoint, target.origin
+    states, dealt = stage_states(checkpoint, origin, target.tp, options)
+    target = replace(target, rules=written_rules(origin, states, checkpoint), pp=len(states), stages=dealt)
+    auto = auto_experts(origin.model)
+    for number, one in enumerate(one for of_stage in states for one in of_stage):
+        rank = replace(one, mp_rank=number, param_groups=with_hyperparameters(one.param_groups, given))
+        rank.groups = target_groups(target, rank, options, auto)
+        target.ranks.append(rank)
     return target
 
 

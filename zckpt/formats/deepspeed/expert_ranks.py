@@ -196,7 +196,7 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
     members, dp, tp = ranks[lane], len(ranks[lane]), len(ranks)
     if tp == 1 or any(len(one) != dp for one in ranks):
         return alone
-    every, named = over_all(ranks, data_first), []
+    every, named = Spread([one[d] for d in range(dp) for one in ranks], tp, data_first), []
     if members and members[0].stage != 3:
         counts = members[0].partition_count
         named = [list(group) for group in model.param_shapes][: len(counts)] if model.param_shapes is not None else [
@@ -214,11 +214,6 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
         if dp % count == 0 and all(totals.get(layer) == number * dp // count for layer, number in local.items()):
             return alone
     return alone if all(files.by_lane.get(m, {}).keys() == files.all().keys() for m in range(tp)) else every
-
-
-def over_all(ranks: Sequence[Sequence[OptimizerShard]], data_first: bool) -> Spread:
-    """Return all ranks, given those of each tensor-parallel rank, as experts are spread over them."""
-    return Spread([one[d] for d in range(len(ranks[0])) for one in ranks], len(ranks), data_first)
 
 
 def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:

@@ -22,16 +22,17 @@ from zckpt.formats.deepspeed.experts import (
     numbers_of_experts,
     of_experts,
 )
-from zckpt.formats.deepspeed.gpt_model import rules_of_whole
+from zckpt.formats.deepspeed.gpt_model import known_rules
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Topology
-from zckpt.torchfile import OrderedMapping, TorchFile, node_of
+from zckpt.torchfile import OrderedMapping, TorchFile, node_of, plain
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -171,7 +172,10 @@ def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object], *, bf1
                  param_groups=checkpoint.param_groups, model_files=[model],
                  members=[_optimizer(checkpoint, stage, bf16=bf16)])  # fmt: skip
     whole.degrees.extend(expert_degrees(whole))
-    return Origin(directory, [whole], rules=rules_of_whole(model, checkpoint.parameters))
+    info = plain(node_of(model.content.get(INFO_KEY)))
+    shapes = {name: p.shape for name, p in checkpoint.parameters.items()}
+    rules = known_rules(model.content, info if isinstance(info, dict) else None, shapes, model.path)
+    return Origin(directory, [whole], rules=rules)
 
 
 def _steps(checkpoint: Checkpoint) -> int:

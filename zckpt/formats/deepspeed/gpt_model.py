@@ -25,10 +25,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.state import Parameter, Shape
-from zckpt.torchfile import Object, node_of, plain, put_back
+from zckpt.torchfile import Object, node_of, put_back
 from zckpt.torchfile.nodes import Namespace
 
 JOINED = "ds_sequence_parallel_fpdt"
@@ -137,14 +136,6 @@ def known_rules(
     if joined and any(re.match(_ATTENTION, name) for name in free):
         found["parameter_with_sub_params"] = [*_listed(found.get("parameter_with_sub_params")), *joined]
     return found
-
-
-def rules_of_whole(model: ModelShard, parameters: Mapping[str, Parameter]) -> Mapping[str, object] | None:
-    """Return by what rules whole parameters can be cut: what `universal_checkpoint_info` says, completed."""
-    found = model.content.get(INFO_KEY)
-    info = plain(node_of(found))
-    said = info if isinstance(info, dict) else None
-    return known_rules(model.content, said, {name: p.shape for name, p in parameters.items()}, model.path)
 
 
 def _listed(value: object) -> list[object]:

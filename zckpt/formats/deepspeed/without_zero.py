@@ -24,6 +24,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import NAMES_BY_STAGE_ADVICE
 from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed.auto_ep import listed_layers
+from zckpt.formats.deepspeed.decide import with_ranks
 from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
@@ -32,14 +33,12 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.other_files import in_run, is_run
 from zckpt.formats.deepspeed.pipeline import layer_names
-from zckpt.formats.deepspeed.restage import stage_states
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stages import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, Unpartitioned
-from zckpt.formats.deepspeed.target_groups import target_groups
-from zckpt.formats.deepspeed.tensor_parallel import check_slices, written_rules
+from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.trees import batch_of, form_of
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
@@ -174,19 +173,16 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
     ranks = _ranks(checkpoint, origin, options)
     if degree != checkpoint.topology.tp:
         _check_slots(ranks)
-    named = replace(origin, ranks=ranks)
-    states, dealt = stage_states(checkpoint, named, degree, options)
     model = origin.model
-    target = Target(
-        checkpoint, named, options.world_size, 0, model.zero_option("elastic_checkpoint"),
-        model.zero_option("round_robin_gradients"), model.zero_option("parameter_alignment"), False,
-        written_rules(named, states, checkpoint), len(states), degree, dealt,
+    target = with_ranks(
+        Target(
+            checkpoint, replace(origin, ranks=ranks), options.world_size, 0, model.zero_option("elastic_checkpoint"),
+            model.zero_option("round_robin_gradients"), model.zero_option("parameter_alignment"), False, tp=degree,
+        ),
+        options,
     )  # fmt: skip
-    for number, files in enumerate(files for of_stage in states for files in of_stage):
-        rank = replace(files, mp_rank=number, members=())
-        rank.groups = target_groups(target, rank, options, {})
-        rank.unpartitioned = _form(rank.model, rank.groups)
-        target.ranks.append(rank)
+    for rank in target.ranks:
+        rank.members, rank.unpartitioned = (), _form(rank.model, rank.groups)
     return target
 
 

@@ -87,11 +87,6 @@ def keeps_zenflow(checkpoint: Checkpoint, source: int, stage: int) -> bool:
     return DETAIL in checkpoint.details and (source == 3) == (stage == 3)
 
 
-def keeps_transposed(checkpoint: Checkpoint, source: int, stage: int) -> bool:
-    """Tell whether matrices are transposed in it, too."""
-    return keeps_zenflow(checkpoint, source, stage) and checkpoint.details[DETAIL] is True
-
-
 def flipped(shapes: Shapes) -> Shapes:
     """Return shapes with those of matrices transposed."""
     return {name: shape[::-1] if len(shape) == 2 else shape for name, shape in shapes.items()}
