@@ -18,7 +18,7 @@ from tests.cli.console import FIXTURES
 from tests.refusals import refusing
 from tests.truth import bits
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
-from zckpt.formats.shrinking import kept_ranges, shares
+from zckpt.formats.stripping import kept_ranges, shares
 from zckpt.operations.strip import strip
 from zckpt.state.ranges import without
 

@@ -11,7 +11,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from tests.pairwise import some
-from zckpt.formats.torch_files.state_dicts import OptimizerState
+from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture, architecture, architectures
 from zckpt.formats.transformers_trainer.readings import Weights, group_of, read_names
 

@@ -28,7 +28,7 @@ from zckpt.errors import UsageError
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.write_items import items
 from zckpt.formats.torch_files.content import OPTIMIZER_KEYS, STATE_DICT_KEYS
-from zckpt.formats.torch_files.state_dicts import split_key
+from zckpt.formats.torch_files.optimizer import split_key
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Slot, number_of

@@ -1,4 +1,4 @@
-"""A torch file without some of its bytes, and what was saved, by kind. Knows no program's keys.
+"""A torch file without some of its bytes, and what was saved, by kind; and what becomes of the directory that it is in.
 
 An edit takes tensors out of a file's tree or narrows them; what follows for the file's storages is decided here:
 
@@ -6,24 +6,169 @@ An edit takes tensors out of a file's tree or narrows them; what follows for the
     one that the edit trimmed, or any under `unreferenced`  keeps the bytes within reach of its tensors
     every other one                                         stays as it is
 
-A file of which nothing goes is copied, byte for byte.
+storage     |aaaa....bbbb|cc..........|
+shrunk      |aaaabbbb|cc|                 a tensor's reach, first to last element, stays in one piece
+
+In the tree whatever shared an object or went in a circle still does. A file of which nothing goes is copied, byte for
+byte. Knows no program's keys.
+
+DIR/...                     whatever the format does not know is copied; a fingerprint goes if anything does
+RUN/latest, RUN/DIR/...     given the run's directory, the target is one, too: of this checkpoint alone
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats.companions import copy_of
-from zckpt.formats.shrinking import Kept, kept_ranges, replace_tensors, shares
+from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
-from zckpt.state.ranges import total, without
-from zckpt.torchfile import Storage, Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
+from zckpt.state.ranges import Range, merge, total, without
+from zckpt.storage.files import is_file
+from zckpt.storage.ownership import FINGERPRINT_NAME
+from zckpt.torchfile import PARTS, Storage, Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
+
+
+def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:
+    """Return a tree with some of its tensors replaced. Containers are changed where they are; tuples are replaced.
+
+    Parameters
+    ----------
+    root : object
+        A tree that was read for this purpose.
+    new : mapping of int to Tensor
+        By the id of the tensor that each stands for; it has that one's attributes.
+
+    Returns
+    -------
+    object
+        The root, or what stands for it now.
+    """
+    swapped: dict[int, object] = dict(new)
+    kept: list[object] = [root]  # an id is that of one object only as long as the object is there
+    seen = {id(root)}
+    nodes: list[object] = [root]
+    levels: list[Iterator[tuple[object, object]]] = [iter(list(children(root)))]
+    while nodes:
+        for _, child in levels[-1]:
+            if id(child) in seen or (is_leaf(child) and id(child) not in new):
+                continue
+            seen.add(id(child))
+            kept.append(child)
+            nodes.append(child)
+            levels.append(iter(list(children(child))))
+            break
+        else:
+            levels.pop()
+            _swap_below(nodes.pop(), swapped)
+    return swapped.get(id(root), root)
+
+
+def _swap_below(node: object, swapped: dict[int, object]) -> None:
+    """Put what stands for the children of a node in their place; all of these have been seen to."""
+    if isinstance(node, dict):
+        for key, value in list(node.items()):
+            if id(value) in swapped:
+                node[key] = swapped[id(value)]
+    elif isinstance(node, list):
+        node[:] = [swapped.get(id(one), one) for one in node]
+    elif isinstance(node, (tuple, set, frozenset)) and any(id(one) in swapped for one in node):
+        swapped[id(node)] = type(node)(swapped.get(id(one), one) for one in node)
+    fields = {name: getattr(node, name) for name in PARTS.get(type(node), ())}
+    changed = {name: swapped[id(value)] for name, value in fields.items() if id(value) in swapped}
+    if changed and type(node) is Tensor:
+        current = swapped.get(id(node), node)
+        swapped[id(node)] = replace(current, **changed)  # type: ignore[type-var]
+    else:
+        for name, value in changed.items():
+            setattr(node, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The bytes of a storage that are kept.
+
+    Parameters
+    ----------
+    ranges : tuple of (int, int), bytes
+        Apart from each other, in order.
+    starts : tuple of int, bytes
+        Where each goes.
+    """
+
+    ranges: tuple[Range, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept."""
+        return self.starts[-1] + self.ranges[-1][1] - self.ranges[-1][0] if self.ranges else 0
+
+    def place(self, offset: int) -> int:
+        """Return where a byte goes that is kept."""
+        index = bisect_right(self.ranges, offset, key=lambda one: one[0]) - 1
+        return self.starts[index] + offset - self.ranges[index][0]
+
+
+def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
+    """Return what a storage keeps, so that the ranges used are in it.
+
+    Parameters
+    ----------
+    used : iterable of (int, int), bytes
+        In any order; they may overlap.
+    nbytes : int, bytes
+        Of the storage.
+    alignment : int, bytes
+        Every byte keeps its place relative to multiples of this.
+    """
+    ranges: list[Range] = []
+    for low, high in merge((a - a % alignment, min(b + -b % alignment, nbytes)) for a, b in used if a < b):
+        if ranges and ranges[-1][1] == low:
+            ranges[-1] = (ranges[-1][0], high)
+        else:
+            ranges.append((low, high))
+    starts, at = [], 0
+    for low, high in ranges:
+        starts.append(at)
+        at += high - low
+    return Kept(tuple(ranges), tuple(starts))
+
+
+def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> dict[str, int]:
+    """Return how many bytes of some ranges are each owner's; of what several own, the first one's.
+
+    Parameters
+    ----------
+    ranges : sequence of (int, int), bytes
+        Apart from each other and in order.
+    owned : iterable of (int, int, str)
+        Ranges and who owns them, in any order.
+    """
+    pieces: list[tuple[int, int, str]] = []
+    for low, high, owner in sorted(owned):
+        start = max(low, pieces[-1][1]) if pieces else low
+        if start < high:
+            pieces.append((start, high, owner))
+    found: dict[str, int] = {}
+    first = 0
+    for low, high in ranges:
+        while first < len(pieces) and pieces[first][1] <= low:
+            first += 1
+        at = first
+        while at < len(pieces) and pieces[at][0] < high:
+            start, end, owner = pieces[at]
+            found[owner] = found.get(owner, 0) + min(high, end) - max(low, start)
+            at += 1
+    return found
+
 
 PADDING = "padding"
 UNREFERENCED = "unreferenced"
@@ -70,6 +215,11 @@ class Request:
         """
         gone = {slot for slot in present if self.drops(slot)}
         return gone, self.optimizer or (bool(gone) and len(gone) == len(present))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What of it a format without partitions has no use for."""
+        return ("this format has no padding",) if self.padding else ()
 
     def needs(self, slot: str) -> bool:
         """Tell whether a slot must be there afterwards; the model always is."""
@@ -251,3 +401,54 @@ def _replaced(root: object, new: dict[int, Tensor], path: Path) -> object:
     if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(tree)) != count:
         raise UnsupportedError("tensors in places where they cannot be replaced", path=path)
     return tree
+
+
+def completed(
+    source: Path,
+    directory: Path,
+    own: Sequence[Rewritten],
+    request: Request,
+    *,
+    pointer: str | None = None,
+    notes: Sequence[str] = (),
+) -> Stripping:
+    """Return what becomes of all files, given what becomes of those that the format knows.
+
+    Parameters
+    ----------
+    source : Path
+        The directory as the user named it: this one, or one that it is in.
+    directory : Path
+    own : sequence of Rewritten
+        By their names within `directory`.
+    request : Request
+    pointer : str, optional
+        The name of the file of a run's directory that names one of its checkpoints.
+    notes : sequence of str
+        What the format has to say.
+
+    Raises
+    ------
+    SourceError
+        Something in it is neither a file nor a directory.
+    """
+    inner = Path(os.path.relpath(os.path.realpath(directory), os.path.realpath(source))).as_posix()
+    folder = "" if inner == os.curdir or inner.startswith(os.pardir) else f"{inner}/"
+    done = {one.name for one in own}
+    changed = any(one.file is None or one.saved for one in own)
+    files = [*own]
+    for name, path in files_below(directory):
+        if name == FINGERPRINT_NAME and changed:
+            nbytes = path.stat().st_size
+            files.append(Rewritten(name, nbytes, None, {STRUCTURE: nbytes}))
+        elif name not in done:
+            files.append(as_it_is(path, name))
+    said = [*notes, *request.notes]
+    if folder:
+        moved = ((one, folder + one.name) for one in files)
+        files = [replace(one, name=name, file=one.file and replace(one.file, name=name)) for one, name in moved]
+        said.append("of the run's directory only this checkpoint is written")
+        if pointer is not None and is_file(source / pointer):
+            data = inner.encode()
+            files.append(Rewritten(pointer, len(data), TargetFile.of(pointer, data), {}))
+    return Stripping(files, tuple(said))

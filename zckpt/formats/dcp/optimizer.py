@@ -13,8 +13,8 @@ from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence import note_not_used
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry
+from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
 from zckpt.formats.torch_files.optimizer import attach as attach_state
-from zckpt.formats.torch_files.state_dicts import OptimizerState, joined, parse, unflattened
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile, walk_tensors

@@ -23,8 +23,6 @@ from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.items import read_items
 from zckpt.formats.dcp.metadata import Metadata, read_metadata
 from zckpt.formats.dcp.tree import STATE, Node, OptimizerPart, build, find_optimizers, leaves
-from zckpt.formats.shrinking import kept_ranges, shares
-from zckpt.formats.stripped_directory import completed
 from zckpt.formats.stripping import (
     UNREFERENCED,
     Edited,
@@ -32,12 +30,15 @@ from zckpt.formats.stripping import (
     Rewritten,
     Stripping,
     as_it_is,
+    completed,
     gone,
+    kept_ranges,
     replaced,
     rewrite,
+    shares,
 )
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.formats.torch_files.state_dicts import split_key
+from zckpt.formats.torch_files.optimizer import split_key
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.ranges import merge, without
 from zckpt.torchfile import ALIGNMENT, Object, TorchFile, dump, read_pickle

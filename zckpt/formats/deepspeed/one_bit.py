@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zckpt.formats.torch_files.state_dicts import OptimizerState
+from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.state.inventory import IMPLIED, Rule
 
 _SIZES = frozenset({"tensor_size", "corrected_tensor_size", "server_chunk_size"})

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.formats.torch_files.state_dicts import optimizer_rules
+from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresolved
 from zckpt.state import WEIGHT, CutFiles, CutSpans, Duplicate, Extent, Scalar, Shape, Slot, Span
 from zckpt.state.checkpoint import RankValue

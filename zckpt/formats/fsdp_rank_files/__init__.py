@@ -10,7 +10,7 @@ flat parameters, in which FSDP1 keeps the parameters of a layer. No file names w
 
 directory   which files those are            held          what ranks' files have of a tensor, put together as spans
 contents    names, ties; values by number    units         which parameters FSDP1 has wrapped together
-readings    whose state each number is       attach        that state, given to its parameters
+readings    whose state each number is, and that state given to its parameters
 kept        other state, groups, zckpt.pt    writer        the files for other ranks; dtensors: the part of each
 """
 

@@ -22,7 +22,7 @@ from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankFiles, RankReader, add, elements, rules_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
-from zckpt.formats.torch_files.state_dicts import check_hyperparameters, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import check_hyperparameters, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import (
     as_mapping,
     by_name,

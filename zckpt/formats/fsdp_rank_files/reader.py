@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
-from zckpt.formats.fsdp_rank_files.attach import attach
 from zckpt.formats.fsdp_rank_files.contents import Model, read_models, read_optimizers, tie_as_configured
 from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, FORMAT, HUGGINGFACE, LORA_NAME, Directory
 from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULES, give_masters, recorded_names
+from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.remainder import restore
 from zckpt.formats.suffixes import OWN_NAME

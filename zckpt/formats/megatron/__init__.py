@@ -18,7 +18,7 @@ order         the order of a model's parameters in memory
 cut           what a tensor-parallel rank has of a parameter
 fused         experts that are one parameter of a rank, transposed
 stages        what pipeline stages, their chunks and expert-parallel ranks have
-buckets       where the distributed optimizer has a parameter in buffers without names
+buckets       where the distributed optimizer has a parameter in buffers without names, and whether masters prove it
 
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 zarr          the tensors and objects of such a directory in arrays
@@ -30,7 +30,6 @@ fsdp_dtensor  Megatron-FSDP's directories as a Checkpoint
 legacy        from ranks' files to a Checkpoint
 ranks         which ranks there are, and what each has by the whole model's names
 local         what the optimizer of one rank has of its parameters
-proof         whether every master there is its weight, rounded
 
 writer        a run's directory with one `torch_dist` checkpoint
 legacy_writer one with legacy files: for the ranks of `legacy_target`

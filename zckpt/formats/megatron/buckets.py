@@ -7,8 +7,8 @@ buffer            one for each pair of parameter and gradient type, of each chun
 A bucket ends behind its last parameter. In memory it is padded, on disk it is not: buckets that are written as one line
 follow each other without a gap. The bucket before that of a shared embedding ends at a multiple of 64, too.
 
-Nothing on disk says that a layout is this one. Whoever uses it proves it: each element of a master, rounded, is that
-of the weight which the layout says that it is of.
+Nothing on disk says that a layout is this one. Whoever uses it proves it (`unproven`): each element of a master,
+rounded, is that of the weight which the layout says that it is of.
 
 Source: megatron-core 0.16, `_ParamAndGradBuffer`.
 """
@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 
+from zckpt.compare.weights import not_rounded
+from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.megatron.cut import Shape
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
@@ -28,6 +30,7 @@ from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, IMPLIED, Rule
 from zckpt.state.views import narrow, reshape
+from zckpt.storage.files import Sources
 from zckpt.torchfile import DType, Tensor
 
 ALIGNMENT = 64
@@ -234,3 +237,31 @@ def gathered_rules(*steps: str) -> list[Rule]:
 
 def _rounded(at: int) -> int:
     return -(-at // ALIGNMENT) * ALIGNMENT
+
+
+BLOCK_NUMEL = 1 << 20
+"""Elements that are held against each other at a time."""
+
+
+def unproven(masters: Mapping[str, Slot], weights: Mapping[str, Slot]) -> str | None:
+    """Return what is wrong with the first master that does not round to its weight in every element; None if all do.
+
+    Parameters
+    ----------
+    masters, weights : mapping of str to Slot
+        By name, the same names.
+
+    Raises
+    ------
+    SourceError
+        A file cannot be read.
+    """
+    with Sources() as sources:
+        for name, master in masters.items():
+            weight = weights[name]
+            for start in range(0, master.numel, BLOCK_NUMEL):
+                extent = Extent.flat(master.shape, start, min(BLOCK_NUMEL, master.numel - start))
+                wrong = not_rounded(read_extent(master, extent, sources), read_extent(weight, extent, sources))
+                if len(wrong):
+                    return f"that of {name} does not round to its weight at element {start + int(wrong[0])}"
+    return None

@@ -37,12 +37,12 @@ from zckpt.formats.megatron.buckets import (
     bucket_numels,
     gathered,
     gathered_rules,
+    unproven,
 )
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.megatron.order import orders
-from zckpt.formats.megatron.proof import unproven
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried, read_scalars
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot

@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable, Mapping
 
 from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.formats.megatron.buckets import unproven
 from zckpt.formats.megatron.keys import Stored
-from zckpt.formats.megatron.proof import unproven
 from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.state import MASTER, WEIGHT, Slot
 

@@ -18,12 +18,10 @@ from dataclasses import replace
 from zckpt.compare.weights import rounds_to
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import Evidence, in_order
-from zckpt.formats.megatron.buckets import Buffer, Member, gathered, gathered_rules, lay_out
+from zckpt.formats.megatron.buckets import Buffer, Member, gathered, gathered_rules, lay_out, unproven
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.optimizer import EXPERTS, GROUPS, MASTERS, Held, optimizers
-from zckpt.formats.megatron.proof import unproven
-from zckpt.formats.torch_files.optimizer import attach
-from zckpt.formats.torch_files.state_dicts import OptimizerState, joined, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import OptimizerState, attach, joined, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import ANY, IMPLIED, REST, Rule

@@ -3,8 +3,7 @@
 reader          from a file to a Checkpoint
 content         which dicts are models, which are optimizers, and which optimizer is whose
 tensors         tensors as slots and spans, single values as numbers
-state_dicts     an optimizer's state dict in each of its forms
-optimizer       its state as slots and param groups, with names for its parameters
+optimizer       an optimizer's state dict in each of its forms, as slots and param groups, with names for its parameters
 writer          a tree with tensors as a file that torch.load reads
 strip           a file without its optimizer's slots
 """
@@ -63,11 +62,11 @@ class TorchSave(Format):
     def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         """Take slots and unused bytes out of the file."""
         from zckpt.formats.stripping import Stripping
-        from zckpt.formats.torch_files.strip import notes, shaped_slots, strip_file
+        from zckpt.formats.torch_files.strip import shaped_slots, strip_file
 
         source = Path(checkpoint.source)  # of a run the last one's
         file = strip_file(source, source.name, request, shaped_slots(checkpoint))
-        return Stripping([file], notes(request))
+        return Stripping([file], request.notes)
 
 
 class TorchDirectory(Format):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from zckpt.errors import about
 from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
-from zckpt.formats.torch_files.state_dicts import (
+from zckpt.formats.torch_files.optimizer import (
     OptimizerState,
     joined,
     looks_flattened,

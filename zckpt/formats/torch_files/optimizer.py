@@ -1,4 +1,12 @@
-"""The state of torch's optimizers, given to a checkpoint's parameters: by names where a file has them.
+"""The state dict of a `torch.optim` optimizer, in each of its forms, and what it gives a checkpoint's parameters.
+
+{state: {number: {slot: value}}, param_groups: [{params: [number, ...], ...}]}     `Optimizer.state_dict()`
+{state: {name: {slot: value}}, param_groups: [{params: [name, ...], ...}]}         FSDP1's full one, `get_state_dict`
+{"state.NAME.SLOT": value, "param_groups.NAME.KEY": value}                         the same, flattened
+
+Its tensors are those of a torch file, or items of DCP, whose chunks may lie in several. Numbers are counted over all
+groups in order; newer files may also hold names with them (`param_names`). Names of the second form are the model's
+own, without doubt. The third does not say which group a parameter is in: those with the same values are one.
 
 Where a file has no names, they are deduced from the model's tensors with their shapes, the shapes of the optimizer's
 state, and the order of both: each param group lists its parameters in the model's order, or sorted by name. A name is
@@ -11,18 +19,249 @@ one memory, and all of them come out as the last: what can be noticed of that in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
-from zckpt.errors import DamagedFileError, UsageError, about, listed
-from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers
-from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState, shared_values
-from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of
-from zckpt.state import MASTER, Checkpoint, ParamGroup
+from zckpt.codes import HYPERPARAMETERS_DIFFER
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
+from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers, shown_shape
+from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of, with_scalars
+from zckpt.state import MASTER, Checkpoint, ParamGroup, number_of
+from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Tensor, walk_tensors
+from zckpt.torchfile import Digests, FromFile, MetaTensor, Tensor, alike, brief, walk_tensors
+
+OPTIMIZER = "optimizer"
+"""Under which a param group that zckpt wrote says which of several optimizers it is of."""
+
+STATE_KEY, GROUPS_KEY = "state", "param_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """A torch optimizer's state dict.
+
+    Parameters
+    ----------
+    state : dict of int to dict
+        Slot to value, by parameter number.
+    groups : list of dict
+        Param groups, `params` included.
+    masters : dict of int to Tensor
+        fp32 masters by parameter number, where the file has them.
+    names : dict of int to str
+        Of the parameters that the file has by name. They are numbered here in the order of the groups.
+    scopes : dict of int to str
+        What the names of parameters that are numbered are known to begin with.
+    """
+
+    state: dict[int, dict[str, object]]
+    groups: list[dict[str, Any]]
+    masters: dict[int, Tensor] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    scopes: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> list[list[int]]:
+        """The parameter numbers of each group."""
+        return [[int(n) for n in g["params"]] for g in self.groups]
+
+    @property
+    def every_number(self) -> list[int]:
+        """The parameter numbers of all groups."""
+        return [number for numbers in self.numbers for number in numbers]
+
+    @property
+    def recorded_names(self) -> list[str]:
+        """The names that the file gives its parameters, in the order of their numbers; some or all may be missing."""
+        if len(self.names) == len(self.every_number):
+            return list(self.names.values())
+        found = [group.get("param_names") for group in self.groups]
+        return [str(name) for names in found if isinstance(names, (list, tuple)) for name in names]
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors in the state of a parameter, by slot."""
+        return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
+
+    def shape(self, number: int) -> tuple[int, ...] | None:
+        """Return the shape of a parameter as its state shows it: the largest of its tensors."""
+        state = _elementwise(self.state.get(number, {}))
+        shapes = {key: list(_shapes(value)) for key, value in state.items()}
+        return shown_shape(shapes | ({MASTER: [self.masters[number].shape]} if number in self.masters else {}))
+
+
+def _shapes(value: object) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of what an optimizer keeps under a key: a tensor of any class, or a dict, as bitsandbytes'."""
+    if isinstance(value, (Tensor, MetaTensor, TensorItem)):
+        yield value.shape
+    elif isinstance(value, dict):
+        yield from (one.shape for one in _elementwise(value).values() if isinstance(one, Tensor))
+
+
+def _elementwise(state: Mapping[Any, object]) -> Mapping[Any, object]:
+    """Return of bitsandbytes' state what has a value for each element: its maps of 256 may be larger."""
+    own = next((key for key in ("state2", "state1") if key in state), None)  # AdEMAMix has two for each in state1
+    return state if own is None else {own: state[own]}
+
+
+def shared_values(present: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the single values that are alike in all of several states, such as their step."""
+    first = present[0] if present else {}
+    return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in present)}
+
+
+def optimizer_rules(*path: str) -> tuple[Rule, ...]:
+    """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree."""
+    return (
+        Rule((*path, STATE_KEY, "*", "*"), STATE, "single values of a parameter"),
+        Rule((*path, GROUPS_KEY, "*", "params", "**"), IMPLIED, "numbers or names of the parameters"),
+        Rule((*path, GROUPS_KEY, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
+        Rule((*path, GROUPS_KEY, "*", "*", "**"), STATE, "hyperparameters"),
+    )
+
+
+def looks_like_optimizer(node: object) -> bool:
+    """Tell whether a node is a torch optimizer's state dict."""
+    return isinstance(node, dict) and isinstance(node.get(STATE_KEY), dict) and isinstance(node.get(GROUPS_KEY), list)
+
+
+def looks_flattened(node: object) -> bool:
+    """Tell whether a node is one whose keys are joined."""
+    if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
+        return False
+    kinds = {key.partition(".")[0] for key in node if key.count(".") > 1}
+    return kinds <= {STATE_KEY, GROUPS_KEY} and GROUPS_KEY in kinds and all(key.count(".") > 1 for key in node)
+
+
+def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerState:
+    """Bring a state dict to one form.
+
+    `node`: the state dict; `masters`: one for each parameter, in order; empty where there are none. Raises
+    DamagedFileError: it is not the state dict of a torch optimizer; UnsupportedError: state under a text, which torch
+    allows, where parameters have numbers.
+    """
+    with about(path):
+        if not isinstance(node, dict) or not looks_like_optimizer(node):
+            raise DamagedFileError(
+                "unexpected content", expected="an optimizer's state dict", found=type(node).__name__
+            )
+        groups: list[dict[str, Any]] = [{**with_scalars(_group(group), path)} for group in node[GROUPS_KEY]]
+        labels = [label for group in groups for label in group["params"]]
+        if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
+            raise DamagedFileError("param groups have a parameter twice, or names and numbers")
+        names = dict(enumerate(label for label in labels if isinstance(label, str)))
+        by_label: dict[object, int] = {label: number for number, label in names.items()}
+        by_label = by_label or {label: label for label in labels}
+        for group in groups:
+            group["params"] = [by_label[label] for label in group["params"]]
+        state = {}
+        for key, slots in node[STATE_KEY].items():
+            digits = isinstance(key, str) and is_number(key) and not names  # as `dcp_to_torch_save` leaves them
+            number = by_label.get(int(key) if digits else key)
+            if isinstance(key, str) and not digits and not names:
+                raise UnsupportedError(
+                    f"the optimizer has state under {brief(key)}, which is no parameter's: zckpt knows of no place for "
+                    f"it",
+                    expected="state under the numbers of parameters; what all have belongs into their param group",
+                    advice="take it out of `state` before the optimizer is saved, or keep it beside the optimizer",
+                )
+            if not isinstance(number, int) or not isinstance(slots, dict):
+                raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
+            state[number] = {str(slot): value for slot, value in slots.items()}
+        if masters and len(masters) != len(labels):
+            raise DamagedFileError(
+                "masters and param groups disagree", expected=f"{len(labels)} parameters", found=len(masters)
+            )
+        found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
+        return OptimizerState(state, groups, found, names)
+
+
+def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
+    """Raise LayoutError unless a rank has the param groups of the first one, whatever their parameters are."""
+    if len(mine) != len(its):
+        raise LayoutError("has other param groups than rank 0", expected=len(mine), found=len(its), ranks=[rank])
+    for number, (one, two) in enumerate(zip(mine, its, strict=True)):
+        for key in sorted((one.keys() | two.keys()) - {"params", "param_names"}):
+            expected, found = one.get(key), two.get(key)
+            if not alike(expected, found) and not any(True for _ in walk_tensors([expected, found])):
+                raise LayoutError(
+                    f"param group {number} has another {key} than rank 0's",
+                    expected=brief(number_of(expected)),
+                    found=brief(number_of(found)),
+                    advice="the files are of different steps or runs",
+                    code=HYPERPARAMETERS_DIFFER,
+                    ranks=[rank],
+                )
+
+
+def _group(node: object) -> dict[object, object]:
+    params = node.get("params") if isinstance(node, dict) else None
+    if (
+        not isinstance(node, dict)
+        or not isinstance(params, (list, tuple))
+        or not all(type(one) in (int, str) for one in params)
+    ):
+        raise DamagedFileError(
+            "unreadable param group", expected="a list of numbers or names in `params`", found=brief(params)
+        )
+    return node
+
+
+def split_key(joined: str, names: Collection[str]) -> tuple[str, str]:
+    """Cut a joined key after the longest name that it begins with; after the last dot where none is known."""
+    at = joined.rfind(".")
+    while at > 0:
+        if joined[:at] in names:
+            return joined[:at], joined[at + 1 :]
+        at = joined.rfind(".", 0, at)
+    name, _, slot = joined.rpartition(".")
+    return name, slot
+
+
+def unflattened(node: Mapping[str, object], path: str, names: Collection[str] = ()) -> dict[str, Any]:
+    """Return a state dict whose keys are joined as one of names; what it keeps once a parameter is once a group.
+
+    `names`: those that are known, by which a name is told from a slot.
+    """
+    state: dict[str, dict[str, object]] = {}
+    values: dict[str, dict[str, object]] = {}
+    for key, value in node.items():
+        kind, _, rest = key.partition(".")
+        name, last = split_key(rest, names)
+        (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
+    groups: dict[bytes, dict[str, Any]] = {}
+    digests = Digests()
+    for name, its in values.items():
+        read = with_scalars({str(key): value for key, value in its.items()}, path)
+        groups.setdefault(digests.of(read), {**read, "params": []})["params"].append(name)
+    return {STATE_KEY: state, GROUPS_KEY: list(groups.values())}
+
+
+def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> OptimizerState:
+    """Return several optimizers as one, their parameters numbered from the first on; groups say of which they are.
+
+    `several`: the name of each, and what the names of its parameters are to begin with.
+    """
+    found = OptimizerState({}, [])
+    for optimizer, scope, one in several:
+        first = len(found.every_number)
+        new = {number: first + at for at, number in enumerate(one.every_number)}
+        found.state.update({new[number]: slots for number, slots in one.state.items()})
+        found.masters.update({new[number]: master for number, master in one.masters.items()})
+        found.names.update({new[number]: scope + name for number, name in one.names.items()})
+        found.scopes.update(dict.fromkeys(new.values(), scope))
+        for group in one.groups:
+            its = {**group, "params": [new[number] for number in group["params"]]}
+            if optimizer is not None:
+                its[OPTIMIZER] = optimizer
+            if scope and isinstance(group.get("param_names"), (list, tuple)):
+                its["param_names"] = [f"{scope}{name}" for name in group["param_names"]]
+            found.groups.append(its)
+    return found
+
 
 Sample = Callable[[Tensor, str], bool]
 """Whether a master rounds to the model's tensor of this name, as far as a sample of both can tell."""

@@ -17,8 +17,7 @@ from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
-from zckpt.formats.torch_files.optimizer import attach
-from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.torchfile import Object, Tensor, brief, is_tensor, oddity, read_torchfile

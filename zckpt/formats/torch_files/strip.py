@@ -19,11 +19,9 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, gone, replaced, rewrite
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.formats.torch_files.state_dicts import STATE_KEY, looks_flattened, looks_like_optimizer
+from zckpt.formats.torch_files.optimizer import STATE_KEY, looks_flattened, looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
-
-NO_PADDING = "this format has no padding"
 
 
 def strip_file(path: Path, name: str, request: Request, slots: Collection[str] = ()) -> Rewritten:
@@ -47,7 +45,7 @@ def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> S
             files.append(strip_file(path, name, request, slots))
         else:
             files.append(as_it_is(path, name))
-    return Stripping(files, notes(request))
+    return Stripping(files, request.notes)
 
 
 def shaped_slots(checkpoint: Checkpoint) -> list[str]:
@@ -55,11 +53,6 @@ def shaped_slots(checkpoint: Checkpoint) -> list[str]:
     owned = [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
     shaped = {key for one in owned for key, slot in one.slots.items() if slot.shape}
     return [key for key in checkpoint.slot_names() if key in shaped and key not in (WEIGHT, MASTER)]
-
-
-def notes(request: Request) -> tuple[str, ...]:
-    """Say what of a request a format without partitions has no use for."""
-    return (NO_PADDING,) if request.padding else ()
 
 
 def optimizer_slots(source: Path) -> list[str]:

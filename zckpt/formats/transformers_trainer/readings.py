@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from zckpt.errors import UsageError
 from zckpt.evidence import Evidence, in_order
 from zckpt.evidence.modules import Search, TooManyOrdersError
-from zckpt.formats.torch_files.state_dicts import OptimizerState
+from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
 
 Shape = tuple[int, ...]

@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of, keep_others, weight_in
 from zckpt.formats.remainder import KEY, remainder_rules, restore
-from zckpt.formats.torch_files.state_dicts import optimizer_rules
+from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, span_of, with_scalars
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder

@@ -15,8 +15,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from zckpt.formats.remainder import KEY
-from zckpt.formats.stripped_directory import completed
-from zckpt.formats.stripping import Edit, Edited, Request, Stripping, rewrite
+from zckpt.formats.stripping import Edit, Edited, Request, Stripping, completed, rewrite
 from zckpt.formats.torch_files.strip import optimizer_edit, shaped_slots
 from zckpt.formats.universal.directory import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM
 from zckpt.state import Checkpoint

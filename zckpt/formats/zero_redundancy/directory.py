@@ -101,7 +101,7 @@ def optimizer_key(root: object) -> object:
 
     Raises KeyError: there is none, or several.
     """
-    from zckpt.formats.torch_files.state_dicts import looks_like_optimizer
+    from zckpt.formats.torch_files.optimizer import looks_like_optimizer
 
     if looks_like_optimizer(root):
         return None

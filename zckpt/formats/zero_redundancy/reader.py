@@ -30,9 +30,9 @@ from zckpt.evidence import NAMES_ADVICE, Evidence, in_order, note_not_used
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files import reader as torch_reader
-from zckpt.formats.torch_files.optimizer import attach
-from zckpt.formats.torch_files.state_dicts import (
+from zckpt.formats.torch_files.optimizer import (
     OptimizerState,
+    attach,
     check_hyperparameters,
     optimizer_rules,
     parse,
