@@ -258,11 +258,11 @@ def test_what_is_read_is_held_against_the_checksums_that_lie_there(name, tmp_pat
     damaged[fc1.offset] ^= 1
     Path(fc1.path).write_bytes(damaged)
 
-    def refused() -> int:
+    def refused():
         every = [(one.name, slot) for one in opened.parameters.values() for slot in one.slots]
         return sum(isinstance(outcome(*each), DamagedFileError) for each in every)
 
-    def outcome(parameter: str, slot: str) -> object:
+    def outcome(parameter, slot):
         try:
             return opened.read(parameter, slot)
         except DamagedFileError as error:

@@ -156,7 +156,7 @@ def test_fingerprint_is_one_line_and_can_be_stored(tmp_path):
 def test_writers_record_the_fingerprint(tmp_path):
     expected = succeeded("fingerprint", SOURCE).stdout.strip()
 
-    def recorded(path: Path) -> str:
+    def recorded(path):
         return json.loads(path.read_text())["fingerprint"]
 
     succeeded("convert", SOURCE, tmp_path / "own", "--to", "zckpt")

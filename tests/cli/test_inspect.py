@@ -307,7 +307,7 @@ def test_odd_client_state_is_named_and_does_no_harm_to_the_json():
 def test_document_is_strict_json():
     done = succeeded("inspect", "--json", FIXTURES / "s2_bf16_dp2_client")
 
-    def no_constant(name: str) -> None:
+    def no_constant(name):
         raise AssertionError(f"{name} is not JSON")
 
     json.loads(done.stdout, parse_constant=no_constant)

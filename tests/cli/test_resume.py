@@ -291,7 +291,7 @@ def test_a_source_that_cannot_be_read_for_a_while(options, source, out, monkeypa
         begun = write_begun(out)
         bad = itertools.count()
 
-        def preadv(*arguments: Any) -> int:
+        def preadv(*arguments: Any):
             if begun() and next(bad) >= 5:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(*arguments)
@@ -344,7 +344,7 @@ def test_a_source_that_changes_while_it_is_read(before_checks, source, out, monk
     """Where it states no checksums, too: nobody can say which of its bytes belong together."""
     file = optimizer_file(source)
 
-    def change() -> None:
+    def change():
         os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
 
     at_write(monkeypatch, 10, change)

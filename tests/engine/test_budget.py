@@ -53,7 +53,7 @@ def test_a_budget_is_divided_among_all_that_run_at_once(executor, memory):
 def test_no_more_run_at_once_than_a_budget_has_buffers_for():
     running, most, lock = 0, 0, Lock()
 
-    def work(_: int) -> None:
+    def work(_):
         nonlocal running, most
         with lock:
             running += 1
@@ -71,7 +71,7 @@ def test_no_more_run_at_once_than_a_budget_has_buffers_for():
 def test_a_few_batches_for_each_worker_are_made_ahead_of_what_is_done():
     made = done = most = 0
 
-    def batches() -> Iterator[int]:
+    def batches():
         nonlocal made, most
         for made in range(1, 201):
             most = max(most, made - done)

@@ -100,7 +100,7 @@ def test_files_elsewhere_are_padded_as_ever(tmp_path):
 
 @pytest.mark.usefixtures("clones")
 def test_residue_is_that_of_most_bytes_and_a_multiple_of_the_step(tmp_path):
-    def hole(at: int, offset: int, numel: int, dtype: str = "uint8") -> Hole:
+    def hole(at, offset, numel, dtype="uint8"):
         span = Span(Extent.whole((numel,)), str(tmp_path / "s"), offset, "uint8")
         return Hole(at, "w", Slot("w", "uint8", (numel,), (span,)), Extent.whole((numel,)), dtype)
 

@@ -430,7 +430,7 @@ def test_no_copy_runs_on_after_a_failure(tmp_path):
     """A copy still running could write into the file of the next attempt."""
 
     class Fails(Counter):
-        def advance(self, nbytes: int) -> None:
+        def advance(self, nbytes):
             raise RuntimeError("stop")
 
     slot = slot_of(stored(tmp_path / "s", np.zeros(4 * BATCH_NBYTES, np.uint8)))

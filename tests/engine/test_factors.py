@@ -69,7 +69,7 @@ def test_elements_are_written_and_read_where_rows_of_boxes_lie_between_each_othe
     keys = -np.arange(heads * width * columns, dtype=np.float32)
     keys.tofile(tmp_path / "keys")
 
-    def span(index: int, path: str, strides: tuple[int, ...]) -> Span:
+    def span(index, path, strides):
         extent = Extent((0, index, 0, 0), (heads, 1, width, columns), 0, heads * width * columns)
         return Span(extent, path, 0, "float32", strides)
 

@@ -69,7 +69,7 @@ def test_mappings_are_windows_of_bounded_size(source, monkeypatch):
     monkeypatch.setattr(gather, "WINDOW_NBYTES", 1 << 16)
     mapped, map_file = [], mmap.mmap
 
-    def noted(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
+    def noted(descriptor, nbytes, **how: int):
         mapped.append(nbytes)
         return map_file(descriptor, nbytes, **how)
 

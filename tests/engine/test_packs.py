@@ -73,7 +73,7 @@ def test_a_target_has_what_its_ranks_shares_are(tmp_path_factory, flat, numels, 
         patch.setattr(together, "MOST_NBYTES", most)
         patch.setattr(together, "GAP_NBYTES", gap)
 
-        def files(rank: int) -> TargetFile:
+        def files(rank):
             one = made.pack(rank)
             return TargetFile(f"t{rank}", one.nbytes, packs=[one])
 

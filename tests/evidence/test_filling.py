@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 from hypothesis import given
@@ -15,7 +14,7 @@ sizes = st.lists(st.integers(1, 4), max_size=7)
 
 @given(sizes, st.integers(0, 12))
 def test_some_of_a_list_fill_a_number_in_as_many_ways_as_there_are(numels, whole):
-    def steps(index: int, at: int) -> Iterator[tuple[int | None, int]]:
+    def steps(index, at):
         yield None, at
         if at + numels[index] <= whole:
             yield index, at + numels[index]
@@ -36,7 +35,7 @@ def test_some_of_a_list_fill_a_number_in_as_many_ways_as_there_are(numels, whole
 def test_a_list_is_cut_in_as_many_ways_as_there_are(numels, widths):
     """Each part has at most as many elements as it is wide, and at least half of them."""
 
-    def steps(number: int, begin: int) -> Iterator[tuple[int, int]]:
+    def steps(number, begin):
         for end in range(begin + 1, len(numels) + 1):
             if widths[number] / 2 <= sum(numels[begin:end]) <= widths[number]:
                 yield end - begin, end

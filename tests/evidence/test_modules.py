@@ -59,7 +59,7 @@ def test_possible_names_are_those_of_all_orders_that_fit(data):
 def test_places_and_siblings_leave_fewer_orders():
     names = {"a.x": 0, "a.y": 0, "b.x": 0, "b.y": 0}
 
-    def search(places: dict[str, int], known: tuple[str, ...]) -> dict[tuple[int, int], set[str]]:
+    def search(places, known):
         return Search(names, lambda *_: True, 1, places, lambda *_: known).possible()
 
     assert len(search({}, ())[0, 0]) == 4

@@ -487,7 +487,7 @@ def test_carried_parts_of_one_file_are_one_part_and_those_of_several_are_not(tmp
 
 
 def test_tensor_in_several_pieces_that_is_no_part_of_the_model_is_told(small):
-    def cut(metadata: Any) -> None:
+    def cut(metadata):
         metadata.state_dict_metadata.pop("model.b")
         twice = metadata.state_dict_metadata["model.a"]
         metadata.state_dict_metadata["ema.b"] = type(twice)(twice.properties, torch.Size([4, 3]), [
@@ -605,7 +605,7 @@ def small(tmp_path) -> Path:
     ["../small/__0_0.distcp", "/etc/passwd", "a/../../__0_0.distcp", "", "..", "C:\\x", "..\\x", "a\0b", None, 5],
 )
 def test_file_outside_of_the_directory_is_refused(name, small):
-    def outside(metadata: Any) -> None:
+    def outside(metadata):
         metadata.storage_data[index_of(metadata, "model.a")].relative_path = name
 
     with refusing(DamagedFileError, "lies outside of the directory"):
@@ -705,7 +705,7 @@ def test_metadata_that_is_wrong_is_refused(change, error, message, small):
 def test_chunks_that_overlap_are_refused_when_they_are_planned(tmp_path):
     path = saved(tmp_path / "ckpt", {"a": torch.arange(2.0), "b": torch.arange(6.0)})
 
-    def overlap(metadata: Any) -> None:
+    def overlap(metadata):
         at = metadata.storage_data[index_of(metadata, "a")]
         metadata.state_dict_metadata.pop("a")
         listed = [ChunkStorageMetadata(torch.Size([o]), torch.Size([2])) for o in (0, 1, 4)]
@@ -718,7 +718,7 @@ def test_chunks_that_overlap_are_refused_when_they_are_planned(tmp_path):
 
 
 def test_rank_whose_chunks_are_all_empty_has_a_file_too(small):
-    def add(metadata: Any) -> None:
+    def add(metadata):
         at = metadata.storage_data[index_of(metadata, "model.a")]
         metadata.state_dict_metadata["model.a"].chunks.append(
             ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 3]))
@@ -735,7 +735,7 @@ def test_rank_whose_chunks_are_all_empty_has_a_file_too(small):
 
 
 def test_replica_that_is_listed_twice_is_one(small):
-    def twice(metadata: Any) -> None:
+    def twice(metadata):
         metadata.state_dict_metadata["model.a"].chunks *= 2
 
     assert torch.equal(read(changed(small, twice)).read("a"), torch.arange(6.0).reshape(2, 3))

@@ -226,7 +226,7 @@ def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
 def test_ranks_that_contradict_each_other_are_refused(written, tmp_path):
     source = written(LLAMA, world_size=2)
 
-    def changed(kind: str, change: Callable[[Any], None], name: str) -> Path:
+    def changed(kind, change, name):
         folder = copied(source, tmp_path / name)
         path = folder / f"{kind}_world_size_2_rank_1.pt"
         tree = torch.load(path, weights_only=False)
@@ -323,7 +323,7 @@ def test_the_model_that_verl_saves_once_more_is_a_copy(dtype, written, tmp_path)
 def test_what_is_not_certain_keeps_its_number(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
 
-    def only_three(tree: Any) -> Any:
+    def only_three(tree):
         group = {**tree["param_groups"][0], "params": [0, 1, 2]}
         return {"state": {number: tree["state"][number] for number in range(3)}, "param_groups": [group]}
 

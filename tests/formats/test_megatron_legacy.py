@@ -149,7 +149,7 @@ def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it():
 def test_masters_that_are_not_the_weights_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
 
-    def shift(content: list) -> None:  # type: ignore[type-arg]
+    def shift(content):  # type: ignore[type-arg]
         flat = next(iter(content[1][0].values()))["param"]
         flat.copy_(flat.roll(1))
 
@@ -161,7 +161,7 @@ def test_masters_that_are_not_the_weights_are_refused(tmp_path):
 def test_two_parameters_of_one_shape_in_the_other_order_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_vp2", tmp_path)
 
-    def swap(content: dict[str, dict[str, torch.Tensor]]) -> None:
+    def swap(content):
         model = content["model0"]
         names = [name for name in model if name.endswith("linear_proj.weight")][:1]
         model[names[0]] = model[names[0]].flip(0)
@@ -174,7 +174,7 @@ def test_two_parameters_of_one_shape_in_the_other_order_are_refused(tmp_path):
 def test_buffers_that_the_model_does_not_fill_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_tp2_pp2_tied", tmp_path)
 
-    def drop(content: dict[str, dict[str, object]]) -> None:
+    def drop(content):
         del content["model"]["decoder.layers.0.mlp.linear_fc1.bias"]
 
     edit(run / "mp_rank_00_000" / "model_optim_rng.pt", drop)
@@ -206,7 +206,7 @@ def test_a_rank_of_another_step_is_refused(tmp_path):
 def test_numbers_that_may_be_several_parameters_are_refused(tmp_path):
     run = copied("mcore_legacy_tp2_pp2", tmp_path)
 
-    def thin(content: dict) -> None:  # type: ignore[type-arg]
+    def thin(content):  # type: ignore[type-arg]
         inner = content["optimizer"].pop("optimizer")
         content["optimizer"] = inner  # no masters
         for group in inner["param_groups"]:
@@ -329,7 +329,7 @@ def test_a_model_that_is_none_is_damage(tmp_path):
     (None, UnsupportedError, "how many experts"), (torch.zeros(5, 8), LayoutError, "not of the experts"),
 ])  # fmt: skip
 def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, said, tmp_path):
-    def change(content: dict) -> None:  # type: ignore[type-arg]
+    def change(content):  # type: ignore[type-arg]
         model = content["model"]
         model["decoder.layers.0.mlp.router.weight"] = router
         if router is None:
@@ -346,7 +346,7 @@ def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, s
 def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path):
     run = copied("mcore_legacy_dist_ep2", tmp_path)
 
-    def other(content: dict) -> None:  # type: ignore[type-arg]
+    def other(content):  # type: ignore[type-arg]
         content["args"].expert_tensor_parallel_size = 2
 
     for folder in ("mp_rank_00_000", "mp_rank_00_001"):

@@ -936,7 +936,7 @@ def test_checksum_of_a_document_is_that_of_all_before_it(directory):
 
 
 def test_what_lies_twice_is_refused_when_it_is_read(directory):
-    def overlap(document: Any) -> None:
+    def overlap(document):
         (cut,) = [layout for layout in document["layouts"] if len(layout) == 2]
         cut[1]["start"] -= 1
         assert cut[1]["numel"] > 1

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -91,7 +90,7 @@ def test_what_is_not_given_is_none_or_nothing(tmp_path):
 )
 def test_error_that_names_no_file_names_what_was_found(place, named, tmp_path, monkeypatch):
     class Broken(Format):
-        def read(self, found: Found, search: Search) -> NoReturn:
+        def read(self, found, search):
             raise DamagedFileError("broken", found=found.place)
 
     monkeypatch.chdir(tmp_path)

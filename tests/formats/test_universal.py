@@ -494,7 +494,7 @@ def changed(name: str, tmp_path: Path, change: Callable[[dict[str, Any]], None])
 
 
 def test_floats_that_deepspeed_made_of_integers_and_doubles_are_copies_of_them(tmp_path):
-    def widen(content: dict[str, Any]) -> None:
+    def widen(content):
         content["module"]["pos"] = content["module"]["pos"].double() + 1e-12  # less than half a step of float32
 
     source = changed("s2_bf16_dp4", tmp_path, widen)

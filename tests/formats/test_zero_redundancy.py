@@ -498,7 +498,7 @@ def test_missing_rank_of_ours_is_named(rank, tmp_path):
 def test_ranks_of_different_steps_are_told(tmp_path):
     directory = ranks("zro_dp2_adamw", tmp_path / "ranks")
 
-    def older(root: Any) -> None:
+    def older(root):
         for slots in root["optimizer"]["state"].values():
             slots["step"] -= 1
 
@@ -547,7 +547,7 @@ def test_ranks_that_changed_places_are_refused(tmp_path):
 def test_ranks_that_contradict_each_other_are_refused(change, error, message, tmp_path):
     directory = ranks("zro_dp2_adamw", tmp_path / "ranks")
 
-    def both_slots(root: Any) -> None:
+    def both_slots(root):
         change(root["optimizer"])
         if 0 in root["optimizer"].get("state", {}):
             state = root["optimizer"]["state"][0]

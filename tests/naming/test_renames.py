@@ -171,7 +171,7 @@ class Net(torch.nn.Module):
 
 
 def test_a_live_model_with_other_names_goes_on(tmp_path):
-    def trained(net: Net, optimizer, steps: int) -> list[float]:
+    def trained(net, optimizer, steps):
         losses = []
         for step in range(steps):
             torch.manual_seed(step)

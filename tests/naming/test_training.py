@@ -106,7 +106,7 @@ def test_moments_are_arranged_as_torch_arranges_them(tmp_path):
     found = zckpt.open(changed)
     named = dict(model.named_parameters())
 
-    def state(layer: int, part: str, key: str) -> torch.Tensor:
+    def state(layer, part, key):
         parameter = named[f"model.layers.{layer}.{part}.weight"]
         return parameter.detach() if key == "weight" else optimizer.state[parameter][key]
 

@@ -101,7 +101,7 @@ def test_codes_of_a_frozen_weight_are_not_cast(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     codes = torch.arange(11, dtype=torch.uint8)
 
-    def quantise(content: dict[str, Any]) -> None:
+    def quantise(content):
         content["module"]["frozen_odd"] = content["frozen_param_fragments"]["frozen_odd"] = codes
 
     edit(model_file(tag), quantise)
@@ -126,7 +126,7 @@ def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name, tmp_
 def test_alias_of_a_parameter_that_was_not_saved_has_its_own_weight(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         content["module"]["alias"] = content["module"].pop("frozen_odd").clone()
         content["shared_params"]["alias"] = "frozen_odd"
         content["frozen_param_shapes"] = content["frozen_param_fragments"] = None

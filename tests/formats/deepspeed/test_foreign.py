@@ -60,7 +60,7 @@ def test_stage_0_keeps_its_loss_scaling_as_metadata(tmp_path):
 def test_fixed_loss_scale_of_stage_0_goes_on(stage, tmp_path):
     run = Path(shutil.copytree(run_of("s0_fp16_dp2"), tmp_path / "run"))
 
-    def fix(content: dict[str, Any]) -> None:
+    def fix(content):
         optimizer = content["optimizer"]
         for key in ("last_overflow_iter", "scale_factor", "scale_window"):
             del optimizer[key]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def test_errors_of_compression_do_not_hide_which_parameter_it_is(tmp_path):
     tag = copy("s0_fp32_dp2", tmp_path)
     before = zckpt.fingerprint(tag).text
 
-    def compress(content: dict[str, Any]) -> None:
+    def compress(content):
         for state in content["optimizer"]["state"].values():
             numel = state["exp_avg"].numel()
             state.update(tensor_size=numel, corrected_tensor_size=numel + 7, server_chunk_size=(numel + 7) // 2,
@@ -51,7 +49,7 @@ def test_errors_of_compression_do_not_hide_which_parameter_it_is(tmp_path):
 def test_an_error_without_its_sizes_is_not_taken_for_one(tmp_path):
     tag = copy(ZERO_ONE, tmp_path)
 
-    def strange(content: dict[str, Any]) -> None:
+    def strange(content):
         for state in content["optimizer"]["optimizer_state_dict"]["state"].values():
             del state["server_chunk_size"]
 

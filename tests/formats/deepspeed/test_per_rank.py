@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -92,7 +90,7 @@ def test_stage_1_is_cut_as_stage_2(tmp_path):
 def test_diff_tells_another_value(tmp_path):
     tag = copy(LAMB, tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["trust_ratio"] = 7.0
 
     edit(optimizer_file(tag, 1), change)
@@ -104,7 +102,7 @@ def test_diff_tells_another_value(tmp_path):
 def test_steps_must_agree_all_the_same(tmp_path):
     tag = copy(LAMB, tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["step"] = 6
 
@@ -117,7 +115,7 @@ def test_value_that_one_rank_alone_has_computed_is_its_own(tmp_path):
     """Of one rank nobody can tell whether others would have the same."""
     tag = copy("s2_bf16_dp1", tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             state["scale"] = 0.5
 
@@ -130,7 +128,7 @@ def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path):
     """Older versions of bitsandbytes save codes and scales beside the step."""
     tag = copy("s2_bf16_dp2", tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
             numel = state.pop("exp_avg").numel()
             del state["exp_avg_sq"]
@@ -173,7 +171,7 @@ def test_muon_is_written_as_whole_matrices(tmp_path):
 def test_copies_of_a_matrix_on_two_ranks_are_compared(tmp_path):
     tag = copy(MUON, tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["momentum_buffer"][:310] += 1
 
     edit(optimizer_file(tag, 1), change)

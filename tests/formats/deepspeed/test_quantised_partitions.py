@@ -88,7 +88,7 @@ def test_state_of_torchao(cls, torchao, tmp_path):
     for rank in range(2):
         made: dict[tuple[int, str], tuple[Held, torch.Tensor]] = {}
 
-        def replace(content: dict[str, Any], which: int, made: Any = made) -> None:
+        def replace(content, which, made=made):
             for slot in SLOTS:
                 state = state_in(content)[0]  # the other groups are small ones, in floats
                 made.setdefault((0, slot), quantised(torchao[cls], state[slot].numel()))

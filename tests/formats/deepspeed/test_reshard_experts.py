@@ -376,7 +376,7 @@ def test_experts_that_were_slices_are_slices_again(tmp_path):
     """Every format carries it; DeepSpeed's files of one tensor-parallel rank do not say it."""
     zckpt.reshard(run_of(SLICED), tmp_path / "one", world_size=2, tensor_parallel_size=1, expert_parallel_size=2)
 
-    def name(content: dict[str, Any]) -> None:
+    def name(content):
         content["universal_checkpoint_info"]["tp_replicated_parameter_patterns"].append(".*deepspeed_experts.*")
 
     edit(model_file(tag_of(tmp_path / "one")), name)

@@ -126,7 +126,7 @@ def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path):
     """Stages that stay as they are keep their own copies of a tied layer; at others the first one's counts."""
     tag = copy(PLAIN, tmp_path)
 
-    def drift(content: dict[str, Any]) -> None:
+    def drift(content):
         content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[0] = 17.0
 
     edit(optimizer_file(tag, 0, 1), drift)
@@ -233,7 +233,7 @@ def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order
     tag = copy(PLAIN, tmp_path)
     path = tag / "mp_rank_01_model_states.pt"
 
-    def swap(content: dict[str, Any]) -> None:
+    def swap(content):
         shapes = content["param_shapes"][1]
         shapes.move_to_end("3.up.bias")
 

@@ -273,7 +273,7 @@ def test_file_of_an_earlier_step_is_named(rank, tmp_path):
 def test_rank_with_another_step_is_named_among_many(name, rank, tmp_path):
     tag = copy(name, tmp_path)
 
-    def one_step_back(content: dict[str, Any]) -> None:
+    def one_step_back(content):
         z = content["optimizer_state_dict"]
         base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
         for state in base["state"].values():
@@ -302,7 +302,7 @@ def test_model_file_of_another_step_in_stage_3_is_named(tmp_path):
 def test_stale_rank_without_a_step_is_found_by_the_weights(name, tmp_path):
     tag = copy(name, tmp_path)
 
-    def drift(content: dict[str, Any]) -> None:
+    def drift(content):
         for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
             master.data.mul_(1.125)
 
@@ -317,7 +317,7 @@ def test_stale_rank_without_a_step_is_found_by_the_weights(name, tmp_path):
 def test_no_weight_check_takes_a_stale_rank_as_it_is(tmp_path):
     tag = copy("s2_bf16_dp2_sgdm", tmp_path)
 
-    def drift(content: dict[str, Any]) -> None:
+    def drift(content):
         for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
             master.data.mul_(1.125)
 
@@ -335,7 +335,7 @@ def test_weight_check_samples_every_parameter(parameter, position, tmp_path):
     """An element at either end of any parameter that does not fit is found, whatever rank holds it."""
     tag = copy("s2_bf16_dp4", tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         weight = content["module"][parameter].reshape(-1)
         weight[0 if position == "first" else -1] += 1
 
@@ -366,7 +366,7 @@ def test_swapped_ranks_are_refused(name, tmp_path):
 def test_param_shapes_in_another_order_are_refused(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
-    def swap(content: dict[str, Any]) -> None:
+    def swap(content):
         shapes = content["param_shapes"][0]
         shapes.move_to_end("fc1.weight")
 
@@ -381,7 +381,7 @@ def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name, tmp_path):
     tag = copy(name, tmp_path)
     chosen = []
 
-    def shift(content: dict[str, Any]) -> None:
+    def shift(content):
         mapping = content["optimizer_state_dict"]["param_slice_mappings"][0]
         parameter = list(mapping)[-1]
         chosen.append(parameter)
@@ -409,7 +409,7 @@ def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weight
 def test_wrong_padding_is_refused(change, rank, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
-    def pad(content: dict[str, Any]) -> None:
+    def pad(content):
         content["optimizer_state_dict"]["group_paddings"][0] += change
 
     edit(optimizer_file(tag, rank), pad)
@@ -421,7 +421,7 @@ def test_wrong_padding_is_refused(change, rank, tmp_path):
 def test_partition_that_is_too_short_is_refused(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
-    def shorten(content: dict[str, Any]) -> None:
+    def shorten(content):
         masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
         masters[0] = masters[0][:-10].clone()
 
@@ -433,7 +433,7 @@ def test_partition_that_is_too_short_is_refused(tmp_path):
 def test_optimizer_state_that_is_too_short_is_refused(name, tmp_path):
     tag = copy(name, tmp_path)
 
-    def shorten(content: dict[str, Any]) -> None:
+    def shorten(content):
         z = content["optimizer_state_dict"]
         base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
         for state in base["state"].values():
@@ -447,7 +447,7 @@ def test_optimizer_state_that_is_too_short_is_refused(name, tmp_path):
 def test_masters_may_be_stored_without_their_padding(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
 
-    def clone(content: dict[str, Any]) -> None:
+    def clone(content):
         masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
         masters[:] = [master.detach().clone() for master in masters]
 
@@ -645,7 +645,7 @@ def test_other_files_are_let_be(tmp_path):
 def test_param_shapes_as_one_dict_of_all_groups(name, tmp_path):
     tag = copy(name, tmp_path)
 
-    def join(content: dict[str, Any]) -> None:
+    def join(content):
         content["param_shapes"] = {k: v for group in content["param_shapes"] for k, v in group.items()}
 
     edit(model_file(tag), join)
@@ -712,7 +712,7 @@ def test_padding_may_be_written_for_the_last_rank_only(name, tmp_path):
     groups = Truth(FIXTURES / name).facts["order"]
     for rank in range(world):
 
-        def change(content: dict[str, Any], rank: int = rank) -> None:
+        def change(content, rank=rank):
             for group, names in enumerate(groups):
                 total = sum(math.prod(shapes[n]) for n in names)
                 padding = -total % (2 * world)

@@ -63,7 +63,7 @@ def test_parts_of_base_weights_are_said_to_be_such(tmp_path):
     folder = Path(shutil.copytree(FIXTURES / "s1_bf16_dp2", tmp_path / "run"))
     shapes = {"weight": (64,), "lora_weight_1.weight": (4, 8), "lora_weight_2.weight": (16, 4)}
 
-    def add(content: dict[str, Any]) -> None:
+    def add(content):
         content["module"].update({f"{one}.{name}": torch.ones(shape) for one in "ab" for name, shape in shapes.items()})
         content["module"]["b.weight"] = torch.ones(16, 8)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -73,7 +71,7 @@ def test_matrices_in_order_are_told_by_their_weights(tmp_path):
 def test_weights_that_contradict_each_other_are_refused(tmp_path):
     tag = copy(FLAT, tmp_path)
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         content["module"]["head.weight"] = content["module"]["head.weight"].contiguous()
 
     edit(model_file(tag), change)

@@ -219,13 +219,13 @@ def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):
     (path,) = copy.rglob("mp_rank_00_model_states.pt")
     keys = []
 
-    def change(content: dict[str, Any]) -> None:
+    def change(content):
         for key, value in content.items():
             if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
                 value[100] ^= 1
                 keys.append(key)
 
-    def add(content: dict[str, Any]) -> None:
+    def add(content):
         content["some_rng"] = torch.arange(200, dtype=torch.uint8)
 
     resave(path, add)
