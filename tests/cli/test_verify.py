@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.console import FIXTURES, command, environment, on_terminal, refused, run, succeeded
-from tests.operations.verify.mutation import copy, flip, optimizer_file, place, set_element
+from tests.damage import copy, flip, optimizer_file, place, set_element
 from zckpt.cli.reading import verify_command
 from zckpt.operations.verify import verify
 from zckpt.report.verification import render

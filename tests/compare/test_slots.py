@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.damage import flip
 from tests.operations.diff.checkpoints import place as place_of
 from tests.plans import Counter, noise, sparse
 from tests.refusals import refusing
@@ -113,14 +114,6 @@ def test_checkpoints_cut_for_other_ranks_are_equal(name, options, tmp_path):
     assert len(both) > 10
     for memory in (1, 64 << 20):
         assert found_in(both, memory=memory) == []
-
-
-def flip(path: str, offset: int, bit: int) -> None:
-    with Path(path).open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ (1 << bit)]))
 
 
 def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(tmp_path):

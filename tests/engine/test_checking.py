@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
+from tests.damage import flip
 from tests.pairwise import each
 from tests.refusals import refusing
 from zckpt.codes import CHECKSUM
@@ -85,12 +86,6 @@ def big(path: Path, *, pad: int = 0) -> dict[str, torch.Tensor]:
     tensors = {"w": torch.randn(700, 1000), "t": torch.randn(512, 600).t(), "p": torch.randn(300_000 + pad)[:300_000]}
     torch.save(tensors, path)
     return tensors
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
 
 
 def in_record(path: Path, key: str) -> int:

@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zckpt
+from tests.damage import flip
 from tests.formats.native_files import exchange_tensors
 from tests.formats.some_tensors import random_tensor, stored
 from tests.pairwise import each
@@ -641,12 +642,6 @@ def every_slot(checkpoint: Checkpoint) -> list[tuple[tuple[str, str], Slot]]:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     return written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "native", 2)
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def test_flipped_bits_are_found_and_the_tensor_named(directory):

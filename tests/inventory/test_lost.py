@@ -15,8 +15,8 @@ from torch import nn
 
 import zckpt
 from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
+from tests.damage import copy, edit, flip, optimizer_file
 from tests.inventory.sources import SOURCES
-from tests.operations.verify.mutation import copy, edit, flip, optimizer_file
 from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth

@@ -1,51 +1,20 @@
-"""Copies of real shards, changed in one way. Needs torch, not DeepSpeed: its few classes have stand-ins here."""
+"""Copies of real shards, cut anew."""
 
 from __future__ import annotations
 
-import enum
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-FIXTURES = Path(__file__).parents[3] / "fixtures"
-_CLASSES = {
-    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-    "deepspeed.utils.tensor_fragment": ("fragment_address",),
-}
+from tests.cli.console import FIXTURES
+from tests.damage import edit, optimizer_file
 
-
-@contextmanager
-def _stand_ins() -> Iterator[None]:
-    """Let pickle find the classes that DeepSpeed's files mention, so that a file can be read and written again."""
-    modules = {}
-    for name, classes in _CLASSES.items():
-        parts = name.split(".")
-        for depth in range(1, len(parts) + 1):
-            modules.setdefault(".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
-        for cls in classes:
-            setattr(modules[name], cls, type(cls, (), {"__module__": name}))
-    config = "deepspeed.runtime.zero.config"
-    stages = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
-    modules["deepspeed.runtime.zero"] = ModuleType("deepspeed.runtime.zero")
-    modules[config] = ModuleType(config)
-    modules[config].ZeroStageEnum = enum.IntEnum("ZeroStageEnum", stages, module=config)  # type: ignore[attr-defined]
-    before = {name: sys.modules.get(name) for name in modules}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name, module in before.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
+__all__ = ["FIXTURES", "address", "copy", "edit", "model_file", "optimizer_file", "recut"]
 
 
 def address(numel: int, start: int) -> Any:
@@ -55,24 +24,11 @@ def address(numel: int, start: int) -> Any:
     return made
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a torch file holds, and write it again."""
-    with _stand_ins():
-        content = torch.load(path, weights_only=False)
-        change(content)
-        torch.save(content, path)
-
-
 def copy(name: str, directory: Path) -> Path:
     """A copy of a fixture's tag directory."""
     run = Path(shutil.copytree(FIXTURES / name, directory / Path(name).name))
     (run / "truth.safetensors").unlink()
     return run / (run / "latest").read_text().strip()
-
-
-def optimizer_file(tag: Path, rank: int, mp_rank: int = 0) -> Path:
-    (path,) = tag.glob(f"*zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
-    return path
 
 
 def model_file(tag: Path, rank: int | None = None) -> Path:

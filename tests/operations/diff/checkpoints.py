@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 import zckpt
+from tests import damage
 from tests.cli.console import FIXTURES
 from zckpt.engine.cast import numpy_dtype
 from zckpt.state import Slot
@@ -54,11 +55,7 @@ def rewrite(source: Path, name: str, key: str, element: int, change: Callable[[A
 def flip(source: Path, name: str, key: str, element: int, bit: int) -> None:
     """Flip one bit of an element."""
     path, offset = place(slot_of(source, name, key), element)
-    with Path(path).open("r+b") as file:
-        file.seek(offset + bit // 8)
-        (byte,) = file.read(1)
-        file.seek(offset + bit // 8)
-        file.write(bytes([byte ^ (1 << bit % 8)]))
+    damage.flip(path, offset + bit // 8, bit % 8)
 
 
 def resave(path: Path, change: Callable[[Any], Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from tests.operations.verify.mutation import copy, set_element
+from tests.damage import copy, set_element
 from zckpt.compare.digests import FILE_NAME, Fingerprint, bytes_of, read_digests, root
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.verify import verify

@@ -9,7 +9,7 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.operations.verify.mutation import copy, edit, set_element
+from tests.damage import copy, edit, set_element
 from tests.pairwise import each, some
 from tests.refusals import refusing
 from zckpt.engine.checking import Checks

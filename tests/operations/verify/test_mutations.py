@@ -17,8 +17,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.formats.native_files import exchange_tensors
-from tests.operations.verify.mutation import (
+from tests.damage import (
     TAG,
     another_run,
     copy,
@@ -33,6 +32,7 @@ from tests.operations.verify.mutation import (
     set_element,
     swap,
 )
+from tests.formats.native_files import exchange_tensors
 from zckpt.codes import CODES
 from zckpt.operations.verify import Finding, verify
 from zckpt.torchfile import read_torchfile

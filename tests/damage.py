@@ -1,4 +1,7 @@
-"""Damage to copies of real checkpoints, so that nothing but what is meant changes."""
+"""Damage to copies of real checkpoints, so that nothing but what is meant changes.
+
+DeepSpeed need not be there: the few classes that its files mention have stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,10 @@ def copy(name: str, directory: Path) -> Path:
     return Path(shutil.copytree(source, target))
 
 
-def optimizer_file(run: Path, rank: int) -> Path:
-    """A rank's optimizer file of a DeepSpeed run."""
-    (found,) = (run / TAG).glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    return found
+def optimizer_file(directory: Path, rank: int, mp_rank: int = 0) -> Path:
+    """A rank's optimizer file in a run or a tag of DeepSpeed."""
+    (path,) = directory.rglob(f"*zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+    return path
 
 
 def place(source: Path, name: str, slot: str, index: int) -> tuple[Span, int]:
