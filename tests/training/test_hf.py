@@ -229,6 +229,9 @@ def test_random_states_of_another_node_come_along(tmp_path: Path) -> None:
     ]
     zckpt.convert(here, tmp_path / "own", to="zckpt", roots=[there])
     assert {"rng_state_0", "rng_state_1"} <= zckpt.open(tmp_path / "own").metadata.keys()
+    shutil.copy(there / "rng_state_1.pth", there / "rng_state_0.pth")  # which each node counts by itself
+    (warning,) = zckpt.open(here, roots=[there]).warnings
+    assert warning.startswith(f"{there / 'rng_state_0.pth'} has other bytes than {here / 'rng_state_0.pth'}, which is")
 
 
 def test_tag_directory_comes_out_alone(tmp_path: Path) -> None:

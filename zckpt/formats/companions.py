@@ -15,6 +15,7 @@ compares it with that. A tensor of another name is one if it has the elements of
 
 from __future__ import annotations
 
+import filecmp
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -65,14 +66,14 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     `directory`: the one that was opened; `roots`: the same on other nodes, which keep what is of their ranks only.
     """
     known = {os.path.realpath(path) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
-    entries = [entry for entry in entries_of(directory) if entry.is_file()]
-    names = {entry.name for entry in entries}
+    entries = {entry.name: entry for entry in entries_of(directory) if entry.is_file()}
     for entry in (entry for root in roots for entry in entries_of(root)):
-        if entry.name not in names and CARRIED.fullmatch(entry.name) and entry.is_file():
-            names.add(entry.name)
-            entries.append(entry)
+        if CARRIED.fullmatch(entry.name) and entry.is_file():
+            kept = entries.setdefault(entry.name, entry).path
+            if not filecmp.cmp(kept, entry.path, shallow=False):
+                checkpoint.warnings.append(f"{entry.path} has other bytes than {kept}, which is the one that is kept")
     models = []
-    for entry in entries:
+    for entry in entries.values():
         path = Path(entry.path)
         if os.path.realpath(path) in known:
             continue
@@ -88,7 +89,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     note_models(checkpoint, models, directory)
     if (directory / SHARDED).is_dir():
         _shards(checkpoint, directory / SHARDED)
-    _note_gaps(checkpoint, sorted(names))
+    _note_gaps(checkpoint, sorted(entries))
 
 
 def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
