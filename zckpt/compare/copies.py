@@ -15,7 +15,7 @@ from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.read import read_all
 from zckpt.engine.targets import Hole
 from zckpt.errors import listed
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
 
 SAMPLED_NUMEL = 256
 """Elements that follow each other."""
@@ -67,5 +67,5 @@ def _sampled(slot: Slot, most: int, reads: list[tuple[Hole, memoryview]]) -> Arr
     found: Array = np.empty(len(starts) * count, numpy_dtype(slot.dtype))
     for number, start in enumerate(starts):
         into = memoryview(found[number * count : (number + 1) * count].view(np.uint8).data)
-        reads.append((Hole(0, slot.name, slot, Extent.flat(slot.shape, start, count), slot.dtype), into))
+        reads.append((Hole(0, slot.name, slot, slot.flat(start, count), slot.dtype), into))
     return found

@@ -24,7 +24,7 @@ from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.torch_files.tensors import TensorItem, encode
 from zckpt.optim.values import Values
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Span, most_steps
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Span, most_steps
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.directory import Piece, entries
@@ -48,7 +48,7 @@ class Held:
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     node: Tensor | None = None
 
 

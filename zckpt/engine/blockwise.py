@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from zckpt.engine.computed import Input
-from zckpt.state import Extent, Slot
+from zckpt.state import Slot
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
@@ -79,9 +79,9 @@ class Blockwise:
                 (one.scale, one.block, "float32"),
             ):
                 first = low // per
-                found.append(Input(slot, Extent.flat(slot.shape, first, -(-high // per) - first), dtype))
+                found.append(Input(slot, slot.flat(first, -(-high // per) - first), dtype))
             if one.qmap is not None:
-                found.append(Input(one.qmap, Extent.whole(one.qmap.shape), "float32"))
+                found.append(Input(one.qmap, one.qmap.whole, "float32"))
         return found
 
     def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:

@@ -92,7 +92,7 @@ def flattened(slot: Computed, extent: Extent) -> Extent:
     low = 0
     for offset, size in zip(extent.offsets, slot.shape, strict=True):
         low = low * size + offset
-    return Extent.flat(slot.shape, low + extent.start, extent.numel)
+    return slot.flat(low + extent.start, extent.numel)
 
 
 def range_of(slot: Computed, extent: Extent) -> tuple[int, int]:

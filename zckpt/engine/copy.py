@@ -22,7 +22,7 @@ from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
 from zckpt.engine.plan import WIDENED, Copy, Fill, Piece, Strided, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.workers import BATCH_NBYTES
-from zckpt.state import ZEROS, Extent, Slot
+from zckpt.state import ZEROS, Extent, Shape, Slot
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
@@ -308,11 +308,11 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     return gathered
 
 
-_Near = tuple[tuple["int | slice", ...], int, int, tuple[int, ...], tuple[int, ...]]
+_Near = tuple[tuple["int | slice", ...], int, int, Shape, Shape]
 """Elements that are read at once: their index, the offset and number of bytes that have them, shape and strides."""
 
 
-def _near(shape: tuple[int, ...], source: Strided, size: int) -> Iterator[_Near]:
+def _near(shape: Shape, source: Strided, size: int) -> Iterator[_Near]:
     """Yield the parts of a source that are read at once.
 
     Dimensions are taken apart, the one of the largest steps first, until most of what is read is needed, or little is

@@ -104,10 +104,10 @@ class LowRank:
     def inputs(self, start: int, numel: int) -> list[Input]:
         """Return the rows of the slot, those of the left factor, and the right factor."""
         first, count, rank = start // self.columns, numel // self.columns, self.rank
-        left = Extent.flat(self.left.shape, first * rank, count * rank)
+        left = self.left.flat(first * rank, count * rank)
         if self.transposed:
             left = Extent((0, first), (rank, count), 0, rank * count)
-        extents = Extent.flat(self.base.shape, start, numel), left, Extent.whole(self.right.shape)
+        extents = self.base.flat(start, numel), left, self.right.whole
         slots = self.base, self.left, self.right
         return [Input(slot, extent, self.dtype) for slot, extent in zip(slots, extents, strict=True)]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.computed import Input
-from zckpt.state import Extent, Slot
+from zckpt.state import Slot
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class _OfSeveral:
 
     def inputs(self, start: int, numel: int) -> list[Input]:
         """Return the same elements of each slot."""
-        return [Input(slot, Extent.flat(slot.shape, start, numel), self.dtype) for slot in self.slots]
+        return [Input(slot, slot.flat(start, numel), self.dtype) for slot in self.slots]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import ZEROS, CutSpans, Extent, Shape, Slot, Span
+from zckpt.state import ZEROS, CutSpans, Shape, Slot, Span
 from zckpt.state.boxes import (
     Box,
     Located,
@@ -50,7 +50,7 @@ class Strided:
 
     path: str
     offset: int
-    strides: tuple[int, ...]
+    strides: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class Copy:
         What is to be done to the elements on the way.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     sources: tuple[Strided, ...]
     source_dtype: str
     target_dtype: str
     byteorder: str
     offset: int
-    strides: tuple[int, ...]
+    strides: Shape
     unresolved: tuple[str, ...] = ()
 
     @property
@@ -278,7 +278,7 @@ def _summed(files: Collection[FilePlan]) -> Plan:
 def check_covered(slot: Slot, label: str = "") -> None:
     """Raise LayoutError unless each element of a slot is there once; spans of a rule are by construction."""
     if slot.replicas or not isinstance(slot.spans, CutSpans) or slot.spans.shape != slot.shape:
-        fill(Hole(0, label or slot.name, slot, Extent.whole(slot.shape), slot.dtype))
+        fill(Hole(0, label or slot.name, slot, slot.whole, slot.dtype))
 
 
 def fill(hole: Hole, indexes: SpanIndexes | None = None) -> list[Copy]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from zckpt.engine.cast import cast
 from zckpt.engine.computed import Computed, Input
-from zckpt.state import Extent, Slot
+from zckpt.state import Slot
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
@@ -55,7 +55,7 @@ class Portion(NamedTuple):
         """Return what its elements are computed from."""
         if isinstance(self.slot, Computed):
             return self.slot.function.inputs(self.start, self.numel)
-        return [Input(self.slot, Extent.flat(self.slot.shape, self.start, self.numel), "float32")]
+        return [Input(self.slot, self.slot.flat(self.start, self.numel), "float32")]
 
     def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
         """Return its elements."""
@@ -122,7 +122,7 @@ class Requantised:
         """Return what the floats are computed from, and the map."""
         portions = self._portions(start * self.unit, (start + numel) * self.unit)
         found = [each for one in portions for each in one.inputs()]
-        return found if self.qmap is None else [*found, Input(self.qmap, Extent.whole(self.qmap.shape), "float32")]
+        return found if self.qmap is None else [*found, Input(self.qmap, self.qmap.whole, "float32")]
 
     def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
         """Return the codes, or the scales."""

@@ -30,7 +30,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import Extent, Shape, Slot, Span
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
@@ -85,7 +85,7 @@ class SlotSet:
     dtypes: tuple[str, ...]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of each slot."""
         return self.slots[0].shape
 
@@ -201,7 +201,7 @@ def _blocks(
     index: int, one: SlotSet, numel: int | None, most: int, goes_on: Callable[[int], bool] | None
 ) -> Iterator[Block]:
     step = numel or max(most // one.widest, 1)
-    rules = [fine_cut(slot, Extent.flat(slot.shape, 0, min(step, one.numel))) for slot in one.slots]
+    rules = [fine_cut(slot, slot.flat(0, min(step, one.numel))) for slot in one.slots]
     indexes = SpanIndexes()
     for start in range(0, one.numel, step):
         if goes_on is not None and not goes_on(index):
@@ -319,4 +319,4 @@ def _whole(slot: Slot) -> Span | None:
     if len(slot.spans) != 1 or slot.replicas:
         return None
     (span,) = slot.spans
-    return span if span.extent == Extent.whole(slot.shape) and slot.numel else None
+    return span if span.extent == slot.whole and slot.numel else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from zckpt.state import Extent, Slot
+from zckpt.state import Extent, Shape, Slot
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Checksum:
 
     start: int
     end: int
-    offsets: tuple[int, ...]
+    offsets: Shape
 
 
 @dataclass(slots=True)

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.state import MASTER, Checkpoint, Parameter
+from zckpt.state import MASTER, Checkpoint, Parameter, Shape
 from zckpt.state.dtypes import is_complex, is_floating
 from zckpt.state.names import aligned
-
-Shape = tuple[int, ...]
 
 Number = TypeVar("Number", bound=Hashable)
 

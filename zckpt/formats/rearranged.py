@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from zckpt.engine.read import read_all
 from zckpt.engine.targets import Hole
-from zckpt.state import WEIGHT, Extent, Slot, Span
+from zckpt.state import WEIGHT, Extent, Shape, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import transpose
 
@@ -68,7 +68,7 @@ def rearranged(copies: Mapping[str, Slot], originals: Mapping[str, Slot]) -> Ite
                 yield original, _copy(dtype, shape, [replace(span, extent=Extent.whole(shape), offset=offset)])
 
 
-def _copy(dtype: str, shape: tuple[int, ...], spans: Sequence[Span]) -> Slot:
+def _copy(dtype: str, shape: Shape, spans: Sequence[Span]) -> Slot:
     return Slot(WEIGHT, dtype, shape, tuple(spans))
 
 
@@ -107,7 +107,7 @@ def _seen(slots: Mapping[str, Slot], places: Sequence[tuple[int, str, int]], dty
     found, reads = [], []
     for numel, name, start in places:
         count = numel if numel <= WHOLE_NUMEL else SAMPLED_NUMEL
-        extent = Extent.flat(slots[name].shape, start + (numel - count) // 2, count)
+        extent = slots[name].flat(start + (numel - count) // 2, count)
         found.append(bytearray(count * itemsize(dtype)))
         reads.append((Hole(0, name, slots[name], extent, dtype), memoryview(found[-1])))
     read_all(reads)

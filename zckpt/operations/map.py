@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Reading, shares
-from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Slot, SourceFile
+from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.dtypes import itemsize
 
@@ -255,7 +255,7 @@ class _Drawing:
         if self.sources.setdefault((row, slot), path) != path:
             self.sources[row, slot] = None
 
-    def _position(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _position(self, extent: Extent, shape: Shape) -> tuple[int, int]:
         """Return where an extent starts on the parameter's axis, and the number of its box or -1 if that is one range.
 
         A box starts after the elements of those before it, if the tensor is cut in a grid of such boxes.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
 from zckpt.operations.options import Place, Reading, only, shares
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class OpenedCheckpoint(Checkpoint):
 
         found = self._slot(name, slot)
         tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
-        wanted = [TensorRead(found, Extent.whole(found.shape), tensor)]
+        wanted = [TensorRead(found, found.whole, tensor)]
         if not verify:
             read_tensors(wanted)
             return tensor

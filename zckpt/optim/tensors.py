@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.optim.flat_parameters import EXTRA_STATE, Bare, Member, Members, flat_model, is_flat
-from zckpt.state import WEIGHT, Extent
+from zckpt.state import WEIGHT, Extent, Shape
 from zckpt.state.names import INNER, plain_name
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | None
@@ -200,7 +200,7 @@ class Share:
         The ranks, in the world, that have the same; None: all that save together.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     extent: Extent
     tensor: torch.Tensor
     ranks: tuple[int, ...] | None = None

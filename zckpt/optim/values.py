@@ -282,5 +282,5 @@ def read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter 
 def read_scalars(slots: Sequence[Slot]) -> list[Scalar]:
     """Return the numbers that slots of one element each hold."""
     tensors = [torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)) for slot in slots]
-    read_tensors(TensorRead(slot, Extent.whole(slot.shape), one) for slot, one in zip(slots, tensors, strict=True))
+    read_tensors(TensorRead(slot, slot.whole, one) for slot, one in zip(slots, tensors, strict=True))
     return [Scalar(one.item(), slot.dtype) for slot, one in zip(slots, tensors, strict=True)]

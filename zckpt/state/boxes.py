@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
-from zckpt.state.spans import Extent, Slot, Span, Spans
+from zckpt.state.spans import Extent, Shape, Slot, Span, Spans
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+Box = tuple[Shape, Shape]
 """Offsets and sizes of a box of a tensor, in elements."""
 
 FEWEST_INDEXED = 4
 """Spans of a slot that are as fast looked through as looked up."""
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+def row_major(shape: Sequence[int]) -> Shape:
     """Return the strides, in elements, of a tensor of `shape` that is stored in row-major order."""
     strides, step = [], 1
     for size in reversed(shape):
@@ -36,7 +36,7 @@ def boxes_of(extent: Extent) -> list[Box]:
     ]
 
 
-def _range_boxes(sizes: tuple[int, ...], low: int, high: int) -> list[Box]:
+def _range_boxes(sizes: Shape, low: int, high: int) -> list[Box]:
     """Cut elements [low, high) of a row-major box of `sizes` into boxes."""
     if not sizes:
         return [((), ())]
@@ -63,14 +63,14 @@ def intersection(a: Box, b: Box) -> Box | None:
     return (low, sizes) if all(size > 0 for size in sizes) else None
 
 
-def locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
+def locate(extent: Extent, box: Box, strides: Shape | None) -> tuple[int, Shape]:
     """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
     steps = row_major(extent.sizes) if strides is None else strides
     first = sum((b - e) * s for b, e, s in zip(box[0], extent.offsets, steps, strict=True))
     return first - (extent.start if strides is None else 0), steps
 
 
-def factors_by_axis(shape: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]]:
+def factors_by_axis(shape: Sequence[int], factors: Sequence[int]) -> list[Shape]:
     """Return which factors each size of a shape is the product of, in their order; a size of one has one or none."""
     found, at = [], 0
     for size in shape:
@@ -82,11 +82,11 @@ def factors_by_axis(shape: Sequence[int], factors: Sequence[int]) -> list[tuple[
     return found
 
 
-Located = tuple[Box, int, tuple[int, ...]]
+Located = tuple[Box, int, Shape]
 """A box of factors, where its first element lies in something that is strided, and the stride of each factor."""
 
 
-def factored(box: Box, first: int, strides: Sequence[int], by_axis: Sequence[tuple[int, ...]]) -> Iterator[Located]:
+def factored(box: Box, first: int, strides: Sequence[int], by_axis: Sequence[Shape]) -> Iterator[Located]:
     """Cut a box of a tensor into boxes of its factors: a range of one axis is at most 2 x its factors - 1 of them.
 
     Parameters
@@ -123,7 +123,7 @@ def overlap(boxes: list[Box]) -> bool:
     return False
 
 
-def bounds(extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
+def bounds(extent: Extent, shape: Shape) -> tuple[int, int]:
     """Return a range of the flattened tensor that holds an extent, and no more where its box is whole rows."""
     steps = row_major(shape)
     first = sum(o * s for o, s in zip(extent.offsets, steps, strict=True))
@@ -153,7 +153,7 @@ class SpanIndex:
         return replace(self.slot, spans=spans, replicas=tuple(replicas))
 
 
-def _reaching(shape: tuple[int, ...], spans: Sequence[Span]) -> Callable[[int, int], tuple[Span, ...]]:
+def _reaching(shape: Shape, spans: Sequence[Span]) -> Callable[[int, int], tuple[Span, ...]]:
     """Return what returns those of spans that may have some of elements [low, high) of the flattened tensor."""
     placed = sorted(((*bounds(span.extent, shape), span) for span in spans), key=lambda one: one[:2])
     ordered, lows = [span for _, _, span in placed], [low for low, _, _ in placed]

@@ -19,7 +19,7 @@ from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
-from zckpt.state.spans import Padding, PaddingSpan, Slot
+from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 
 WEIGHT = "weight"
 MASTER = "master"
@@ -78,7 +78,7 @@ class Parameter:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     slots: dict[str, Slot] = field(default_factory=dict)
     group: int | None = None

@@ -311,6 +311,15 @@ class Slot:
         """Number of bytes of the elements."""
         return self.numel * itemsize(self.dtype)
 
+    @property
+    def whole(self) -> Extent:
+        """All elements."""
+        return Extent.whole(self.shape)
+
+    def flat(self, start: int, numel: int) -> Extent:
+        """Return elements [start, start + numel) of the flattened tensor."""
+        return Extent.flat(self.shape, start, numel)
+
 
 @dataclass(frozen=True, slots=True)
 class PaddingSpan:

@@ -22,9 +22,7 @@ from operator import add, mul
 from zckpt.errors import LayoutError
 from zckpt.state.boxes import Box, SpanIndex, boxes_of, factored, factors_by_axis, intersection, locate, row_major
 from zckpt.state.dtypes import itemsize
-from zckpt.state.spans import ZEROS, CutSpans, Extent, Slot, Span, Spans
-
-Shape = tuple[int, ...]
+from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans
 
 
 @dataclass(frozen=True, slots=True)

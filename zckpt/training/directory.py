@@ -33,7 +33,7 @@ from zckpt.optim.states.by_parameter import Snapshot
 from zckpt.optim.states.several import ALONE, Optimizers
 from zckpt.optim.tensors import ModelState, Share
 from zckpt.optim.values import Values
-from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
+from zckpt.state import Checkpoint, Extent, Parameter, Shape, Slot, Span, Topology
 from zckpt.state.partition import even_extents
 from zckpt.storage.durable import written
 from zckpt.training.live import Part
@@ -54,7 +54,7 @@ class Piece:
     name: str
     slot: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     extent: Extent
 
     @property
@@ -305,7 +305,7 @@ def storage_entries(checkpoint: Checkpoint, values: Values) -> list[Entry]:
     for number, one in enumerate(describe(checkpoint)[1]):
         data = values.memory[one.storage]
         slot = Slot("storage", "uint8", (data.nbytes,), ())
-        found.append(slot_entry(storage_key(number), slot, Extent.whole(slot.shape), data))
+        found.append(slot_entry(storage_key(number), slot, slot.whole, data))
     return found
 
 

@@ -32,7 +32,7 @@ from zckpt.optim.tensors import SAMPLE_NBYTES, ModelState, Share, digest_of, wor
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
-from zckpt.state import WEIGHT, Extent, Parameter
+from zckpt.state import WEIGHT, Extent, Parameter, Shape
 from zckpt.state.boxes import Box, boxes_of, row_major
 
 GIVEN = "tp_rules"
@@ -49,7 +49,7 @@ Key = tuple[str, str]
 class Several:
     """What a rank has of one slot that is in several boxes: those, and their elements."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     boxes: list[tuple[Box, torch.Tensor]] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ class Slices:
     degree: int
     is_first: bool
 
-    def rule(self, name: str, shape: tuple[int, ...]) -> Rule:
+    def rule(self, name: str, shape: Shape) -> Rule:
         """Return how slices of a shape make up a parameter.
 
         Raises LayoutError: the shape does not fit the rules; UnsupportedError: the rules say that none describes it, or

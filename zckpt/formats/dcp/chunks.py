@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from zckpt.formats.torch_files.tensors import span_of
-from zckpt.state import Extent, Span, Spans
+from zckpt.state import Extent, Shape, Span, Spans
 from zckpt.state.boxes import Box, bounds
 from zckpt.torchfile import Tensor
 
@@ -53,7 +53,7 @@ class Entry:
 
     key: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     first: int
     count: int
     at: int
@@ -84,7 +84,7 @@ class Chunks:
         self._numbers: dict[int, int] = {}  # of kinds
         self._directory, self._files = directory, dict[str, int]()
 
-    def add(self, key: str, dtype: str, shape: tuple[int, ...] = (), boxes: Sequence[Box] = (((), ()),)) -> Entry:
+    def add(self, key: str, dtype: str, shape: Shape = (), boxes: Sequence[Box] = (((), ()),)) -> Entry:
         """Add an object, or the chunks of a tensor in the order of their first indices; where they are is not known."""
         entry = Entry(key, dtype, shape, len(self.file), len(boxes), len(self._boxes))
         for offsets, sizes in boxes:

@@ -21,6 +21,7 @@ from pathlib import Path, PurePosixPath
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
+from zckpt.state import Shape
 from zckpt.state.boxes import Box
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
@@ -37,7 +38,7 @@ MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
 Keys = tuple[str | int, ...]
 """Keys of dicts and indices of lists that lead to a value."""
 
-Offsets = tuple[int, ...]
+Offsets = Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def _drained(entries: dict[object, object]) -> Iterator[tuple[object, object]]:
         yield key, entries.pop(key)
 
 
-def _integers(node: object, what: str) -> tuple[int, ...]:
+def _integers(node: object, what: str) -> Shape:
     if not isinstance(node, (tuple, list)) or not all(type(n) is int and 0 <= n <= MAXIMUM_NUMEL for n in node):
         raise _unexpected(f"the {what}, non-negative numbers", node)
     return tuple(node)
@@ -163,7 +164,7 @@ def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     return chunks.add(key, dtype.name, shape, sorted(box for box in found if math.prod(box[1])))
 
 
-def _box(key: str, node: object, shape: tuple[int, ...]) -> Box:
+def _box(key: str, node: object, shape: Shape) -> Box:
     one = _object(node, "ChunkStorageMetadata")
     offsets = _integers(one.get("offsets"), f"offsets of {key}")
     sizes = _integers(one.get("sizes"), f"sizes of {key}")

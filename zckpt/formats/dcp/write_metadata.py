@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
+from zckpt.state import Shape
 from zckpt.torchfile import Writer
 
 T = TypeVar("T")
@@ -51,8 +52,8 @@ class Chunk:
         Of its archive in that file.
     """
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     file: str
     offset: int
     nbytes: int
@@ -65,7 +66,7 @@ class Entry:
     key: str
     path: tuple[str | int, ...]
     dtype: str | None
-    shape: tuple[int, ...]
+    shape: Shape
     chunks: tuple[Chunk, ...]
 
 
@@ -94,7 +95,7 @@ class _Metadata:
 
     def __init__(self) -> None:
         self.writer = Writer(lambda _: None)
-        self.sizes: dict[tuple[int, ...], int] = {}
+        self.sizes: dict[Shape, int] = {}
         self.repeated: dict[object, bytes] = {}
 
     def pickle(self, entries: Sequence[Entry], *, paths: bool, flattened: Mapping[str, tuple[int, ...]]) -> bytes:
@@ -226,7 +227,7 @@ class _Metadata:
         self.writer.function(module, name)
         self.writer.out += b")\x81"
 
-    def size(self, sizes: tuple[int, ...]) -> None:
+    def size(self, sizes: Shape) -> None:
         """Write a `torch.Size`; the same one again is one of the memo."""
         known = self.sizes.get(sizes)
         if known is not None:

@@ -28,7 +28,7 @@ from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
-from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state import Checkpoint, Extent, Shape, Slot
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size
@@ -149,17 +149,17 @@ class TensorPiece:
     """
 
     tensor: SlotTensor
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
 
     @property
     def extent(self) -> Extent:
         """What of the slot it is."""
         slot = self.tensor.slot
         if self.sizes == slot.shape:
-            return Extent.whole(slot.shape)
+            return slot.whole
         row = slot.numel // slot.shape[0]
-        return Extent.flat(slot.shape, self.offsets[0] * row, self.sizes[0] * row)
+        return slot.flat(self.offsets[0] * row, self.sizes[0] * row)
 
 
 class Archives:

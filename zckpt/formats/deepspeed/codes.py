@@ -22,7 +22,7 @@ from zckpt.formats.deepspeed.quantised import is_quantised, moments_of, of_slice
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.torch_files.quantised import NESTED, Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
-from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state import Checkpoint, Slot
 from zckpt.state.checkpoint import RankValue, how_to_drop
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat
@@ -119,7 +119,7 @@ class Codes(NamedTuple):
         def cut(slot: Slot, unit: int) -> NewStorage:
             start, numel = rank * (partition // unit), -(-partition // unit)
             count = min(numel, slot.numel - start)
-            extent = Extent.flat(slot.shape, start, max(count, 0))
+            extent = slot.flat(start, max(count, 0))
             return new_storage(slot.dtype, numel, [SlotContent(0, slot, slot.name, extent)] if count > 0 else [])
 
         made = {

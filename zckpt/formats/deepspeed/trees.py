@@ -36,7 +36,7 @@ from zckpt.formats.torch_files.writer import (
     value_node,
     view,
 )
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import Global, Object, OrderedMapping, Size, Tensor, node_of
 
@@ -279,7 +279,7 @@ def slot_contents(slot: Slot, label: str, start: int, position: int, numel: int)
     """
     count = min(numel, slot.numel - start)
     if count > 0:
-        yield SlotContent(position, slot, label, Extent.flat(slot.shape, start, count))
+        yield SlotContent(position, slot, label, slot.flat(start, count))
 
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")

@@ -17,7 +17,7 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.held import REPLICATE, SHARD, Mesh, Placement, box_of
 from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
-from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state import Checkpoint, Shape, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat, narrow, pad, reshape, zeros
@@ -71,7 +71,7 @@ class RankTensors:
         """Return this rank's rows of a slot, as a DTensor."""
         offsets, sizes = box_of(slot.shape, self._placements, self.mesh)
         row = slot.numel // slot.shape[0] if slot.shape[0] else 0
-        extent = Extent.flat(slot.shape, offsets[0] * row, sizes[0] * row)
+        extent = slot.flat(offsets[0] * row, sizes[0] * row)
         storage = new_storage(dtype, extent.numel, [SlotContent(0, slot, label, extent)])
         state = {"_local_tensor": view(storage, sizes), "_spec": self._spec(slot.shape, dtype)}
         cls = Global(_TENSOR, "DTensor")
@@ -84,7 +84,7 @@ class RankTensors:
         width = -(-line.numel // count)
         return SlotTensor(narrow(pad(line, 0, 0, width * count - line.numel), 0, width * rank, width), dtype, label)
 
-    def _spec(self, shape: tuple[int, ...], dtype: str) -> Object:
+    def _spec(self, shape: Shape, dtype: str) -> Object:
         spec = self._specs.get((shape, dtype))
         if spec is None:
             strides = row_major([max(n, 1) for n in shape])

@@ -24,7 +24,7 @@ from itertools import product
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
-from zckpt.state import Checkpoint, Duplicate, Parameter, Slot
+from zckpt.state import Checkpoint, Duplicate, Parameter, Shape, Slot
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import CutFiles, CutSpans
 from zckpt.state.views import placed
@@ -54,7 +54,7 @@ class Mesh:
         The rank that wrote the file, of all; None where it does not say.
     """
 
-    sizes: tuple[int, ...]
+    sizes: Shape
     coordinate: tuple[int, ...]
     names: tuple[str, ...] = ()
     device: str = ""
@@ -107,7 +107,7 @@ def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int]) -> int 
     return ranks[at] if ranks is not None and len(ranks) == math.prod(sizes) else None
 
 
-def _sizes(node: Object) -> tuple[int, ...] | None:
+def _sizes(node: Object) -> Shape | None:
     mesh = node.get("mesh")
     if isinstance(mesh, Tensor):
         return mesh.shape
@@ -250,8 +250,8 @@ def rules_of(*place: str) -> tuple[Rule, ...]:
 class Box:
     """A box of a tensor and the tensor that has its elements."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Shape
+    sizes: Shape
     tensor: Tensor
 
 
@@ -274,7 +274,7 @@ class Held:
     """
 
     kind: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
     boxes: tuple[Box, ...]
     mesh: Mesh | None = None
@@ -389,7 +389,7 @@ class RankReader:
         boxes = [self._shard(shard, size) for shard in shards]
         return Held(SHARDED, size, node.dtype, tuple(box for box in boxes if box.tensor.numel), _groups(state))
 
-    def _shard(self, shard: object, shape: tuple[int, ...]) -> Box:
+    def _shard(self, shard: object, shape: Shape) -> Box:
         tensor = shard.get("tensor") if isinstance(shard, Object) else None
         about = shard.get("metadata") if isinstance(shard, Object) else None
         offsets, sizes = (
@@ -538,7 +538,7 @@ class RankFiles:
                 return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
         return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
 
-    def _check(self, label: str, shape: tuple[int, ...], cells: dict[Cell, list[tuple[int, Tensor]]]) -> None:
+    def _check(self, label: str, shape: Shape, cells: dict[Cell, list[tuple[int, Tensor]]]) -> None:
         """Raise unless boxes are the cells of a grid over the whole tensor."""
         axes = []
         for dim, whole in enumerate(shape):

@@ -23,9 +23,8 @@ from math import prod
 from zckpt.compare.weights import not_rounded
 from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
-from zckpt.formats.megatron.cut import Shape
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
-from zckpt.state import MASTER, Extent, PaddingSpan, Slot
+from zckpt.state import MASTER, PaddingSpan, Shape, Slot
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, IMPLIED, Rule
@@ -146,7 +145,7 @@ class Line(SpanIndex):
     def part(self, start: int, shape: Shape) -> Slot:
         """Return the elements from one on, as a parameter of a shape."""
         numel = prod(shape)
-        flat = narrow(self.reaching(Extent.flat(self.slot.shape, start, numel)), 0, start, numel)
+        flat = narrow(self.reaching(self.slot.flat(start, numel)), 0, start, numel)
         return reshape(flat, shape)
 
 
@@ -260,7 +259,7 @@ def unproven(masters: Mapping[str, Slot], weights: Mapping[str, Slot]) -> str | 
         for name, master in masters.items():
             weight = weights[name]
             for start in range(0, master.numel, BLOCK_NUMEL):
-                extent = Extent.flat(master.shape, start, min(BLOCK_NUMEL, master.numel - start))
+                extent = master.flat(start, min(BLOCK_NUMEL, master.numel - start))
                 wrong = not_rounded(read_extent(master, extent, sources), read_extent(weight, extent, sources))
                 if len(wrong):
                     return f"that of {name} does not round to its weight at element {start + int(wrong[0])}"

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from math import prod
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.state import Slot
+from zckpt.state import Shape, Slot
 from zckpt.state.views import concat, narrow, pad, plain, reshape, transpose
 
-Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 
 ROWS = frozenset((

@@ -30,12 +30,12 @@ from zckpt.formats.megatron.keys import stored
 from zckpt.formats.megatron.names import in_order
 from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, settle, topology_of
 from zckpt.formats.torch_files.tensors import TensorItem
-from zckpt.state import Checkpoint, Duplicate
+from zckpt.state import Checkpoint, Duplicate, Shape
 from zckpt.torchfile import Digests
 
 MODEL, META, STEP = "model", "param_to_group_meta", "step"
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 """Of the model's tensors as they are saved."""
 
 _WRAPPERS = re.compile(r"(?:module\.)+")

@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.megatron.cut import Shape, Shapes
-from zckpt.state import Slot
+from zckpt.formats.megatron.cut import Shapes
+from zckpt.state import Shape, Slot
 from zckpt.state.views import concat, reshape, transpose, unstacked
 
 FUSED = re.compile(r"(.*\.experts\.)weight([12])")

@@ -23,8 +23,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError, listed
-from zckpt.formats.megatron.cut import Shape
 from zckpt.formats.megatron.names import Name
+from zckpt.state import Shape
 
 LAYER, EXPERT = "layer", "expert"
 """What the first axes of a tensor on disk may count."""
@@ -122,7 +122,7 @@ class Placed:
 
     key: str
     index: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+    sizes: Shape = ()
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.megatron.cut import Cut, Shape, Shapes
+from zckpt.formats.megatron.cut import Cut, Shapes
 from zckpt.formats.megatron.fused import ONE, apart, is_fused, shape_of_all, together
 from zckpt.formats.megatron.names import BLOCK, Name
-from zckpt.state import Slot
+from zckpt.state import Shape, Slot
 
 _FRONT = re.compile(r"(?:language_model\.)?embedding\..+")
 _BACK = re.compile(r"(?:(?:language_model\.)?(?:decoder|encoder|transformer)\.final_(?:layernorm|norm)|"

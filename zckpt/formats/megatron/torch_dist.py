@@ -34,10 +34,10 @@ from zckpt.formats.megatron.objects import carry_objects, read_common, settle, t
 from zckpt.formats.megatron.optimizer import attach, keep_common
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.torch_files.tensors import TensorItem, describe
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.names import bare_names
-from zckpt.state.views import Shape, transpose, unstacked
+from zckpt.state.views import transpose, unstacked
 
 MASTERS = frozenset({"param", "fp32_param"})
 """What the distributed optimizer, and the others, call the parameters that they step."""

@@ -29,7 +29,7 @@ from zckpt.formats.dcp.directory import NAME as INDEX
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.dcp.writer import Archives, TensorPiece
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.megatron.cut import Shape, is_gated
+from zckpt.formats.megatron.cut import is_gated
 from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
 from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
@@ -38,7 +38,7 @@ from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STAT
 from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, shards_of, text_file
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
 from zckpt.state.views import narrow, reshape
 
 CUT = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}

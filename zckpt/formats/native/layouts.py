@@ -28,7 +28,7 @@ from zckpt.formats.native.rank_file import (
     shape_of,
     stored_as,
 )
-from zckpt.state import Extent, Span, Spans
+from zckpt.state import Extent, Shape, Span, Spans
 from zckpt.state.boxes import bounds
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
@@ -52,7 +52,7 @@ class Cut:
     name: str
     key: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     pieces: Pieces
 
     @property
@@ -60,7 +60,7 @@ class Cut:
         """What the tensors of a file are sorted by."""
         return order_key(self.key, itemsize(self.dtype))
 
-    def tensor(self, extent: Extent) -> tuple[str, str, tuple[int, ...]]:
+    def tensor(self, extent: Extent) -> tuple[str, str, Shape]:
         """Return name, type and shape of the tensor that some of its elements are."""
         return self.key, *stored_as(self.dtype, shape_of(extent))
 
@@ -78,7 +78,7 @@ class Layouts:
                 raise wrong("file of piece", f"a number below {count}", piece["file"])
         self._checked: dict[tuple[int, tuple[int, ...]], Pieces] = {}
 
-    def pieces(self, layout: int, key: str, shape: tuple[int, ...]) -> Pieces:
+    def pieces(self, layout: int, key: str, shape: Shape) -> Pieces:
         """Return which file has which elements of a slot: together as many as it has.
 
         Raises
@@ -100,7 +100,7 @@ class Layouts:
         return found
 
 
-def _extent(piece: Mapping[str, Json], key: str, shape: tuple[int, ...]) -> Extent:
+def _extent(piece: Mapping[str, Json], key: str, shape: Shape) -> Extent:
     offsets, sizes, start, numel = (piece[name] for name in PIECE)
     if (offsets is None) != (sizes is None) or (start is None) != (numel is None):
         raise wrong(f"piece of {key}", "offsets and sizes, start and numel", piece)
@@ -126,7 +126,7 @@ MAX_CELLS = 1 << 24
 MAX_NBYTES = 1 << 44
 """Of a file of a table, so that no sum leaves 64 bits."""
 
-Offsets = Mapping[str, tuple[int, ...]]
+Offsets = Mapping[str, Shape]
 """Where each piece of a slot is in its file, in bytes, by the slot's key."""
 
 
@@ -231,7 +231,7 @@ class Held:
         self.pieces = [(file, extent) for file, extent in pieces if extent.numel]
         self._by_low: tuple[Pieces, list[int], list[int]] | None = None
 
-    def reaching(self, shape: tuple[int, ...], low: int, high: int) -> Pieces:
+    def reaching(self, shape: Shape, low: int, high: int) -> Pieces:
         """Return the pieces that may have some of elements [low, high) of the flattened slot."""
         if self._by_low is None:
             found = sorted(((*bounds(one[1], shape), one) for one in self.pieces), key=lambda one: one[:2])

@@ -23,7 +23,7 @@ from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import METADATA_KEY, read_header
 from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
-from zckpt.state import Extent, Slot
+from zckpt.state import Extent, Shape, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import Sources, is_file, opened, read_head
@@ -66,7 +66,7 @@ class Entry:
     slot: Slot
     extent: Extent
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     width: int = 1
     data: memoryview | bytes | None = None
 
@@ -121,7 +121,7 @@ class RankFile:
     tensors: dict[str, Slot]
     taken: set[str] = field(default_factory=set)
 
-    def take(self, key: str, dtype: str, shape: tuple[int, ...]) -> int:
+    def take(self, key: str, dtype: str, shape: Shape) -> int:
         """Return the byte offset of a tensor, which must be as described and belongs to one thing only.
 
         Raises DamagedFileError: it is not there, is another, or has been taken.
@@ -141,14 +141,14 @@ class RankFile:
         return found.spans[0].offset if found.spans else 0
 
 
-def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def stored_as(dtype: str, shape: Shape) -> tuple[str, Shape]:
     """Return how elements are in a header: as they are, or as bytes along one more dimension."""
     if DTYPES[dtype].safetensors is None or dtype in AS_BYTES:
         return "uint8", (*shape, itemsize(dtype))
     return dtype, shape
 
 
-def shape_of(extent: Extent) -> tuple[int, ...]:
+def shape_of(extent: Extent) -> Shape:
     """Return the shape that elements of a slot have in a file: that of their box if it is all of it, else flat."""
     return extent.sizes if extent.numel == math.prod(extent.sizes) else (extent.numel,)
 

@@ -19,7 +19,7 @@ from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, st
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -41,7 +41,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     def evenly(slots: Sequence[Slot], before: int) -> Iterator[Pieces]:
         sizes = [(slot.numel, itemsize(slot.dtype)) for slot in slots]
         for slot, extents in zip(slots, even_extents(sizes, world_size, before=before), strict=True):
-            yield tuple((one.file, Extent.flat(slot.shape, one.start, one.numel)) for one in extents)
+            yield tuple((one.file, slot.flat(one.start, one.numel)) for one in extents)
 
     return _lay_out(checkpoint, world_size, evenly)
 
@@ -241,7 +241,7 @@ def _values(checkpoint: Checkpoint) -> Iterator[object]:
     yield from (parameter.state for parameter in _parameters(checkpoint) if parameter.state)
 
 
-def _piece(file: int, extent: Extent, shape: tuple[int, ...]) -> tuple[tuple[str, object], ...]:
+def _piece(file: int, extent: Extent, shape: Shape) -> tuple[tuple[str, object], ...]:
     """Return what a piece is: slots of any shape that are cut alike have one layout."""
     found: list[tuple[str, object]] = [("file", file)]
     if extent.sizes != shape:
@@ -255,4 +255,4 @@ def _storage_entry(number: int, mentioned: Mentioned) -> Entry:
     """Return the entry of a storage: all its bytes, little-endian."""
     nbytes = mentioned.storage.nbytes
     slot = slot_of_storage(mentioned)
-    return Entry(storage_key(number), slot, Extent.whole(slot.shape), "uint8", (nbytes,))
+    return Entry(storage_key(number), slot, slot.whole, "uint8", (nbytes,))

@@ -21,7 +21,7 @@ from typing import Any
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot, SourceFile, Span
 from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
 from zckpt.storage.files import FileRange, collector_paused, is_file, json_object, opened
@@ -179,7 +179,7 @@ def header_in(source: FileRange) -> tuple[dict[str, Slot], dict[str, str]]:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise DamagedFileError("unreadable metadata", expected="texts by name")
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
-        extents: dict[tuple[int, ...], Extent] = {}
+        extents: dict[Shape, Extent] = {}
         at, start = 0, source.base + 8 + length
         with collector_paused():
             for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
@@ -206,7 +206,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _slot(
-    path: str, name: str, one: Mapping[str, Any], start: int, at: int, extents: dict[tuple[int, ...], Extent]
+    path: str, name: str, one: Mapping[str, Any], start: int, at: int, extents: dict[Shape, Extent]
 ) -> tuple[Slot, int]:
     """Return a tensor and the byte after it; tensors of one shape share an extent."""
     if len(one["shape"]) > MAXIMUM_DIMENSIONS:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES, METADATA_KEY
-from zckpt.state import Extent, Slot
+from zckpt.state import Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
 
@@ -45,7 +45,7 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | N
 
     starts = accumulate((entry.nbytes for entry in entries), initial=0)
     holes = [
-        Hole(start, entry.name, entry.slot, Extent.whole(entry.slot.shape), entry.dtype)
+        Hole(start, entry.name, entry.slot, entry.slot.whole, entry.dtype)
         for start, entry in zip(starts, entries, strict=False)
     ]
     tensors = [(entry.name, entry.dtype, entry.slot.shape) for entry in entries]

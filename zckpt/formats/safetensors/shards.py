@@ -21,7 +21,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule
 
@@ -92,7 +92,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if one.name.endswith(SUFFIX) and one.is_file())
 
 
-def offsets_in(slots: Mapping[str, Slot], metadata: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def offsets_in(slots: Mapping[str, Slot], metadata: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the first index of each tensor of a file in its whole tensor; raise DamagedFileError: it does not say."""
     message = "it does not say which pieces of tensors it holds"
     try:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.engine.computed import Computed
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.torch_files.tensors import TORCHAO, description, holds_tensors, slot_of
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import FromFile, MetaTensor, Tensor
 
@@ -98,7 +98,7 @@ class Moment(NamedTuple):
         """Elements, of a partition."""
         return self.codes.numel * self.per_code
 
-    def as_floats(self, name: str, shape: tuple[int, ...]) -> Slot:
+    def as_floats(self, name: str, shape: Shape) -> Slot:
         """Return the slot of a parameter that it stands for, in float32."""
         from zckpt.engine.blockwise import Blockwise, Portion
 
@@ -135,7 +135,7 @@ class _SomeFloats:
         at = 0
         for first, count in self.ranges:
             if first <= start < first + count:
-                return [Input(self.floats, Extent.flat(self.floats.shape, at + start - first, numel), "float32")]
+                return [Input(self.floats, self.floats.flat(at + start - first, numel), "float32")]
             at += count
         return self.every.inputs(start, numel)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
@@ -127,7 +127,7 @@ class TensorItem:
 
     key: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     spans: Sequence[Span]
     whole: Tensor | None
     path: str

@@ -25,7 +25,7 @@ from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.formats.torch_files.tensors import encode, slot_of_storage
-from zckpt.state import Extent, Scalar, Slot
+from zckpt.state import Extent, Scalar, Shape, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.torchfile import (
@@ -65,7 +65,7 @@ class SlotContent:
     @property
     def covered(self) -> Extent:
         """The extent of the slot that it covers."""
-        return Extent.whole(self.slot.shape) if self.extent is None else self.extent
+        return self.slot.whole if self.extent is None else self.extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class ValueTensor:
 
     data: bytes
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 def value_node(value: object) -> object:
@@ -156,10 +156,10 @@ def new_storage(
 
 def view(
     storage: Storage,
-    shape: tuple[int, ...],
+    shape: Shape,
     *,
     start: int = 0,
-    strides: tuple[int, ...] | None = None,
+    strides: Shape | None = None,
     like: Tensor | None = None,
 ) -> Tensor:
     """Return a tensor that is a view of a storage.

@@ -13,7 +13,7 @@ from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OPTIMIZER_NAME, rank_name
-from zckpt.state import WEIGHT, Checkpoint, Parameter
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape
 from zckpt.state.partition import check_world_size, greedy_partition
 
 
@@ -80,7 +80,7 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
     return parameter.numel
 
 
-def _state_shapes(parameter: Parameter | None) -> set[tuple[int, ...]]:
+def _state_shapes(parameter: Parameter | None) -> set[Shape]:
     if parameter is None:
         return set()
     return {slot.shape for key, slot in parameter.slots.items() if key not in (WEIGHT, "step")}

@@ -169,7 +169,7 @@ def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
             slot, subject = parameter.slots[key], Subject(next(numbers), kind, parameter.name, key)
             if key == MASTER and partners is None and held:
                 both = stored_once([slot, parameter.slots[WEIGHT]])
-                found.apart.append(Scattered(subject, both, Extent.whole(both[0].shape)))
+                found.apart.append(Scattered(subject, both, both[0].whole))
             if not (partners and key in (WEIGHT, MASTER)) and rules.take(subject, slot):
                 continue
             (slot,) = stored_once([slot])
@@ -199,7 +199,7 @@ def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
     for number, duplicate in enumerate(checkpoint.duplicates):
         subject = Subject(next(numbers), PARAMETER, duplicate.name, duplicate.slot.name)
         both = stored_once([duplicate.slot, duplicate.original])
-        found.apart.append(Scattered(subject, both, Extent.whole(both[0].shape), number))
+        found.apart.append(Scattered(subject, both, both[0].whole, number))
     return found
 
 

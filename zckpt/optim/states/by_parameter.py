@@ -26,7 +26,7 @@ from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import as_stored, as_torch, like
-from zckpt.state import Extent, Parameter, ParamGroup, Slot, number_of
+from zckpt.state import Parameter, ParamGroup, Slot, number_of
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -379,7 +379,7 @@ class OptimizerState:
             else:
                 device = parameter.device if value.shape else "cpu"  # where torch keeps single numbers
                 whole = torch.empty(value.shape, dtype=dtype, device=device)
-            self.reads.append(TensorRead(value, Extent.whole(value.shape), whole))
+            self.reads.append(TensorRead(value, value.whole, whole))
             return whole
         local = room_like(parameter.to_local(), dtype)
         share = share_of(parameter, owner.name)

@@ -221,10 +221,10 @@ class TorchaoState(OptimizerState):
             )
         for piece, source, per in (("codes", its.codes, its.per_code), ("scale", its.scale, block)):
             if source is not None:
-                extent = Extent.flat(source.shape, start // per, numel // per)
+                extent = source.flat(start // per, numel // per)
                 self.reads.append(TensorRead(source, extent, getattr(local, piece)))
         if its.qmap is not None:
-            self.reads.append(TensorRead(its.qmap, Extent.whole(its.qmap.shape), local.qmap))
+            self.reads.append(TensorRead(its.qmap, its.qmap.whole, local.qmap))
         for first, count in its.ranges:
             low, high = max(first, start), min(first + count, start + numel)
             if low < high:
