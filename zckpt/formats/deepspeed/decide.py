@@ -149,10 +149,8 @@ def _refuse_form(target: Target, options: RecutOptions) -> None:
 def _refuse_axes(target: Target, options: RecutOptions) -> None:
     """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
     checkpoint, origin, stage = target.checkpoint, target.origin, target.stage
-    degrees = {"expert-parallel": options.expert_parallel_size, "tensor-parallel": options.tensor_parallel_size}
-    for name, value in degrees.items():
-        if value is not None and value < 1:
-            raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
+    if options.expert_parallel_size is not None and options.expert_parallel_size < 1:
+        raise UsageError("unusable expert-parallel size", expected="at least 1", found=options.expert_parallel_size)
     if is_staged(checkpoint, origin, options) and stage != 1:
         raise UnsupportedError("DeepSpeed has no pipelines under ZeRO-2 and 3", expected="--stage 1", found=stage)
     auto = auto_experts(origin.model)

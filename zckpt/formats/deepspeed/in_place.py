@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.documents import documents
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.notes import rank_notes
 from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.trees import form_of
@@ -86,39 +86,34 @@ class Served:
 
 def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
     """Tell whether a checkpoint is DeepSpeed's and cut as the engine cuts, so that it loads the files as they are."""
-    origin = origin_of(checkpoint)
-    topology = checkpoint.topology
-    stages = 1 if training.pipeline is None else training.pipeline.stages
-    if origin is None or (topology.tp, topology.pp) != (training.tensor_parallel, stages):
+    origin, topology, pipeline, details = (
+        origin_of(checkpoint),
+        checkpoint.topology,
+        training.pipeline,
+        checkpoint.details,
+    )
+    axes = training.tensor_parallel, 1 if pipeline is None else pipeline.stages, pipeline is not None
+    if origin is None or (topology.tp, topology.pp, bool(origin.layers)) != axes:
         return False
-    if bool(origin.layers) != (training.pipeline is not None) or not _has_stage(origin, training):
-        return False
-    stage = origin.members[0].stage if origin.members else 0
-    if stage == 0:
+    if pipeline is not None:  # a rank finds the partitions of its stage in its own file
+        own = origin.ranks[training.mp_rank]
+        named = [name for shapes in own.model.param_shapes or () for name in shapes]
+        stored = sorted(name for one in training.stored for name in one)
+        if training.rank >= len(own.members) or sorted(named) != stored:
+            return False
+    if not origin.members:
         how, held = training.unpartitioned, origin.model.optimizer
         return training.stage == 0 and (how is None or (held is not None and form_of(held) == how.form))
-    first = origin.members[0]
-    return (
-        (stage, topology.dp) == (training.stage, training.world_size)
-        and not first.elastic
-        and not checkpoint.details.get(DETAIL)
-        and first.bf16_optimizer == training.bf16_optimizer
-        and bool(checkpoint.details.get("round_robin_gradients")) == (training.round_robin and stage != 3)
-        and origin.model.zero_option("parameter_alignment") == (training.alignment and stage != 3)
-        and (stage != 3 or [one.numel for one in first.masters] == list(training.partitions))
-    )
-
-
-def _has_stage(origin: Origin, training: Training) -> bool:
-    """Tell whether a rank of a pipeline finds the partitions of its stage in its own file."""
-    if training.pipeline is None:
-        return True
-    members = origin.ranks[training.mp_rank].members if training.mp_rank < len(origin.ranks) else ()
-    if training.rank >= len(members):
-        return False
-    model = origin.ranks[training.mp_rank].model
-    named = [name for shapes in model.param_shapes or () for name in shapes]
-    return sorted(named) == sorted(name for one in training.stored for name in one)
+    first, flat = origin.members[0], training.stage != 3
+    found = (
+        first.stage, topology.dp, first.elastic, bool(details.get(DETAIL)), first.bf16_optimizer,
+        bool(details.get("round_robin_gradients")), origin.model.zero_option("parameter_alignment"),
+    )  # fmt: skip
+    wanted = (
+        training.stage, training.world_size, False, False, training.bf16_optimizer, training.round_robin and flat,
+        training.alignment and flat,
+    )  # fmt: skip
+    return found == wanted and (flat or [one.numel for one in first.masters] == list(training.partitions))
 
 
 def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Served:

@@ -53,6 +53,7 @@ from zckpt.formats.deepspeed.unsaved import base_shards, is_unsaved, note_unsave
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
     Content,
+    FileRules,
     copies_of,
     copies_of_optimizers,
     keep_others,
@@ -193,13 +194,9 @@ class _Files:
                 found=listed_ranks(found),
                 code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
             )
-        firsts = self._firsts()
+        firsts = [next((m for m in self.models if m.mp_rank == rank), self.models[0]) for rank in found]
         check_models(firsts, [model.mp_rank for model in firsts], "mp_rank")
         self.pp, self.tp = degrees(firsts, directory.of(PIPELINE_LAYER))
-
-    def _firsts(self) -> list[ModelShard]:
-        """Return the first model file of each model-parallel rank."""
-        return [next((m for m in self.models if m.mp_rank == rank), self.models[0]) for rank in self.mp_ranks]
 
     def ranks(self) -> Iterator[Rank]:
         """Yield the files and the state of each model-parallel rank."""
@@ -207,8 +204,9 @@ class _Files:
         shared = {alias: owner for model in self.models for alias, owner in (model.shared or {}).items()}
         if self.layers:
             self.models = with_shapes(self.models, self.optimizers, self.layers, tp)
-        weights, copies = stage_weights(self.layers, self._firsts(), tp) if self.layers else ({}, [])
         found = [self._of_rank(mp_rank) for mp_rank in self.mp_ranks]
+        of_stages = [models[0] for models, _ in found]
+        weights, copies = stage_weights(self.layers, of_stages, tp) if self.layers else ({}, [])
         self.members = next((members for _, members in found if members), ())
         every, firsts = expert_files(self.experts), [members[0] for _, members in found if members]
         for number, (mp_rank, (models, members)) in enumerate(zip(self.mp_ranks, found, strict=True)):
@@ -308,44 +306,38 @@ class _Files:
     def keep_others(self) -> None:
         """Keep what ranks have of their own, and say of everything else in their files what it is."""
         checkpoint, models = self.checkpoint, self.models
-        rules: dict[str, list[Rule]] = {file.path: [] for file in checkpoint.files}
+        found: list[FileRules] = []
 
-        def keep(held: Sequence[Content], keys: Iterable[str], where: str) -> None:
-            own, more = keep_others(held[0], held[1:], list(dict.fromkeys(keys)), (where,)) if held else ({}, {})
-            checkpoint.optimizer_metadata |= own
-            add(more)
+        def kept(held: Sequence[Content], keys: Iterable[str], *where: str) -> dict[str, object]:
+            own, more = keep_others(held[0], held[1:], list(dict.fromkeys(keys)), where) if held else ({}, {})
+            found.append(more)
+            return own
 
-        def add(more: Mapping[str, Sequence[Rule]]) -> None:
-            for path, its in more.items():
-                rules[path] += its
-
-        keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-        held = [(m.file, common(m)) for m in models]
-        metadata, more = keep_others(held[0], held[1:], [*keys])
-        checkpoint.metadata |= metadata
-        add(more)
-        add(keep_extra(checkpoint, models))
+        keys = (key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
+        checkpoint.metadata |= kept([(m.file, common(m)) for m in models], keys)
+        found.append(keep_extra(checkpoint, models))
         if self.members:
-            lead = self.members[0]
+            lead, where = self.members[0], "optimizer_state_dict"
             every = [lead, *(one for one in self.optimizers if one is not lead)]
-            keep([(one.file, one.content) for one in every], OPTIMIZER_METADATA_KEYS, "optimizer_state_dict")
-            add({one.path: shard_rules(first=one is lead) for one in every})
-            add(copies_of_optimizers(models, self.optimizers))
+            contents = [(one.file, one.content) for one in every]
+            checkpoint.optimizer_metadata |= kept(contents, OPTIMIZER_METADATA_KEYS, where)
+            found.append({one.path: shard_rules(first=one is lead) for one in every})
+            found.append(copies_of_optimizers(models, self.optimizers))
         else:
             from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
             from zckpt.formats.deepspeed.stage0 import STATE_KEYS
 
-            roots = [(file, file.root) for _, file in self.of_experts] + [
-                (m.file, m.content) for m in models if self.of_experts or checkpoint.param_groups
-            ]
-            contents = [(file, root["optimizer"]) for file, root in roots
-                        if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
-            keep(contents, (str(key) for _, one in contents for key in one if key not in STATE_KEYS), "optimizer")
+            files = [m.file for m in models if self.of_experts or checkpoint.param_groups]
+            roots = [(file, file.root) for file in (*(file for _, file in self.of_experts), *files)]
+            optimizers = [(file, root["optimizer"]) for file, root in roots
+                          if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
+            more = (str(key) for _, one in optimizers for key in one if key not in STATE_KEYS)
+            checkpoint.optimizer_metadata |= kept(optimizers, more, "optimizer")
             compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
             for file in checkpoint.files:
                 file.rules = (*(ONE_BIT_RULES if file.path in compressed else ()), *file.rules)
         for file in checkpoint.files:
-            file.rules = (*file.rules, *rules[file.path])
+            file.rules = (*file.rules, *(rule for rules in found for rule in rules.get(file.path, ())))
 
 
 def _layout(members: Sequence[OptimizerShard]) -> type[Layout]:

@@ -45,6 +45,8 @@ def stage_states(
     UsageError, UnsupportedError, LayoutError
         As `local_states` and `stages_of`.
     """
+    if degree < 1:
+        raise UsageError("unusable tensor-parallel size", expected="at least 1", found=degree)
     as_slices = options.sliced_experts
     if as_slices is None and isinstance(known := origin_of_state(checkpoint).get(SLICED_EXPERTS), bool):
         as_slices = known

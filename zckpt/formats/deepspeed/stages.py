@@ -361,7 +361,9 @@ def _layers(
     method, layers = options.partition_method, None
     if options.pipeline_layers is not None:
         layers = parse_layers(options.pipeline_layers)
-        _hold_against(layers, seen, path)
+        for expected, found in _misfits(layers, seen):
+            raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=path,
+                             expected=expected, found=found)  # fmt: skip
     else:
         names = [name for state in source for name in state.parameters]
         told = _layers_told(origin.model.content, names, seen.first_use)
@@ -407,24 +409,18 @@ def _weights(states: Sequence[Rank]) -> Weights:
     return found
 
 
-def _hold_against(layers: Sequence[Layer], seen: _Evidence, path: str) -> None:
-    """Raise where a list of layers is not that of the files."""
+def _misfits(layers: Sequence[Layer], seen: _Evidence) -> Iterator[tuple[str, object]]:
+    """Yield in what a list of layers is not that of the files: what it should have, and what it has."""
     uses = _uses(layers)
-    problems: list[tuple[str, object]] = []
     if len(layers) < seen.least:
-        problems.append((f"at least {seen.least} layers", len(layers)))
-    elif not seen.tied.keys() <= uses.keys():
-        problems.append((f"tied layers {', '.join(sorted(seen.tied))}", ", ".join(sorted(uses)) or "none"))
-    else:
-        for key, numbers in seen.first_use.items():
-            if not set(numbers) <= set(uses.get(key, ())):
-                problems.append((f"{key} in layer {min(numbers)}", ", ".join(map(str, uses.get(key, ())))))
-        for layer in sorted(layer for its in uses.values() for layer in its if layer in seen.weights):
-            own = f"{layers[layer].kind}={layers[layer].tied}"
-            problems.append((f"layer {layer} with parameters of its own", own))
-    if problems:
-        raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=path,
-                         expected=problems[0][0], found=problems[0][1])  # fmt: skip
+        yield f"at least {seen.least} layers", len(layers)
+    if not seen.tied.keys() <= uses.keys():
+        yield f"tied layers {', '.join(sorted(seen.tied))}", ", ".join(sorted(uses)) or "none"
+    for key, numbers in seen.first_use.items():
+        if not set(numbers) <= set(uses.get(key, ())):
+            yield f"{key} in layer {min(numbers)}", ", ".join(map(str, uses.get(key, ())))
+    for layer in sorted(layer for its in uses.values() for layer in its if layer in seen.weights):
+        yield f"layer {layer} with parameters of its own", f"{layers[layer].kind}={layers[layer].tied}"
 
 
 _BLOCK = "ParallelTransformerLayerPipe"

@@ -252,7 +252,7 @@ _PLAIN = (type(None), bool, int, float, str)
 COMPARED_NBYTES = 1 << 20
 """Bytes of tensors of one key that are compared: random states are a few kilobytes."""
 
-Rules = dict[str, tuple[Rule, ...]]
+FileRules = dict[str, tuple[Rule, ...]]
 """By file."""
 
 Content = tuple[TorchFile, Mapping[str, object]]
@@ -261,7 +261,7 @@ Content = tuple[TorchFile, Mapping[str, object]]
 
 def keep_others(
     first: Content, others: Sequence[Content], keys: Sequence[str], where: Sequence[str] = ()
-) -> tuple[dict[str, object], Rules]:
+) -> tuple[dict[str, object], FileRules]:
     """Return what other ranks' files hold otherwise than the first, and rules for what they hold as it does.
 
     Parameters
@@ -272,7 +272,7 @@ def keep_others(
         Where in the file's tree the mapping is.
     """
     metadata: dict[str, object] = {}
-    rules: Rules = {}
+    rules: FileRules = {}
     said: dict[tuple[str, ...], tuple[Rule, ...]] = {}
     same: dict[tuple[str, int], bool] = {}  # files that are alike share a tree, but not what tensors hold
     for file, content in others:
@@ -296,13 +296,13 @@ def keep_others(
     return metadata, rules
 
 
-def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]) -> Rules:
+def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]) -> FileRules:
     """Return rules for the optimizer that a model file of stage 0 holds besides that of BF16_Optimizer's own files.
 
     It is the one of the first data-parallel rank; what is not, is not accounted for.
     """
     firsts = {shard.mp_rank: shard for shard in optimizers if shard.rank == 0}
-    rules: Rules = {}
+    rules: FileRules = {}
     for model in models:
         held, first = model.optimizer, firsts.get(model.mp_rank)
         if held is not None and first is not None:

@@ -161,8 +161,6 @@ def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Ta
         The names of the source's optimizers are not known, or their state cannot be cut.
     """
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
-    if degree < 1:
-        raise UsageError("unusable tensor-parallel size", expected="at least 1", found=degree)
     if origin.experts or origin.expert_optimizers or any(is_expert(name) for name in checkpoint.parameters):
         raise UnsupportedError(
             "at stage 0 each expert rank's optimizer numbers the experts of one tensor-parallel rank and stage: how "

@@ -70,8 +70,6 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
             expected="a number of ranks" if options.world_size is None else "1, 2 or 3",
             found=f"{checkpoint.format}, {'of no stage of ZeRO' if stage is None else f'ZeRO stage {stage}'}",
         )
-    if stage not in STAGES:
-        raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):
         groups, elastic = checkpoint.param_groups, bool(options.elastic) and stage != 3
         given = read_hyperparameters(options.hyperparameters, len(groups), elastic=elastic)
