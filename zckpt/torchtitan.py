@@ -121,7 +121,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
             return
         if not self._should_purge():
             return
-        found = [(int(match[1]), path) for path in place.iterdir() if (match := _STEP.fullmatch(path.name))]
+        found = _steps(place)
         whole = sorted(  # zckpt's, DCP's, or Hugging Face's, which has an index or one file
             (step for step, path in found if is_native(path) or any((path / one).is_file() for one in _LAST_FILES)),
             reverse=True,
@@ -135,6 +135,9 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
         own = -1
         place = place_of(folder or self.folder)
         if isinstance(place, Path) and place.is_dir():
-            found = [(_STEP.fullmatch(path.name), path) for path in place.iterdir()]
-            own = max((int(match[1]) for match, path in found if match and is_native(path)), default=-1)
+            own = max((step for step, path in _steps(place) if is_native(path)), default=-1)
         return max(own, int(super()._find_load_step(folder)))
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    return [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))]

@@ -207,28 +207,18 @@ def _open(
     theirs, ours = [len(group.parameters) for group in found.param_groups], [len(group) for group in order]
     if not found.unnamed and (theirs != ours or known_by_values):
         return found
-    error, cause = None, None
-    if theirs != ours:
-        error = UsageError(
-            "the optimizer's parameters are only numbered, and this optimizer's param groups are of other sizes",
-            path=os.fspath(path),
-            expected=", ".join(map(str, ours)),
-            found=", ".join(map(str, theirs)),
-            advice="make the optimizer of the parameters that were saved",
-        )
-    else:
-        try:
+    try:
+        if theirs == ours:
             return open_checkpoint(path, tag=tag, names=own)
-        except ZckptError as failure:
-            cause = failure
-            error = UsageError(
-                "the optimizer's parameters are only numbered, and this optimizer's order does not fit: "
-                f"{failure.message}",
-                path=os.fspath(path),
-                expected=failure.expected,
-                found=failure.found,
-                advice="give names=, those of all parameters in the order in which they were saved",
-            )
-    if strict and found.unnamed:
-        raise error from cause
-    return found
+        sizes = {"expected": ", ".join(map(str, ours)), "found": ", ".join(map(str, theirs))}
+        raise UsageError("param groups are of other sizes", **sizes)
+    except ZckptError as error:
+        if not strict or not found.unnamed:
+            return found
+        raise UsageError(
+            f"the optimizer's parameters are only numbered, and this optimizer's order does not fit: {error.message}",
+            path=os.fspath(path),
+            expected=error.expected,
+            found=error.found,
+            advice="make the optimizer as it was saved, or give names=, those of all parameters in the order of then",
+        ) from error

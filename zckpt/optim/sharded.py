@@ -15,7 +15,7 @@ from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group
 
 
-class ShardedOptimizer(Optimizer, Joinable):
+class ShardedOptimizer(Optimizer, Joinable, JoinHook):
     """An optimizer of which each rank steps its share, with `optim`, and has the state of that."""
 
     optim: Optimizer
@@ -71,12 +71,12 @@ class ShardedOptimizer(Optimizer, Joinable):
     # --- uneven inputs
 
     @abstractmethod
-    def _step_along(self) -> None:
+    def main_hook(self) -> None:
         """Take part in a step of ranks that still have inputs."""
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  # for all that join together
         """Return what a rank without inputs does while others train: it takes part in their steps."""
-        return _StepHook(self)
+        return self
 
     @property
     def join_device(self) -> torch.device:
@@ -98,12 +98,3 @@ class ShardedOptimizer(Optimizer, Joinable):
         )
 
     __reduce_ex__ = __deepcopy__
-
-
-class _StepHook(JoinHook):
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self.optimizer = optimizer
-
-    def main_hook(self) -> None:
-        """Step along with ranks that still have inputs."""
-        self.optimizer._step_along()

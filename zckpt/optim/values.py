@@ -162,10 +162,10 @@ def inside(value: object) -> Iterable[object]:
     return value if isinstance(value, (list, tuple, set, frozenset)) else ()
 
 
-def value_of(node: Node, file: FromFile | None = None) -> Value:
+def value_of(node: Node) -> Value:
     """Return what a node stands for; an object of a class that is not known stays a node.
 
-    `file`: where the tensors below it are. Raises SourceError: the tensors cannot be read.
+    Raises SourceError: the tensors cannot be read.
     """
     made: dict[int, Value] = {}  # what is shared in a tree, or leads back to itself, does so in its values
 
@@ -192,7 +192,7 @@ def value_of(node: Node, file: FromFile | None = None) -> Value:
         made[id(node)] = found
         return found
 
-    return value(node, file)
+    return value(node, None)
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:

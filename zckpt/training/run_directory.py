@@ -18,9 +18,11 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, shown
 from zckpt.formats.latest import latest_name
@@ -38,6 +40,7 @@ LATEST = "latest"
 
 FORMAT = "zckpt checkpointer"
 VERSION = 1
+"""Of this document, and of a spare's."""
 
 MAXIMUM_NBYTES = 1 << 24
 """Of a record; some hundred thousand checkpoints."""
@@ -98,6 +101,23 @@ class Record:
         return Record((*(one for one in self.saved if one.name != checkpoint.name), checkpoint))
 
 
+UNREADABLE = (ValueError, TypeError, KeyError, IndexError, RecursionError)
+"""What a document raises that is none."""
+
+
+def document(path: Path, form: str) -> dict[str, Any]:
+    """Return a small JSON document of a form. Raises SourceError, or one of `UNREADABLE`: it is none."""
+    found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
+    if (found["format"], found["version"]) != (form, VERSION):
+        raise ValueError(f"{found['format']}, version {found['version']}")
+    return dict(found)
+
+
+def document_text(form: str, about: Mapping[str, object]) -> str:
+    """Return the text of one."""
+    return json.dumps({"format": form, "version": VERSION, **about}, indent=1) + "\n"
+
+
 def read_record(directory: Path) -> Record:
     """Return the record of a directory; an empty one where there is none.
 
@@ -110,19 +130,13 @@ def read_record(directory: Path) -> Record:
             raise ValueError(f"a checkpoint called {name!r}")
         return Written(name, identity)
 
+    if not os.path.lexists(path):
+        return Record()
     try:
-        if path.lstat().st_size > MAXIMUM_NBYTES or not path.is_file():
-            raise ValueError("no file, or too large")  # noqa: TRY301  # told as all that is wrong with it
-        found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
-        if (found["format"], found["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"{found['format']}, version {found['version']}")  # noqa: TRY301
+        found = document(path, FORMAT)
         saved, saving = tuple(written(*row) for row in found["saved"]), found["saving"]
         return Record(saved) if saving is None else Record(saved, written(*saving[:2]), str(saving[2]))
-    except FileNotFoundError:
-        return Record()
-    except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
-    except (TypeError, KeyError, ValueError, IndexError, RecursionError) as error:
+    except UNREADABLE as error:
         raise DamagedFileError(
             "is no record of a Checkpointer",
             path=path,
@@ -258,8 +272,7 @@ class RunPlace:
         """Write the record, whole or not at all; errors are TargetErrors."""
         saving = record.saving and [record.saving.name, record.saving.identity, record.before or ""]
         saved = [[one.name, one.identity] for one in record.saved]
-        document = {"format": FORMAT, "version": VERSION, "saved": saved, "saving": saving}
-        write_text(self.checkpoint(RECORD), json.dumps(document, indent=1) + "\n")
+        write_text(self.checkpoint(RECORD), document_text(FORMAT, {"saved": saved, "saving": saving}))
 
     def candidates(self) -> list[str]:
         """Return the names of what may be resumed from, the best first.

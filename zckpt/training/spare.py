@@ -19,7 +19,6 @@ memory: its files are copied into the run's directory, by ranks that have them, 
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
@@ -48,7 +47,7 @@ from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import new_identity, record_fingerprint, write_all
-from zckpt.training.run_directory import RunPlace
+from zckpt.training.run_directory import UNREADABLE, VERSION, RunPlace, document, document_text
 from zckpt.training.saving import prepared_of
 
 SPARE = "spare.json"
@@ -57,18 +56,10 @@ SPARE = "spare.json"
 NODE = "node"
 
 FORMAT = "zckpt spare"
-VERSION = 1
-
 MEMORY = Path("/dev/shm")  # noqa: S108  # what is made there is this user's alone
 """Where Linux has a file system in memory."""
 
-MAXIMUM_NBYTES = 1 << 16
-"""Of a `spare.json`."""
-
 IDENTITY = re.compile(r"[0-9a-f]{1,64}")
-
-UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
-"""What a document raises that is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +149,7 @@ class Spare:
     def _tell(self, directory: Path, about: About) -> None:
         """Say that the spare is whole, as long as all nodes are there; of a single node, remove those before."""
         if self._is_first_of_node:
-            write_text(directory / SPARE, _said(asdict(about)))
+            write_text(directory / SPARE, document_text(FORMAT, asdict(about)))
             if self._senders is None:
                 self._remove(but=directory)
 
@@ -246,10 +237,8 @@ class Spare:
         ranks, directory = self._ranks, self.directory / found.about.id
         mine = [name for name, rank in found.files.items() if rank == ranks.rank and name != DOCUMENT_NAME]
         has_document, document_at = found.files[DOCUMENT_NAME] == ranks.rank, directory / DOCUMENT_NAME
-        document = ranks.do(
-            lambda: read_whole(str(document_at), most=document_at.stat().st_size) if has_document else None
-        )
-        documents = ranks.gather(document)  # in a store, the first rank writes it
+        data = ranks.do(lambda: read_whole(str(document_at), most=document_at.stat().st_size) if has_document else None)
+        documents = ranks.gather(data)  # in a store, the first rank writes it
 
         def written(partial: Path) -> None:
             for name in mine:
@@ -411,23 +400,11 @@ def spares(directory: Path) -> list[Path]:
 def _read_about(directory: Path) -> About | None:
     """Return what is said of a spare that is whole; None: it is not, or this version does not know."""
     try:
-        found = _document(directory / SPARE)
+        found = document(directory / SPARE, FORMAT)
         follows = tuple(str(one) for one in found["follows"])
         return About(directory.name, int(found["step"]), int(found["world_size"]), follows, int(found["made"]))
-    except (OSError, DamagedFileError, *UNREADABLE):
+    except (SourceError, *UNREADABLE):
         return None
-
-
-def _said(about: Mapping[str, object]) -> str:
-    return json.dumps({"format": FORMAT, "version": VERSION, **about}, indent=1) + "\n"
-
-
-def _document(path: Path) -> dict[str, Any]:
-    """Return a `spare.json`. Raises DamagedFileError, or one of `UNREADABLE`: it is none."""
-    found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
-    if (found["format"], found["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"{found['format']}, version {found['version']}")
-    return dict(found)
 
 
 def identity_of_run(place: RunPlace) -> str:
@@ -437,7 +414,7 @@ def identity_of_run(place: RunPlace) -> str:
         path = directory / SPARE
         if os.path.lexists(path):
             try:
-                run = _document(path)["run"]
+                run = document(path, FORMAT)["run"]
                 if not IDENTITY.fullmatch(run):
                     raise ValueError(run)
             except UNREADABLE as error:
@@ -447,5 +424,5 @@ def identity_of_run(place: RunPlace) -> str:
                 ) from error  # fmt: skip
             return str(run)
     run = secrets.token_hex(16)
-    write_text(place.checkpoint(SPARE), _said({"run": run}))
+    write_text(place.checkpoint(SPARE), document_text(FORMAT, {"run": run}))
     return run

@@ -185,7 +185,7 @@ class OptimizerState:
         return self._declared.holder
 
     def is_here(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002  # for those that only have some
-        """Tell whether this rank has the state of a parameter."""
+        """Tell whether this rank has the state of a parameter, or nobody has any."""
         return True
 
     def names(self) -> Names:
@@ -239,10 +239,6 @@ class OptimizerState:
         """Return what this rank has of a tensor's state."""
         return self._declared.state.get(parameter, {})
 
-    def _has(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002  # all have, but of flat ones
-        """Tell whether this rank has elements of what has a parameter's state, or nobody has any."""
-        return True
-
     @property
     def keeps_beside(self) -> bool:
         """Whether the optimizer may keep more: its state is not divided among ranks, or made of other things."""
@@ -257,7 +253,7 @@ class OptimizerState:
                 if isinstance(value, torch.Tensor) and (value.dim() > 0 or elementwise):
                     its = self._shares(name, parameter, key, value, found)
                     found.shares += [(name, slot, share) for slot, share in its.items()]
-                elif self._has(parameter):
+                elif self.is_here(parameter):
                     found.values.setdefault(name, {})[key] = as_stored(value)
         tree = self._declared.tree(self.called)
         found.metadata = {} if tree is None else {BESIDE: tree}

@@ -55,7 +55,8 @@ class OfMembers(OptimizerState):
         its = value.detach().reshape(-1)[member.offset : member.offset + member.extent.numel]
         return {key: Share(tuple(member.shape), member.extent, its, member.ranks)}
 
-    def _has(self, parameter: torch.Tensor) -> bool:
+    def is_here(self, parameter: torch.Tensor) -> bool:
+        """Tell whether this rank has elements of a tensor, or nobody has any: torch has no state of none."""
         return parameter.numel() > 0 or all(not one.shape.numel() for _, one in self.held.get(parameter, ()))
 
     # --- loading
@@ -72,8 +73,6 @@ class OfMembers(OptimizerState):
             return
         its = self.held[parameter]
         owners = {name: self.owner(name, tuple(one.shape), optional=not one.is_trained) for name, one in its}
-        if not parameter.numel() and any(one.shape.numel() for _, one in its):
-            return  # other ranks have its elements, and torch has no state of it here
         state, lacking = self._flat_state(group, owners, [one for _, one in its], parameter)
         if state:
             self.loaded[number] = state

@@ -416,7 +416,7 @@ class BackwardOptimizer(FlatOptimizer):
             with contextlib.suppress(WindowFailedError):
                 self._step_or_fail()
 
-    def _step_along(self) -> None:
+    def main_hook(self) -> None:
         """Take part in one window and its step, without inputs."""
         self._window_is_open = True  # the others have said so
         with contextlib.suppress(WindowFailedError):  # those that train raise it

@@ -323,7 +323,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
 
     # --- uneven inputs
 
-    def _step_along(self) -> None:
+    def main_hook(self) -> None:
         """Step without inputs; where the step overlaps, DDP's own join hook does."""
         if not self._overlap_with_ddp:
             self._give_gradients(has_inputs=False)
