@@ -179,6 +179,22 @@ def test_a_checkpoint_without_state_says_that_the_optimizer_makes_it(tmp_path: P
     assert optimizer.state[model[0].weight]["step"] == 1
 
 
+def test_a_zero_optimizer_says_whose_state_is_zero(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    stepped(model, optimizer)
+    del optimizer.state[model[1].bias]
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    other = net(seed=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        ours = ZeroOptimizer(other.named_parameters(), torch.optim.AdamW)
+        assert zckpt.load(tmp_path / "c", model=other, optimizer=ours).notes == ["no state of 1.bias"]
+        assert not ours.full_state("1.bias", "exp_avg").any()
+    finally:
+        dist.destroy_process_group()
+
+
 class Counting(torch.optim.Optimizer):
     """A foreign optimizer with integers for each element, and a class that loads as torch does."""
 

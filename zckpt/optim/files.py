@@ -210,8 +210,9 @@ def _open(
     try:
         if theirs == ours:
             return open_checkpoint(path, tag=tag, names=own)
-        sizes = {"expected": ", ".join(map(str, ours)), "found": ", ".join(map(str, theirs))}
-        raise UsageError("param groups are of other sizes", **sizes)
+        raise UsageError(
+            "param groups are of other sizes", expected=", ".join(map(str, ours)), found=", ".join(map(str, theirs))
+        )
     except ZckptError as error:
         if not strict or not found.unnamed:
             return found

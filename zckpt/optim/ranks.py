@@ -142,19 +142,12 @@ class Ranks:
 
     def any(self, mine: bool) -> bool:
         """Return whether it is so on any rank."""
-        return self._most(int(mine)) == 1
-
-    def all(self, mine: bool) -> bool:
-        """Return whether it is so on all ranks."""
-        return self._most(int(not mine)) == 0
-
-    def _most(self, mine: int) -> int:
         if self.group is None:
             return mine
         most = torch.tensor([mine], dtype=torch.int32)
         with answering():
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        return int(most.item())
+        return bool(most.item())
 
     def do(self, step: Callable[[], T], *, spoiled: str | None = None) -> T:
         """Take a step on all ranks, and return what it makes here; if one fails, all have failed.

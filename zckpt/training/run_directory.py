@@ -90,12 +90,6 @@ class Record:
     saving: Written | None = None
     before: str | None = None
 
-    def settled(self, directory: Path) -> Record:
-        """Return the record with what was being saved among what was, if it is there."""
-        if self.saving is None or not self.saving.is_in(directory):
-            return Record(self.saved)
-        return self.with_saved(self.saving)
-
     def with_saved(self, checkpoint: Written) -> Record:
         """Return the record with a checkpoint as the last one; it may have replaced one of its name."""
         return Record((*(one for one in self.saved if one.name != checkpoint.name), checkpoint))
@@ -253,7 +247,7 @@ class RunPlace:
                 mount_of(directory).uploads(directory / left.name, is_directory=True).begin()
                 if left.is_in(directory) and not os.path.lexists(directory / left.name / DOCUMENT_NAME):
                     _remove_stored(directory / left.name)
-            saved = record.settled(directory).saved
+            saved = record.with_saved(left).saved if left is not None and left.is_in(directory) else record.saved
             is_own = any(one.name == checkpoint.name and one.is_in(directory) for one in saved)
             if not is_own and os.path.lexists(path):
                 raise TargetExistsError("is there, and no Checkpointer wrote it", path=path, advice="move it away")
