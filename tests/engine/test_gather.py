@@ -11,8 +11,9 @@ import pytest
 
 from tests.refusals import refusing
 from zckpt.engine import gather
-from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
+from zckpt.engine.gather import gather_mapped, in_order, place
 from zckpt.errors import DamagedFileError
+from zckpt.state.spans import reach_of
 from zckpt.storage.files import Sources
 
 NBYTES = 1 << 20

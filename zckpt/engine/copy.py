@@ -18,13 +18,14 @@ import numpy as np
 from zckpt.engine.cast import Array, cast, is_finite, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.checking import Overflowed
 from zckpt.engine.computed import Block, Computed, Function, blocks, flattened
-from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
+from zckpt.engine.gather import gather_mapped, in_order, place
 from zckpt.engine.plan import WIDENED, Copy, Fill, Piece, Strided, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.state import ZEROS, Extent, Shape, Slot
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state.spans import reach_of
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.distant import Range, found
 from zckpt.storage.files import Sources

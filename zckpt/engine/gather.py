@@ -10,12 +10,12 @@ element by element, either takes as long as reading from a disk.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 
 import numpy as np
 
 from zckpt.engine.cast import Array
 from zckpt.errors import DamagedFileError
+from zckpt.state.spans import reach_of
 
 WINDOW_NBYTES = 1 << 24
 """Mapped at once by a worker."""
@@ -28,11 +28,6 @@ TILE = 1 << 5
 
 TILE_ROWS = 1 << 8
 """Times as many that lie end to end in the source, so that a tile is in the first cache on both sides."""
-
-
-def reach_of(shape: Sequence[int], strides: Sequence[int], size: int) -> int:
-    """Return the bytes from the first element of a box to the end of its last one."""
-    return size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
 def gather_mapped(into: Array, descriptor: int, offset: int, strides: tuple[int, ...], *, path: str) -> None:

@@ -90,7 +90,7 @@ def _of(piece: AnyPiece) -> Iterator[object]:
         yield "computed", piece.offset, piece.nbytes, piece.dtype, block.start, block.numel, block.skipped, block.kept
         yield _of_value(piece.function)
         for each in block.inputs:
-            slot, spans = each.slot, (each.slot.spans, *each.slot.replicas)
+            slot, spans = each.slot, each.slot.sets
             yield each.extent, each.dtype, slot.shape, slot.dtype, slot.factors
             yield [[replace(one, path=whole(one.path)) for one in some] for some in spans]
     else:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import sub
 
 from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.fine import Cut, fine_cut
@@ -31,6 +32,7 @@ from zckpt.state.boxes import (
     overlap,
 )
 from zckpt.state.dtypes import itemsize
+from zckpt.state.spans import position
 
 WIDENED = frozenset(
     {(a, b) for a in ("bfloat16", "float16") for b in ("float32", "float64")} | {("float32", "float64")}
@@ -323,7 +325,7 @@ def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
                 if both is not None:
                     boxes.append(both)
                     at, strides = locate(have, both, span.strides)
-                    to = first + sum((a - b) * s for a, b, s in zip(both[0], box[0], steps, strict=True))
+                    to = first + position(map(sub, both[0], box[0]), steps)
                     shape, *merged = _merge(both[1], strides, steps) if both[1] else ((1,), (1,), (1,))
                     copies.append(_copy(hole, span, shape, (at, to), (merged[0], merged[1])))
     _check_coverage(hole, copies, ranges, boxes)

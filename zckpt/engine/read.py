@@ -12,7 +12,6 @@ import numpy as np
 from zckpt.engine.cast import cast, numpy_dtype
 from zckpt.engine.checking import Checks, Seen, WatchedSources, watched_by
 from zckpt.engine.copy import overflowed, pieces_of, ranges_read, read_piece
-from zckpt.engine.gather import reach_of
 from zckpt.engine.plan import Piece, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
@@ -21,6 +20,7 @@ from zckpt.errors import about
 from zckpt.state import ZEROS
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
+from zckpt.state.spans import reach_of
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import check_nbytes
 

@@ -194,7 +194,7 @@ def _reads(batch: Sequence[Block]) -> Iterator[str]:
         if isinstance(part, CutPiece):
             yield from part.paths()
         else:
-            yield from (span.path for spans in (part.slot.spans, *part.slot.replicas) for span in spans)
+            yield from (span.path for spans in part.slot.sets for span in spans)
 
 
 def _blocks(

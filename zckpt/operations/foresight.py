@@ -17,6 +17,7 @@ from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
+from zckpt.state.spans import reach_of
 from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
 from zckpt.storage.room import Room, check_room, read_rate, room, write_rate
@@ -197,7 +198,7 @@ def _ranges(copy: Copy) -> Iterator[tuple[str, int, int, int]]:
     for source in copy.sources:
         if source.path == ZEROS:
             continue
-        reach = size + sum((n - 1) * step for n, step in zip(copy.shape, source.strides, strict=True))
+        reach = reach_of(copy.shape, source.strides, size)
         if reach <= READ_AT_ONCE * nbytes:
             yield source.path, source.offset, reach, 1
             continue

@@ -207,7 +207,7 @@ class _Drawing:
 
     def _extents(self, slot: Slot, number: int) -> list[int]:
         extents: list[int] = []
-        for spans in (slot.spans, *slot.replicas):
+        for spans in slot.sets:
             if isinstance(spans, CutSpans) and spans.shape == slot.shape:
                 self._add_cut(extents, spans, number)
                 continue

@@ -212,7 +212,7 @@ def _pairs(label: str, key: str, slot: Slot, copy: Slot) -> Iterator[SlotSet]:
         return  # a weight that is averaged is rounded from the mean of the masters, not the mean of the weights
     if key == WEIGHT and itemsize(copy.dtype) > itemsize(slot.dtype):
         slot, copy = copy, slot  # a model that was written in a wider type holds masters, which round to its weights
-    ours, theirs = (slot.spans, *slot.replicas), (copy.spans, *copy.replicas)
+    ours, theirs = slot.sets, copy.sets
     is_each = len(ours) == len(theirs)
     for number, its in enumerate(theirs):
         mine = replace(slot, spans=ours[number], replicas=()) if is_each else slot

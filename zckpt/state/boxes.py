@@ -7,8 +7,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
+from operator import sub
 
-from zckpt.state.spans import Extent, Shape, Slot, Span, Spans
+from zckpt.state.spans import Extent, Shape, Slot, Span, Spans, position, reach_of
 
 Box = tuple[Shape, Shape]
 """Offsets and sizes of a box of a tensor, in elements."""
@@ -66,7 +67,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 def locate(extent: Extent, box: Box, strides: Shape | None) -> tuple[int, Shape]:
     """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
     steps = row_major(extent.sizes) if strides is None else strides
-    first = sum((b - e) * s for b, e, s in zip(box[0], extent.offsets, steps, strict=True))
+    first = position(map(sub, box[0], extent.offsets), steps)
     return first - (extent.start if strides is None else 0), steps
 
 
@@ -104,8 +105,8 @@ def factored(box: Box, first: int, strides: Sequence[int], by_axis: Sequence[Sha
     inner = [row_major(sizes) for sizes in by_axis]
     steps = tuple(stride * one for stride, ones in zip(strides, inner, strict=True) for one in ones)
     for some in product(*ranges):
-        offsets = [sum(o * s for o, s in zip(one[0], ones, strict=True)) for one, ones in zip(some, inner, strict=True)]
-        at = first + sum((a - o) * s for a, o, s in zip(offsets, box[0], strides, strict=True))
+        offsets = [position(one[0], ones) for one, ones in zip(some, inner, strict=True)]
+        at = first + position(map(sub, offsets, box[0]), strides)
         yield (tuple(o for one in some for o in one[0]), tuple(n for one in some for n in one[1])), at, steps
 
 
@@ -126,10 +127,10 @@ def overlap(boxes: list[Box]) -> bool:
 def bounds(extent: Extent, shape: Shape) -> tuple[int, int]:
     """Return a range of the flattened tensor that holds an extent, and no more where its box is whole rows."""
     steps = row_major(shape)
-    first = sum(o * s for o, s in zip(extent.offsets, steps, strict=True))
+    first = position(extent.offsets, steps)
     if extent.sizes[1:] == shape[1:]:
         return first + extent.start, first + extent.start + extent.numel
-    return first, first + 1 + sum((n - 1) * s for n, s in zip(extent.sizes, steps, strict=True))
+    return first, first + reach_of(extent.sizes, steps)
 
 
 class SpanIndex:
@@ -141,10 +142,7 @@ class SpanIndex:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         shape = slot.factors or slot.shape
-        self._sets = [
-            spans.reaching if isinstance(spans, Spans) else _reaching(shape, spans)
-            for spans in (slot.spans, *slot.replicas)
-        ]
+        self._sets = [spans.reaching if isinstance(spans, Spans) else _reaching(shape, spans) for spans in slot.sets]
 
     def reaching(self, extent: Extent) -> Slot:
         """Return the slot with only those spans that may reach into an extent."""

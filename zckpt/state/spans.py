@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, overload, runtime_checkable
 
@@ -31,6 +31,16 @@ Shape = tuple[int, ...]
 
 ZEROS = ""
 """The path of a span whose elements are zero and lie in no file; its strides are zero, too."""
+
+
+def position(index: Iterable[int], strides: Iterable[int]) -> int:
+    """Return how far an element lies behind the first one of what is strided, given its index from there."""
+    return sum(at * step for at, step in zip(index, strides, strict=True))
+
+
+def reach_of(shape: Iterable[int], strides: Iterable[int], size: int = 1) -> int:
+    """Return what lies from the first element of a box to the end of its last one, each of which takes `size`."""
+    return size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ class Span:
         """Bytes of the file from the first element to the last."""
         numel = self.extent.numel
         if numel and self.strides is not None:
-            numel = 1 + sum((n - 1) * s for n, s in zip(self.extent.sizes, self.strides, strict=True))
+            numel = reach_of(self.extent.sizes, self.strides)
         return self.offset, self.offset + numel * itemsize(self.dtype)
 
     @property
@@ -300,6 +310,11 @@ class Slot:
     spans: Sequence[Span]
     replicas: tuple[Sequence[Span], ...] = ()
     factors: Shape | None = None
+
+    @property
+    def sets(self) -> tuple[Sequence[Span], ...]:
+        """`spans`, and those that are averaged with them."""
+        return self.spans, *self.replicas
 
     @property
     def numel(self) -> int:

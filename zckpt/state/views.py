@@ -17,12 +17,12 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise, product
-from operator import add, mul
+from operator import add, mul, sub
 
 from zckpt.errors import LayoutError
 from zckpt.state.boxes import Box, SpanIndex, boxes_of, factored, factors_by_axis, intersection, locate, row_major
 from zckpt.state.dtypes import itemsize
-from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans
+from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans, position, reach_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Move:
                 both = intersection(box, (self.low, self.sizes))
                 if both is None:
                     continue
-                at = first + sum((a - b) * s for a, b, s in zip(both[0], box[0], steps, strict=True))
+                at = first + position(map(sub, both[0], box[0]), steps)
                 offsets = tuple(
                     to if n is None else both[0][n] - self.low[n] + to
                     for n, to in zip(self.order, self.to, strict=True)
@@ -85,8 +85,8 @@ class Move:
             if n is not None:
                 low[n], sizes[n] = self.low[n] + offset - to, size
         steps = row_major(_joined(self.split))
-        first = sum(o * s for o, s in zip(low, steps, strict=True))
-        return first, first + 1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
+        first = position(low, steps)
+        return first, first + reach_of(sizes, steps)
 
 
 def _strided(span: Span, offsets: Shape, sizes: Shape, first: int, strides: Shape) -> Span:
@@ -151,7 +151,7 @@ def _moved(shape: Shape, grain: Shape, parts: Sequence[tuple[Move, Slot]]) -> Sl
     first = parts[0][1]
 
     def spans(number: int) -> Sequence[Span]:
-        sets = tuple((move, (slot.spans, *slot.replicas)[number]) for move, slot in parts)
+        sets = tuple((move, slot.sets[number]) for move, slot in parts)
         made = ViewSpans(grain, sets)
         # An iterator: of the spans themselves `tuple` asks how many there are first, which takes a walk of its own.
         return made if any(isinstance(own, Spans) for _, own in sets) else tuple(iter(made))
@@ -224,7 +224,7 @@ def reshape(slot: Slot, shape: Shape) -> Slot:
         raise LayoutError(f"{slot.name} has not the elements of another shape", expected=shape, found=slot.shape)
     if not slot.numel:
         return replace(slot, shape=shape, spans=(), replicas=tuple(() for _ in slot.replicas), factors=None)
-    flat = [_flat(slot, its, shape) for its in (slot.spans, *slot.replicas)]
+    flat = [_flat(slot, its, shape) for its in slot.sets]
     every = [its for its in flat if its is not None]
     if len(every) == len(flat):
         return replace(slot, shape=shape, spans=every[0], replicas=tuple(every[1:]))
@@ -252,7 +252,7 @@ def _flat(slot: Slot, spans: Sequence[Span], shape: Shape) -> Sequence[Span] | N
         own = span.extent
         if span.strides is not None or own.sizes[1:] != slot.shape[1:]:
             return None
-        start = own.start + sum(o * s for o, s in zip(own.offsets, steps, strict=True))
+        start = own.start + position(own.offsets, steps)
         numel = min(own.numel, slot.numel - start)
         if numel > 0:
             found.append(replace(span, extent=Extent.flat(shape, start, numel)))
@@ -283,13 +283,13 @@ def plain(slot: Slot) -> Slot:
             for index in product(*ranges):
                 at = [a + b for a, b in zip(box[0], index, strict=True)]
                 offsets = tuple(
-                    sum(o * s for o, s in zip(at[low:high], row_major(axis), strict=True))
+                    position(at[low:high], row_major(axis))
                     for axis, (low, high) in zip(groups, pairwise(ends), strict=True)
                 )
-                begin = first + sum(a * s for a, s in zip(index, steps, strict=True))
+                begin = first + position(index, steps)
                 yield _strided(span, offsets, tuple(box[1][n] for n in last), begin, tuple(steps[n] for n in last))
 
-    every = [tuple(made for span in its for made in spans(span)) for its in (slot.spans, *slot.replicas)]
+    every = [tuple(made for span in its for made in spans(span)) for its in slot.sets]
     return replace(slot, spans=every[0], replicas=tuple(every[1:]), factors=None)
 
 

@@ -34,6 +34,7 @@ from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
 from zckpt.state import WEIGHT, Extent, Parameter, Shape
 from zckpt.state.boxes import Box, boxes_of, row_major
+from zckpt.state.spans import position
 
 GIVEN = "tp_rules"
 """Stands for the file where rules are given as a mapping."""
@@ -174,7 +175,7 @@ def _boxes(share: Share, rule: Rule, rank: int) -> Iterable[tuple[Box, torch.Ten
             if low < high:
                 here, there, box = list(offsets), list(offsets), list(sizes)
                 here[dim], there[dim], box[dim] = low, low - source + target, high - low
-                first = sum(o * step for o, step in zip(here, steps, strict=True)) - extent.start
+                first = position(here, steps) - extent.start
                 yield (tuple(there), tuple(box)), flat.as_strided(box, steps, flat.storage_offset() + first)
 
 

@@ -109,7 +109,7 @@ class Coverage:
         rules: dict[tuple[int, str], list[CutSpans]] = {}
         for parameter in checkpoint.holders():
             for slot in parameter.slots.values():
-                for spans in (slot.spans, *slot.replicas):
+                for spans in slot.sets:
                     if isinstance(spans, CutSpans):
                         rules.setdefault((id(spans.files), slot.name), []).append(spans)
                         continue

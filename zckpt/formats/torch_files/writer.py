@@ -28,6 +28,7 @@ from zckpt.formats.torch_files.tensors import encode, slot_of_storage
 from zckpt.state import Extent, Scalar, Shape, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import DTYPES, itemsize
+from zckpt.state.spans import reach_of
 from zckpt.torchfile import (
     ALIGNMENT,
     CENTRAL,
@@ -181,7 +182,7 @@ def view(
         It leaves the storage.
     """
     steps = row_major([max(size, 1) for size in shape]) if strides is None else strides
-    end = start + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) if math.prod(shape) else 0
+    end = start + reach_of(shape, steps) if math.prod(shape) else 0
     numel = storage.nbytes // itemsize(storage.dtype)
     if end > numel:
         raise LayoutError("a tensor leaves its storage", expected=f"at most {numel} elements", found=end)

@@ -132,7 +132,7 @@ class Scattered:
     @property
     def paths(self) -> Iterator[str]:
         """The files that are read."""
-        return (span.path for slot in self.slots for spans in (slot.spans, *slot.replicas) for span in spans)
+        return (span.path for slot in self.slots for spans in slot.sets for span in spans)
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
             if not (partners and key in (WEIGHT, MASTER)) and rules.take(subject, slot):
                 continue
             (slot,) = stored_once([slot])
-            for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
+            for span in [_dense(span) for spans in slot.sets for span in spans]:
                 stored = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
                 if stored in seen or not span.extent.numel:
                     continue

@@ -75,7 +75,7 @@ def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
     holes: dict[tuple[str, str, str | None], list[tuple[str, str]]] = {}
     for parameter in checkpoint.holders():
         for key, slot in parameter.slots.items():
-            for spans in (slot.spans, *slot.replicas):
+            for spans in slot.sets:
                 one = replace(slot, spans=spans, replicas=())
                 if odd := _other_dtype(one):
                     holes.setdefault((DTYPES_DIFFER, key, odd[0]), []).append((parameter.name, odd[1]))

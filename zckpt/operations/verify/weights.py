@@ -133,7 +133,7 @@ def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
     """Return the spans of a slot that hold any elements: all, or those in some files."""
     return [
         span
-        for spans in (slot.spans, *slot.replicas)
+        for spans in slot.sets
         for span in (spans.within(paths) if paths is not None and isinstance(spans, Spans) else spans)
         if span.extent.numel and (paths is None or span.path in paths)
     ]
