@@ -86,7 +86,7 @@ MADE = [*(dataclasses.replace(spec, steps=2, steps_after=0) for spec in OWN), *O
 
 
 NIGHTLY = (
-    "s1_dp12", "s2_dp12_elastic_rr", "s1_dp12_bf16opt", "s3_dp3_lion", "moe_ep2_dp4_s1_fp32", "s1_dp3_fp32",
+    "s3_dp12_fp16", "s2_dp12_elastic_rr", "s1_dp12_bf16opt", "s3_dp3_lion", "moe_ep2_dp4_s1_fp32", "s1_dp3_fp32",
     "s1_dp5_fp32", "s2_dp1_fp32", "s2_dp3", "s2_dp5", "s2_dp12", "s3_dp3", "s3_dp5", "s1_dp3_rr_fp32",
     "s2_dp3_untied_1g", "s3_dp2_sgdm_fp32", "pp2_s1_dp3_fp32", "tp2_s1_dp3",
 )  # fmt: skip

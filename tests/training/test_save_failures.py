@@ -73,7 +73,7 @@ def kill(directory: Path, victim: int, share: float) -> int:
     return step
 
 
-@pytest.mark.parametrize("kills", some([14], [50]))
+@pytest.mark.parametrize("kills", some([8], [50]))
 def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(kills: int, tmp_path: Path) -> None:
     chance = random.Random(7)
     shares = [0.0, 2.0, *(chance.random() * 1.2 for _ in range(kills))]  # at once, when all is done, and in between

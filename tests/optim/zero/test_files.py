@@ -108,8 +108,8 @@ def resume_in_deepspeed(rank: int, world_size: int, spec: Spec, run_directory: P
 CASES = [
     (Spec("adamw", stage=2, dtype="bf16", world_size=2), {}),
     (Spec("clipped", stage=1, dtype="bf16", world_size=3, clip=0.5, scheduler=False), {}),
-    (Spec("momentum", stage=1, dtype="fp32", world_size=3, optimizer="sgdm"), {}),
-    (Spec("round_robin", stage=2, dtype="fp32", world_size=4, round_robin=True), {}),
+    (Spec("momentum", stage=1, dtype="fp32", world_size=2, optimizer="sgdm"), {}),
+    (Spec("round_robin", stage=2, dtype="fp32", world_size=3, round_robin=True), {}),
     (Spec("aligned", stage=2, dtype="bf16", world_size=2, parameter_alignment=True), {}),
     (Spec("elastic", stage=2, dtype="bf16", world_size=2, optimizer="lion", elastic=True), {}),
     (Spec("elastic_adamw", stage=1, dtype="bf16", world_size=2, elastic=True), {}),
