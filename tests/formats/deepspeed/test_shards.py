@@ -45,92 +45,58 @@ def outcome(*steps: Callable[[], object]) -> ZckptError | None:
     return found
 
 
-def refusal(kind: type[ZckptError], *arguments: Any, **options: Any) -> str:
-    """The one line of the error that opening, or else consolidating, must raise."""
-    source, *rest = arguments
+def refused(kind, source, *words, **options):
+    """Hold opening, or else consolidating, to fail with an error of that kind, in one line that has these words."""
+    target = source.parent / "unwritten.safetensors"
     with pytest.raises(kind) as caught:
-        zckpt.consolidate(zckpt.open(source, **options), *(rest or [source.parent / "unwritten.safetensors"]))
+        zckpt.consolidate(zckpt.open(source, **options), target)
     assert type(caught.value) is kind or kind in (SourceError, ZckptError)
-    assert not (source.parent / "unwritten.safetensors").exists()
+    assert not target.exists()
     text = str(caught.value)
     assert len(text.splitlines()) == 1
-    return text
+    for word in words:
+        assert re.search(word, text), text
+
+
+def any_of(names):
+    return "|".join(map(re.escape, names))
 
 
 # --- missing files
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [3], [0, 3], [1, 2, 3]])
-@pytest.mark.parametrize(
-    "name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4", "s1_fp32_dp4_sgdm", "ds0145_s2_bf16_dp4"]
-)
-def test_missing_ranks_are_named(name, ranks, tmp_path):
+def optimizers(*ranks):
+    return [f"*zero_pp_rank_{rank}_mp_rank_00_optim*" for rank in ranks]
+
+
+def named(ranks):
+    return rf"missing for ranks? {', '.join(map(str, ranks))}:"
+
+
+SOME_OF_FOUR = [[0], [1], [3], [0, 3], [1, 2, 3]]
+OF_FOUR = ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4", "s1_fp32_dp4_sgdm", "ds0145_s2_bf16_dp4"]
+MISSING = [
+    *((name, optimizers(*some), [named(some), "4 ranks", "--root"]) for name in OF_FOUR for some in SOME_OF_FOUR),
+    *(("s3_bf16_dp4", [f"*rank_{rank}_*model*" for rank in some], [rf"ranks? {', '.join(map(str, some))}:"])
+      for some in ([1], [2, 3], [0])),
+    ("s2_bf16_dp2", ["*model*"], ["mp_rank_00_model_states.pt"]),
+    ("s2_bf16_dp2", optimizers(0, 1), ["ranks 0, 1:"]),
+    *(("tp2_s1_bf16_dp2", [f"*mp_rank_{rank:02d}_*"], [rf"model-parallel ranks? {rank}\b"]) for rank in (0, 1)),
+    ("tp2_s1_bf16_dp2", ["*rank_0_mp_rank_01_optim*"], ["mp_rank 1", named([0])]),
+    *((name, ["layer_0_expert_2_*"], [r"expert.* 2\b"]) for name in ("moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2")),
+    # Masters of a layer are in the optimizer's files; its buffers, among others, are nowhere else.
+    ("pp2_s1_bf16_dp1", ["layer_00-*"], ["no layer's file has tied_modules.embed.weight"]),
+    ("pp2_s1_bf16_dp1", ["layer_01-*"], ["no layer's file has 1.scale"]),
+    ("pp2_tp2_s1_bf16_dp1", ["layer_02-model_01-*"], [r"no layer's file has 2\."]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "gone", "words"), MISSING)
+def test_missing_files_are_named(name, gone, words, tmp_path):
     tag = copy(name, tmp_path)
-    for rank in ranks:
-        optimizer_file(tag, rank).unlink()
-    text = refusal(ShardError, tag)
-    assert re.search(rf"missing for ranks? {', '.join(map(str, ranks))}:", text)
-    assert "4 ranks" in text
-    assert "--root" in text
-
-
-@pytest.mark.parametrize("ranks", [[1], [2, 3], [0]])
-def test_missing_model_files_of_stage_3_are_named(ranks, tmp_path):
-    tag = copy("s3_bf16_dp4", tmp_path)
-    for rank in ranks:
-        model_file(tag, rank).unlink()
-    assert re.search(rf"ranks? {', '.join(map(str, ranks))}:", refusal(ShardError, tag))
-
-
-def test_missing_model_file_is_named(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
-    model_file(tag).unlink()
-    assert "mp_rank_00_model_states.pt" in refusal(ShardError, tag)
-
-
-def test_no_optimizer_file_at_all_names_every_rank(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
-    for rank in (0, 1):
-        optimizer_file(tag, rank).unlink()
-    assert re.search(r"ranks 0, 1:", refusal(ShardError, tag))
-
-
-@pytest.mark.parametrize("mp_rank", [0, 1])
-def test_missing_tensor_parallel_rank_is_named(mp_rank, tmp_path):
-    tag = copy("tp2_s1_bf16_dp2", tmp_path)
-    for path in tag.glob(f"*mp_rank_{mp_rank:02d}_*"):
+    for path in [path for pattern in gone for path in tag.glob(pattern)]:
         path.unlink()
-    assert re.search(rf"model-parallel ranks? {mp_rank}\b", refusal(ShardError, tag))
-
-
-def test_missing_data_parallel_rank_of_a_tensor_parallel_rank_is_named_with_both(tmp_path):
-    tag = copy("tp2_s1_bf16_dp2", tmp_path)
-    optimizer_file(tag, 0, mp_rank=1).unlink()
-    text = refusal(ShardError, tag)
-    assert "mp_rank 1" in text
-    assert re.search(r"missing for ranks? 0:", text)
-
-
-@pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2"])
-def test_missing_expert_is_named(name, tmp_path):
-    tag = copy(name, tmp_path)
-    (tag / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
-    assert re.search(r"expert.* 2\b", refusal(ShardError, tag))
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "lost"),
-    [
-        ("pp2_s1_bf16_dp1", "layer_00-model_states.pt", "tied_modules.embed.weight"),
-        ("pp2_s1_bf16_dp1", "layer_01-model_states.pt", "1.scale"),
-        ("pp2_tp2_s1_bf16_dp1", "layer_02-model_01-model_states.pt", "2."),
-    ],
-)
-def test_missing_layer_of_a_pipeline_is_named(name, file, lost, tmp_path):
-    """Its masters are in the optimizer's files; its buffers, among others, are nowhere else."""
-    tag = copy(name, tmp_path)
-    (tag / file).unlink()
-    assert f"no layer's file has {lost}" in refusal(ShardError, tag)
+    refused(ShardError, tag, *words)
 
 
 def test_directory_without_files_is_no_checkpoint(tmp_path):
@@ -208,18 +174,14 @@ def test_rank_that_two_roots_have_is_named(tmp_path):
     other = Path(shutil.copytree(tag.parent, tmp_path / "other"))
     model_file(other / tag.name).unlink()
     optimizer_file(other / tag.name, 0).unlink()
-    text = refusal(ShardError, tag.parent, roots=[other])
-    assert "rank 1" in text
-    assert "twice" in text
-    assert str(tag) in text
-    assert str(other) in text
+    refused(ShardError, tag.parent, "rank 1", "twice", str(tag), str(other), roots=[other])
 
 
 def test_rank_that_is_there_under_two_names_is_named(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     shard = optimizer_file(tag, 1)
     shutil.copy(shard, shard.with_name(shard.name.removeprefix("bf16_")))
-    assert "rank 1" in refusal(ShardError, tag)
+    refused(ShardError, tag, "rank 1")
 
 
 def test_the_same_file_reached_twice_is_no_duplicate(tmp_path):
@@ -253,19 +215,14 @@ def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger, tmp_pa
 def test_rank_of_another_world_size_in_the_place_of_one_is_named(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     shutil.copy(optimizer_file(FIXTURES / "s2_bf16_dp4" / "global_step5", 1), optimizer_file(tag, 1))
-    text = refusal(ShardError, tag)
-    assert "rank 1" in text
-    assert "2 ranks" in text
+    refused(ShardError, tag, "rank 1", "2 ranks")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_file_of_an_earlier_step_is_named(rank, tmp_path):
     tag = copy("s2_bf16_dp2_multitag", tmp_path)
     shutil.copy(optimizer_file(tag.parent / "global_step3", rank), tag)
-    text = refusal(ShardError, tag)
-    assert str(optimizer_file(tag, rank)) in text
-    assert f"rank {rank} " in text
-    assert "step" in text
+    refused(ShardError, tag, str(optimizer_file(tag, rank)), f"rank {rank} ", "step")
 
 
 @pytest.mark.parametrize("rank", [0, 2, 3])
@@ -280,46 +237,38 @@ def test_rank_with_another_step_is_named_among_many(name, rank, tmp_path):
             state["step"] = torch.tensor(4.0)
 
     edit(optimizer_file(tag, rank), one_step_back)
-    text = refusal(ShardError, tag)
-    assert f"rank {rank} " in text
-    assert "4" in text.split("found")[1]
+    refused(ShardError, tag, f"rank {rank} ", "found.*4")
 
 
 def test_all_optimizer_files_of_an_earlier_step_than_the_model_are_an_error(tmp_path):
     tag = copy("s2_bf16_dp2_multitag", tmp_path)
     for rank in (0, 1):
         shutil.copy(optimizer_file(tag.parent / "global_step3", rank), tag)
-    refusal(SourceError, tag)
+    refused(SourceError, tag)
 
 
 def test_model_file_of_another_step_in_stage_3_is_named(tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     edit(model_file(tag, 1), lambda content: content.update(global_steps=4))
-    assert "rank 1" in refusal(ShardError, tag)
+    refused(ShardError, tag, "rank 1")
+
+
+def drift(content):
+    for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+        master.data.mul_(1.125)
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_sgdm", "s2_bf16_dp2_lion"])
 def test_stale_rank_without_a_step_is_found_by_the_weights(name, tmp_path):
     tag = copy(name, tmp_path)
 
-    def drift(content):
-        for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
-            master.data.mul_(1.125)
-
     edit(optimizer_file(tag, 1), drift)
-    text = refusal(WeightMismatchError, tag)
-    parameters = Truth(FIXTURES / name).masters
-    assert any(f"master of {parameter} " in text for parameter in parameters)
-    assert str(optimizer_file(tag, 1)) in text
-    assert "--no-weight-check" in text
+    about = f"master of ({any_of(Truth(FIXTURES / name).masters)}) "
+    refused(WeightMismatchError, tag, about, str(optimizer_file(tag, 1)), "--no-weight-check")
 
 
 def test_no_weight_check_takes_a_stale_rank_as_it_is(tmp_path):
     tag = copy("s2_bf16_dp2_sgdm", tmp_path)
-
-    def drift(content):
-        for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
-            master.data.mul_(1.125)
 
     edit(optimizer_file(tag, 1), drift)
     zckpt.consolidate(tag, tmp_path / "model.safetensors", weight_check=False)
@@ -340,7 +289,7 @@ def test_weight_check_samples_every_parameter(parameter, position, tmp_path):
         weight[0 if position == "first" else -1] += 1
 
     edit(model_file(tag), change)
-    assert f"master of {parameter} " in refusal(WeightMismatchError, tag)
+    refused(WeightMismatchError, tag, f"master of {parameter} ")
 
 
 # --- a layout that contradicts itself
@@ -360,7 +309,7 @@ def test_swapped_ranks_are_refused(name, tmp_path):
     aside = first.rename(tmp_path / "aside")
     second.rename(first)
     aside.rename(second)
-    refusal(SourceError, tag)
+    refused(SourceError, tag)
 
 
 def test_param_shapes_in_another_order_are_refused(tmp_path):
@@ -371,9 +320,7 @@ def test_param_shapes_in_another_order_are_refused(tmp_path):
         shapes.move_to_end("fc1.weight")
 
     edit(model_file(tag), swap)
-    text = refusal(LayoutError, tag)
-    assert "param_slice_mappings disagree on" in text
-    assert any(name in text for name in Truth(FIXTURES / "s2_bf16_dp2").masters)
+    refused(LayoutError, tag, "param_slice_mappings disagree on", any_of(Truth(FIXTURES / "s2_bf16_dp2").masters))
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp4", "s1_fp32_dp3", "s2_bf16_dp2_palign"])
@@ -388,10 +335,7 @@ def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name, tmp_path):
         mapping[parameter] = address(mapping[parameter].numel, mapping[parameter].start + 2)
 
     edit(optimizer_file(tag, 1), shift)
-    text = refusal(LayoutError, tag)
-    assert chosen[0] in text
-    assert "rank 1" in text
-    assert str(optimizer_file(tag, 1)) in text
+    refused(LayoutError, tag, chosen[0], "rank 1", str(optimizer_file(tag, 1)))
 
 
 def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes(tmp_path):
@@ -401,7 +345,7 @@ def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes(tmp_path):
 def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weights(tmp_path):
     tag = copy("s2_bf16_dp2_rr", tmp_path)
     edit(model_file(tag), lambda content: content["param_shapes"][0].move_to_end("fc1.weight"))
-    refusal(WeightMismatchError, tag)
+    refused(WeightMismatchError, tag)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -413,9 +357,7 @@ def test_wrong_padding_is_refused(change, rank, tmp_path):
         content["optimizer_state_dict"]["group_paddings"][0] += change
 
     edit(optimizer_file(tag, rank), pad)
-    text = refusal(LayoutError, tag)
-    assert f"rank {rank}" in text
-    assert "padding" in text
+    refused(LayoutError, tag, f"rank {rank}", "padding")
 
 
 def test_partition_that_is_too_short_is_refused(tmp_path):
@@ -426,7 +368,7 @@ def test_partition_that_is_too_short_is_refused(tmp_path):
         masters[0] = masters[0][:-10].clone()
 
     edit(optimizer_file(tag, 0), shorten)
-    refusal(LayoutError, tag)
+    refused(LayoutError, tag)
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2"])
@@ -460,7 +402,7 @@ def test_shards_of_stage_3_that_do_not_add_up_are_refused(tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
         edit(model_file(tag, rank), lambda content: content["param_shapes"][0].update(odd3d=torch.Size([1, 1, 9])))
-    assert "rank 0" in refusal(LayoutError, tag)
+    refused(LayoutError, tag, "rank 0")
 
 
 # --- damage
@@ -482,14 +424,14 @@ def test_truncated_file_is_named(path, cut, tmp_path):
     tag = copy(name, tmp_path)
     size = (tag / file).stat().st_size
     os.truncate(tag / file, int(size * cut))
-    assert str(tag / file) in refusal(SourceError, tag)
+    refused(SourceError, tag, str(tag / file))
 
 
 def test_file_that_grew_is_named_or_still_right(tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     with optimizer_file(tag, 0).open("ab") as file:
         file.write(bytes(100_000))
-    assert str(optimizer_file(tag, 0)) in refusal(SourceError, tag)
+    refused(SourceError, tag, str(optimizer_file(tag, 0)))
 
 
 FLIPS = [pytest.param(50, id="some"), pytest.param(400, id="many", marks=pytest.mark.nightly)]
@@ -535,7 +477,7 @@ def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file, flips, tmp
 def test_model_file_with_something_else_in_it_is_refused(content, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     torch.save(content, model_file(tag))
-    refusal(SourceError, tag)
+    refused(SourceError, tag)
 
 
 KEYS = [
@@ -598,9 +540,7 @@ def test_many_missing_ranks_are_counted(tmp_path):
     recut(tag, 40)
     for rank in range(5, 40):
         optimizer_file(tag, rank).unlink()
-    text = refusal(ShardError, tag)
-    assert "5, 6, 7" in text
-    assert "more" in text
+    refused(ShardError, tag, "5, 6, 7", "more")
 
 
 @pytest.mark.parametrize(
@@ -652,55 +592,50 @@ def test_param_shapes_as_one_dict_of_all_groups(name, tmp_path):
     assert_still_the_truth(tag, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr", "hf_llama_s2_bf16_dp2"])
-def test_without_shared_params_ties_are_told_by_the_storage(name, tmp_path):
-    tag = copy(name, tmp_path)
-    edit(model_file(tag), lambda content: content.pop("shared_params"))
-    assert_still_the_truth(tag, name, tmp_path)
+OF_EXPERTS = ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"]
+OF_OLDER_VERSIONS = {
+    "shared_params": ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr", "hf_llama_s2_bf16_dp2"],  # told by the storage
+    "param_shapes": ["s2_bf16_dp2", "s1_bf16_dp4", "s2_fp32_dp4", *OF_EXPERTS],  # slice mappings give the order
+    "buffer_names": ["s2_bf16_dp2"],
+    "frozen_param_shapes": ["s2_bf16_dp2"],
+    "dp_world_size": ["s2_bf16_dp2"],
+    "mp_world_size": ["s2_bf16_dp2"],
+    "ds_config": ["s2_bf16_dp2"],
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["s2_bf16_dp2", "s1_bf16_dp4", "s2_fp32_dp4", "moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"],
-)
-def test_without_param_shapes_the_slice_mappings_give_the_order(name, tmp_path):
+@pytest.mark.parametrize(("key", "name"), [(key, name) for key, names in OF_OLDER_VERSIONS.items() for name in names])
+def test_keys_that_older_versions_lack_are_not_needed(key, name, tmp_path):
     tag = copy(name, tmp_path)
-    edit(model_file(tag), lambda content: content.pop("param_shapes"))
+    edit(model_file(tag), lambda content: content.pop(key, None))
     assert_still_the_truth(tag, name, tmp_path)
 
 
 def test_without_param_shapes_round_robin_is_refused(tmp_path):
     tag = copy("s2_bf16_dp2_rr", tmp_path)
     edit(model_file(tag), lambda content: content.pop("param_shapes"))
-    assert "round_robin" in refusal(SourceError, tag)
+    refused(SourceError, tag, "round_robin")
 
 
 def test_without_param_shapes_stage_3_is_refused(tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     for rank in (0, 1):
         edit(model_file(tag, rank), lambda content: content.pop("param_shapes"))
-    assert "param_shapes" in refusal(LayoutError, tag)
+    refused(LayoutError, tag, "param_shapes")
 
 
-@pytest.mark.parametrize("key", ["group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version"])
-def test_keys_that_older_versions_lack_are_not_needed(key, tmp_path):
+OLD_OPTIMIZERS = [
+    *(lambda state, key=key: state.pop(key, None)
+      for key in ("group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version")),
+    lambda state: state.update(partition_count=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", OLD_OPTIMIZERS)
+def test_optimizers_of_older_versions_are_read(change, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     for rank in (0, 1):
-        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"].pop(key, None))
-    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
-
-
-@pytest.mark.parametrize("key", ["buffer_names", "frozen_param_shapes", "dp_world_size", "mp_world_size", "ds_config"])
-def test_model_keys_that_older_versions_lack_are_not_needed(key, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
-    edit(model_file(tag), lambda content: content.pop(key, None))
-    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
-
-
-def test_partition_count_may_be_one_number(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
-    for rank in (0, 1):
-        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"].update(partition_count=2))
+        edit(optimizer_file(tag, rank), lambda content: change(content["optimizer_state_dict"]))
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
 
 
@@ -747,10 +682,10 @@ def test_files_of_several_writers_are_those_of_the_first(tmp_path):
     shutil.copy(
         f"{model_file(tag)}-1.4", f"{model_file(tag)}-0.2"
     )  # of another save, or of writers that met in one file
-    assert "there twice" in refusal(ShardError, tag)
+    refused(ShardError, tag, "there twice")
 
 
 def test_empty_files_of_nebula_are_refused_by_name(tmp_path):
     tag = copy("s2_bf16_dp4", tmp_path)
     torch.save("", model_file(tag))
-    assert "Nebula" in refusal(zckpt.UnsupportedError, tag)
+    refused(zckpt.UnsupportedError, tag, "Nebula")
