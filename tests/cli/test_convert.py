@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -61,24 +60,6 @@ def test_ranks_of_zero_redundancy(tmp_path):
     succeeded("convert", S2, tmp_path / "cut", "--to", "zero-redundancy", "--world-size", 3)
     more = {p.name for p in (tmp_path / "cut").iterdir()} - {p.name for p in (tmp_path / "whole").iterdir()}
     assert len(more) == 3
-
-
-def test_dry_run_names_the_files_and_writes_nothing(tmp_path):
-    done = succeeded("convert", S2, tmp_path / "out", "--to", "zckpt", "--dry-run")
-    assert "would write" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_json_is_one_document(tmp_path):
-    document = json.loads(succeeded("convert", S2, tmp_path / "out", "--to", "dcp", "--json").stdout)
-    assert document["dry_run"] is False
-    assert all(Path(path).is_file() for path in document["files"])
-    assert sum(Path(path).stat().st_size for path in document["files"]) == document["write_nbytes"]
-
-
-def test_quiet_says_nothing(tmp_path):
-    done = succeeded("convert", S2, tmp_path / "out", "--to", "zckpt", "--quiet")
-    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_a_pointer_that_cannot_be_written_is_told_before_anything_is(tmp_path):
@@ -175,21 +156,6 @@ def test_parameters_without_names_are_no_zero_checkpoint(tmp_path):
     options = ("--to", "deepspeed", "--world-size", 2, "--stage", 1)
     refused(5, "convert", source, tmp_path / "out", *options, words=("--names",))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_rank_is_named(tmp_path):
-    source = copy("s2_bf16_dp4", tmp_path)
-    (source / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    refused(3, "convert", source, tmp_path / "out", "--to", "dcp", words=("rank 2",))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("target", ["", "global_step5", "global_step5/out"])
-def test_target_apart_from_the_source(target, tmp_path):
-    source = copy("s2_bf16_dp2", tmp_path)
-    before = sorted(path.name for path in source.rglob("*"))
-    refused(2, "convert", source, source / target, "--to", "zckpt", "--overwrite", words=("source",))
-    assert sorted(path.name for path in source.rglob("*")) == before
 
 
 def test_universal_checkpoint_within_its_run_directory(tmp_path):
