@@ -98,7 +98,7 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
     group = checkpoint.param_groups[parameter.group]
     own = _own_values(parameter)
     if group.state and not own:
-        members = (checkpoint.parameters.get(name) or checkpoint.unnamed.get(name) for name in group.parameters)
+        members = map(checkpoint.find, group.parameters)
         if any(one is not None and _own_values(one) for one in members):
             return {}
     for key, value in group.state.items():
@@ -112,5 +112,5 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
 
 
 def _own_values(parameter: Parameter) -> dict[str, object]:
-    slots = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
+    slots = parameter.optimizer_slots
     return {**parameter.state, **slots}

@@ -124,7 +124,7 @@ def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
     Its param groups are in the engine's order. Raises UsageError: it is of another optimizer; UnsupportedError:
     DeepSpeed itself cannot load it.
     """
-    optimizer, path, found = engine.basic_optimizer, checkpoint.opened or checkpoint.source, dict[str, None]()
+    optimizer, path, found = engine.basic_optimizer, checkpoint.named, dict[str, None]()
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
     stage = int(engine.zero_optimization_stage())

@@ -219,7 +219,7 @@ def _opened(engine: Any, path: Path) -> Checkpoint:
 
 def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: bool) -> Served | None:
     """Return a checkpoint that `_opened` has opened cut for an engine; None where the engine can load it as it is."""
-    path = checkpoint.opened or checkpoint.source
+    path = checkpoint.named
     kind = kind_that_keeps(engine)
     if kind is not None:
         topology, over = checkpoint.topology, experts_over(engine)
@@ -266,7 +266,7 @@ def _over(ranks: int | None, experts: int | None) -> str:
 
 def _check_nothing_lost(checkpoint: Checkpoint) -> None:
     """Raise where something in a file that is loaded would not arrive; others stay, as those beside a tag do."""
-    opened = checkpoint.opened or checkpoint.source
+    opened = checkpoint.named
     tag = Path(os.path.relpath(os.path.realpath(checkpoint.source), os.path.realpath(opened)))
     left = [item for item in take_inventory(checkpoint).left_out if item.kind != FILE]
     if tag != Path():

@@ -7,13 +7,13 @@ themselves. A tensor may lie in what several ranks hold, each a portion, whose b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from zckpt.engine.computed import Input
+from zckpt.engine.computed import Input, Inputs
 from zckpt.state import Slot
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Blockwise:
                 found.append(Input(one.qmap, one.qmap.whole, "float32"))
         return found
 
-    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
         """Return the values of elements."""
         read, found = iter(inputs), np.empty(numel, np.float32)
         at = 0

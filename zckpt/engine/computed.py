@@ -29,6 +29,10 @@ class Input:
     dtype: str
 
 
+Inputs = Sequence[Callable[[], "Array"]]
+"""For each of a block's: reads it, and returns its elements, flat, in memory that may be written to."""
+
+
 class Function(Protocol):
     """What computes the elements of a slot; in any thread, or another process, so it must be picklable.
 
@@ -49,7 +53,7 @@ class Function(Protocol):
     def inputs(self, start: int, numel: int) -> Sequence[Input]:
         """Return what elements [start, start + numel) of the flattened tensor are computed from."""
 
-    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
         """Return elements [start, start + numel), flat.
 
         `inputs`: one for each of the block's: reads it, and returns its elements, flat, in memory that may be written

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.engine.cast import numpy_dtype
-from zckpt.engine.computed import BLOCK_NBYTES, Input
+from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
 
@@ -111,7 +111,7 @@ class LowRank:
         slots = self.base, self.left, self.right
         return [Input(slot, extent, self.dtype) for slot, extent in zip(slots, extents, strict=True)]
 
-    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:  # noqa: ARG002
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002
         """Return rows of the slot with the product added."""
         read_base, read_left, read_right = inputs
         right = self.kept.get(self.right, read_right)

@@ -7,19 +7,17 @@ Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from zckpt.engine.cast import numpy_dtype
-from zckpt.engine.computed import Input
+from zckpt.engine.computed import Input, Inputs
 from zckpt.state import Slot
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
-
-Inputs = Sequence[Callable[[], "Array"]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zckpt.engine.cast import cast
-from zckpt.engine.computed import Computed, Input
+from zckpt.engine.computed import Computed, Input, Inputs
 from zckpt.state import Slot
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Portion(NamedTuple):
             return self.slot.function.inputs(self.start, self.numel)
         return [Input(self.slot, self.slot.flat(self.start, self.numel), "float32")]
 
-    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+    def compute(self, inputs: Inputs) -> Array:
         """Return its elements."""
         if isinstance(self.slot, Computed):
             return self.slot.function.compute(inputs, self.start, self.numel)
@@ -124,7 +124,7 @@ class Requantised:
         found = [each for one in portions for each in one.inputs()]
         return found if self.qmap is None else [*found, Input(self.qmap, self.qmap.whole, "float32")]
 
-    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
         """Return the codes, or the scales."""
         low, high = start * self.unit, min((start + numel) * self.unit, self.numel)
         values: Array = np.zeros(high - low, np.float32)

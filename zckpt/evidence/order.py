@@ -32,7 +32,7 @@ def put_in_order(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     every = {**checkpoint.parameters, **checkpoint.buffers}
     known = aligned(every, names)
     order = [known.get(name, name) for name in names]
-    missing = [one.name for one in checkpoint.parameters.values() if one.tied_to is None and one.name not in order]
+    missing = [one.name for one in checkpoint.owners if one.name not in order]
     strange = [name for name in order if name not in every]
     if missing or strange or len(set(order)) != len(order):
         wrong = f"without {listed(missing)}" if missing else f"with {listed(strange)}" if strange else "some twice"
@@ -55,7 +55,7 @@ def tells_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
     members = [name for group in checkpoint.param_groups for name in group.parameters]
     known = aligned([*checkpoint.parameters, *checkpoint.buffers], names)
     order = [known.get(name, name) for name in names]
-    owners = {one.name for one in checkpoint.parameters.values() if one.tied_to is None}
+    owners = {one.name for one in checkpoint.owners}
     if not owners <= set(order) or not set(order) <= {*checkpoint.parameters, *checkpoint.buffers}:
         return False
     return len(checkpoint.param_groups) < 2 or [name for name in order if name in members] != members

@@ -60,7 +60,7 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
             raise UnsupportedError(
                 f"{listed(codes)}: codes of few bits, which are numbers with their scales only, and a cast would take "
                 f"them for numbers",
-                path=checkpoint.opened or checkpoint.source,
+                path=checkpoint.named,
                 expected=f"{slot.dtype} as it is, or weights of which no scales lie beside",
                 found=dtype,
                 advice=advice,

@@ -115,7 +115,7 @@ class Naming:
             notes |= dict.fromkeys(its)
         for option in sorted(set.intersection(*idles)) if idles else ():
             raise UsageError(
-                f"{option} finds no name", path=checkpoints[0].opened or checkpoints[0].source,
+                f"{option} finds no name", path=checkpoints[0].named,
                 expected="one in any of the sources",
             )  # fmt: skip
         return made or list(checkpoints), tuple(notes)
@@ -144,7 +144,7 @@ class Naming:
         config, where = read_config(self.map_config, checkpoint)
         found = read_map(source)
         numbers = numbers_of(config)
-        with about(checkpoint.opened or checkpoint.source):
+        with about(checkpoint.named):
             for said in (config, arguments_of(checkpoint)):
                 check_settings(found, said)
             done = mapped(checkpoint, found.numbered(numbers), numbers, side)

@@ -42,7 +42,7 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
             if wrong is not None:
                 raise UnsupportedError(
                     f"{key} speaks of {wrong}, which would have another name",
-                    path=before.opened or before.source,
+                    path=before.named,
                     advice="`zckpt consolidate` writes model and optimizer under other names, without it",
                 )
             if told:

@@ -39,7 +39,7 @@ def new_names(
         else:
             raise UsageError(
                 f"{option} finds no name",
-                path=checkpoint.opened or checkpoint.source,
+                path=checkpoint.named,
                 found=listed(list(names.values())) or "no names",
             )
         names = after

@@ -172,7 +172,7 @@ def combined(
         made = found.parameter(name, ones)
         is_buffer = any(name in source.buffers for source in sources)
         (result.buffers if is_buffer else result.parameters)[name] = made
-        for key in dict.fromkeys(key for each in ones for key in each.slots if key not in (WEIGHT, MASTER)):
+        for key in dict.fromkeys(key for each in ones for key in each.optimizer_slots):
             if chosen != ["all"] and key not in chosen:
                 continue
             if key not in single:

@@ -124,7 +124,7 @@ def inspect(
     with glanced():
         checkpoint = opened(source, **shared)
     inventory = take_inventory(checkpoint)
-    owners = [p for p in checkpoint.parameters.values() if p.tied_to is None]
+    owners = checkpoint.owners
     return Inspection(
         **_values(checkpoint, ("source", "format", "format_version", "zero_stage", "world_size", "step")),
         topology=asdict(checkpoint.topology),

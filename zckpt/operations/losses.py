@@ -58,7 +58,7 @@ def check_nothing_lost(
             unnamed = any("--names FILE" in warning for warning in one.warnings)
             raise LeftOutError(
                 f"{what} in it would be lost: {listed(said, most=SHOWN)}",
-                path=one.opened or one.source,
+                path=one.named,
                 advice=f"{'--names FILE may tell what they are (see the warnings); ' if unnamed else ''}"
                 f"to write without, give --drop '{escape(names[0]) if len(names) == 1 else shared}'; "
                 "`zckpt inspect --files` shows everything",
@@ -69,7 +69,7 @@ def check_nothing_lost(
     if idle:
         raise UsageError(
             f"--drop {idle[0]!r} names nothing that would be lost",
-            path=sources[0].opened or sources[0].source,
+            path=sources[0].named,
             expected="FILE or FILE:PLACE of something that is left out, as `zckpt inspect --files` shows it",
         )
     return tuple(found)

@@ -141,7 +141,7 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
     if idle:
         raise UsageError(
             f"{', '.join(idle)}: the checkpoint is open already",
-            path=source.opened or source.source,
+            path=source.named,
             advice="give it to zckpt.open",
         )
     where_it_is, as_named, its_roots = source.places or (source.source, source.opened, source.roots)
@@ -160,4 +160,4 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
 
 def named(checkpoint: Checkpoint) -> Path:
     """Return what the user named when a checkpoint was opened: itself, or a directory that contains it."""
-    return Path(checkpoint.opened or checkpoint.source)
+    return Path(checkpoint.named)

@@ -14,7 +14,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.target import How, Proof
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
@@ -105,7 +105,7 @@ def _copies(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[tuple[str, 
     Of a single value, which its group has now, that is itself.
     """
     for parameter in checkpoint.holders():
-        found = same_parameter(parameter, written)
+        found = written.find(parameter.name)
         values: dict[str, object] = {}
         if found is not None:
             group = written.param_groups[found.group].state if found.group is not None else {}
@@ -156,12 +156,6 @@ def prove_rest(
     missing = [] if restated is None else [key for key in gone if key not in restated]
     if missing:
         raise broken(f"{missing[0]} did not arrive")
-
-
-def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | None:
-    """Return the parameter or buffer that has the same name in what was written."""
-    name = parameter.name
-    return written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)
 
 
 def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, how: How) -> int:

@@ -81,7 +81,7 @@ def reshard(
     elif not own.renames(whole):
         raise UnsupportedError(
             "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
-            path=whole.opened or whole.source,
+            path=whole.named,
             advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
             "with --pipeline-layers as a pipeline",
         )

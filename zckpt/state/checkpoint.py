@@ -91,6 +91,11 @@ class Parameter:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def optimizer_slots(self) -> dict[str, Slot]:
+        """Its slots but the weight and the master."""
+        return {key: slot for key, slot in self.slots.items() if key not in (WEIGHT, MASTER)}
+
 
 @dataclass(slots=True)
 class ParamGroup:
@@ -334,7 +339,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         """Return two lines: what was read, of which format and topology; and how much is in it."""
-        owners = [p for p in self.parameters.values() if p.tied_to is None]
+        owners = self.owners
         ranks = self.topology
         first = [
             " ".join(filter(None, (self.format, self.format_version))),
@@ -393,6 +398,20 @@ class Checkpoint:
         fronts = tuple(f"{name}." for name in names)
         return list(map(str, names)) if all(one.name.startswith(fronts) for one in self.tensors()) else []
 
+    @property
+    def named(self) -> str:
+        """What the user named when it was opened: itself, or a directory that contains it."""
+        return self.opened or self.source
+
+    @property
+    def owners(self) -> list[Parameter]:
+        """The parameters, each under one name."""
+        return [one for one in self.parameters.values() if one.tied_to is None]
+
+    def find(self, name: str) -> Parameter | None:
+        """Return the parameter or buffer of a name, or what an optimizer only numbers; None: there is none."""
+        return self.parameters.get(name) or self.buffers.get(name) or self.unnamed.get(name)
+
     def tensors(self) -> Iterator[Parameter]:
         """Iterate over parameters, then buffers."""
         yield from self.parameters.values()
@@ -408,3 +427,7 @@ class Checkpoint:
         names = dict.fromkeys(name for p in self.holders() for name in p.slots)
         first = [name for name in (WEIGHT, MASTER) if name in names]
         return first + [name for name in names if name not in (WEIGHT, MASTER)]
+
+    def optimizer_slot_names(self) -> list[str]:
+        """Return the names of all slots but the weight and the master."""
+        return [name for name in self.slot_names() if name not in (WEIGHT, MASTER)]

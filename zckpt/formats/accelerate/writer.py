@@ -36,7 +36,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Scalar
+from zckpt.state import Checkpoint, Parameter, Scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[Target
 
 
 def _slots(optimizer: Checkpoint) -> list[str]:
-    return [name for name in optimizer.slot_names() if name not in (WEIGHT, MASTER)]
+    return optimizer.optimizer_slot_names()
 
 
 def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:

@@ -44,7 +44,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     """
     found = Inventory()
     known, values = Coverage(checkpoint), taken(checkpoint)
-    root = os.path.realpath(checkpoint.opened or checkpoint.source)
+    root = os.path.realpath(checkpoint.named)
     folders = dict[str, str]()
     places = [_resolved(file.path, folders) for file in checkpoint.files]
     read = {real: shown(file.path, real, root) for file, real in zip(checkpoint.files, places, strict=True)}
@@ -167,7 +167,7 @@ FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb
 
 def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, str]) -> Iterator[Item]:
     """Yield an item for each file that no tree of is looked through; `folders` has real paths of some."""
-    root = Path(checkpoint.opened or checkpoint.source)
+    root = Path(checkpoint.named)
     if not root.is_dir():
         return
     own = os.path.realpath(checkpoint.source)

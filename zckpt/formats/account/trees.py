@@ -14,7 +14,7 @@ from functools import reduce
 
 from zckpt.formats.account.fits import Fit, Steps, fit_of, place_of, text_of
 from zckpt.formats.account.ranges import Known, spans_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
+from zckpt.state import Checkpoint, Slot, SourceFile
 from zckpt.state.inventory import (
     ANY,
     CARRIED,
@@ -91,7 +91,7 @@ def taken(checkpoint: Checkpoint) -> Taken:
         _mark(found, own.value, STATE, f"{own.key} of rank {own.rank}", path="")
     for parameter in every:
         found.keys.update(parameter.state)
-        found.keys.update(key for key in parameter.slots if key not in (WEIGHT, MASTER))
+        found.keys.update(key for key in parameter.optimizer_slots)
         for key, value in parameter.state.items():
             _mark(found, value, STATE, f"{key} of {parameter.name}")
     return found

@@ -95,11 +95,11 @@ class _Work:
         self.request = request
         self.trees = {file.path: id(file.tree) for file in checkpoint.files}
         self.whole: set[int] = set()
-        self.slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
+        self.slots = checkpoint.optimizer_slot_names()
         members = [member for one in origin.ranks for member in one.members]
         flat = any(member.stage != 3 for member in members)
         named = not origin.directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
-        whole = all(WEIGHT in p.slots for p in checkpoint.parameters.values() if p.tied_to is None)
+        whole = all(WEIGHT in p.slots for p in checkpoint.owners)
         self.without_files = request.optimizer and flat and named and whole
         self.layouts: dict[str, list[Padding]] = {}
         self.notes: list[str] = []
@@ -145,7 +145,7 @@ class _Work:
 
 
 def _about_slots(checkpoint: Checkpoint, request: Request) -> str:
-    kept = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER) and not request.drops(name)]
+    kept = [name for name in checkpoint.optimizer_slot_names() if not request.drops(name)]
     if not kept:
         return "the masters stay; without slots the optimizer starts afresh"
     return (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.expert_ranks import Placement
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.stages import Stages
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, ParamGroup
+from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
     FlatShare,
@@ -114,7 +114,7 @@ class Part:
         self, parameters: list[Parameter], numel: int, shares: Callable[[int], Iterator[FlatShare]], total: int = 0
     ) -> None:
         self.parameters, self.numel, self.shares, self.total = parameters, numel, shares, total
-        self.keys = list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
+        self.keys = list(dict.fromkeys(key for p in parameters for key in p.optimizer_slots))
 
     def padding(self, position: int) -> int:
         """Return how many elements at the end of a rank's share of a flat buffer belong to no parameter."""

@@ -521,7 +521,7 @@ def _numbered(mp: Rank, how: Unpartitioned) -> dict[str, object]:
             single = {} if how.own_state and not fused else group.values.state
             for one in its if not fused else ():
                 single = {**single, **one.state}
-            keys = dict.fromkeys(key for p in its for key in p.slots if key not in (WEIGHT, MASTER))
+            keys = dict.fromkeys(key for p in its for key in p.optimizer_slots)
             if (its or fused) and (keys or single):
                 state[number] = {key: value_node(value) for key, value in single.items()} | {
                     key: whole(its, key) if fused else _whole(its[0], key)

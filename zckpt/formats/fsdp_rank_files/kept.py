@@ -87,7 +87,7 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     order in which the checkpoint has its parameters is not the model's: groups have them in another.
     """
     groups = checkpoint.param_groups
-    order = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
+    order = [one.name for one in checkpoint.owners]
     strange = next((group for group in groups if not follows(group.parameters, order)), None)
     # A program's own DCP files say the model's order: FSDP1's optimizer has that of flat parameters.
     of_state_dict = checkpoint.format == DCP and "origin" not in checkpoint.details

@@ -40,7 +40,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import Checkpoint
 from zckpt.state.partition import check_world_size
 from zckpt.storage.files import is_file
 from zckpt.torchfile import OrderedMapping
@@ -109,7 +109,7 @@ def _units(job: Job, target: Target) -> list[str]:
     checkpoint = job.checkpoint
     if target.fsdp_size != target.world_size:
         raise UsageError("fsdp-size is for FSDP2", expected="--fsdp-version 2")
-    owners = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
+    owners = [one.name for one in checkpoint.owners]
     known = checkpoint.details.get("fsdp_units")
     if job.options.units is not None:
         return matching(job.options.units.split(","), owners)
@@ -162,7 +162,7 @@ class _Ranks:
 
     def _optimizer(self) -> dict[str, Any]:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
-        slots = [name for name in self.checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
+        slots = self.checkpoint.optimizer_slot_names()
         tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots)
         groups = [{k: v for k, v in one.items() if k != "param_names"} for one in tree["param_groups"]]
         if self.units is not None:

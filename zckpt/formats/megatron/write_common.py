@@ -211,7 +211,7 @@ def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
                                found=listed(checkpoint.optimizers() or checkpoint.models()))  # fmt: skip
     check_names([one.name for one in checkpoint.tensors()])
     tensors = model_tensors(checkpoint, dtype, tied="drop", exclude_frozen=False)
-    absent = [one.name for one in checkpoint.parameters.values() if one.tied_to is None and one.name not in tensors]
+    absent = [one.name for one in checkpoint.owners if one.name not in tensors]
     if absent:
         raise UnsupportedError("the model lacks some of its tensors", found=listed(absent))
     return tensors
@@ -260,7 +260,7 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
         raise UnsupportedError("which parameters each param group has is not known", found=listed(lost),
                                advice="`zckpt consolidate` writes the model")  # fmt: skip
     trained = [checkpoint.parameters[name] for name in grouped]
-    most = {key for one in trained for key in one.slots if key not in (WEIGHT, MASTER)}
+    most = {key for one in trained for key in one.optimizer_slots}
     lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
     if lacking is not None:
         raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have",

@@ -160,7 +160,7 @@ def float_slots(parameter: Parameter, path: str) -> dict[str, Slot]:
                 slots[key] = of_torchao(key, parameter).as_floats(key, parameter.shape)
             elif holds_tensors(value):
                 raise _unknown(key, parameter.name)
-        beside = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
+        beside = parameter.optimizer_slots
         if "absmax1" in beside or "max1" in beside:
             slots |= _of_bitsandbytes(beside, parameter)
     return slots

@@ -20,7 +20,7 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, gone, replaced, rewrite
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.optimizer import STATE_KEY, looks_flattened, looks_like_optimizer
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import Checkpoint
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
 
@@ -52,7 +52,7 @@ def shaped_slots(checkpoint: Checkpoint) -> list[str]:
     """Return the names that stand for one value per element, or for several."""
     owned = [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
     shaped = {key for one in owned for key, slot in one.slots.items() if slot.shape}
-    return [key for key in checkpoint.slot_names() if key in shaped and key not in (WEIGHT, MASTER)]
+    return [key for key in checkpoint.optimizer_slot_names() if key in shaped]
 
 
 def optimizer_slots(source: Path) -> list[str]:

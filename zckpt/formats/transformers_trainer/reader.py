@@ -58,7 +58,7 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
 
 
 def _weights(one: Checkpoint, place_of: Mapping[str, int], paths: list[Path]) -> Weights:
-    shapes = {p.name: p.shape for p in one.parameters.values() if p.tied_to is None}
+    shapes = {p.name: p.shape for p in one.owners}
     counts = Counter(place_of.values())
     shared = [name for name in shapes if counts[place_of[name]] > 1 or len(paths) == 1]
     if all(path.suffix != ".safetensors" for path in paths):

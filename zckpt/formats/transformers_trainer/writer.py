@@ -33,7 +33,7 @@ from zckpt.formats.transformers_trainer.architectures import Architecture, archi
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup
 from zckpt.storage.files import read_json
 from zckpt.torchfile import Object, node_of
 
@@ -68,7 +68,7 @@ def lay_out(job: Job) -> TargetFiles:
     files = _model_files(checkpoint, assets)
     if checkpoint.param_groups:
         checkpoint = as_the_trainer_has_them(checkpoint, known, notes)
-        slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
+        slots = checkpoint.optimizer_slot_names()
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, optimizer_tree(checkpoint, slots)))
         files.append(torch_writer.lay_out("scheduler.pt", scheduler(checkpoint, notes)))
     else:

@@ -187,7 +187,7 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> O
     parameters. Raises LayoutError: the ranks' shares are not those that torch assigns; UnsupportedError: a parameter
     has no state that tells its size, or several of the model's tensors fit.
     """
-    candidates = [p.name for p in checkpoint.parameters.values() if p.tied_to is None]
+    candidates = [p.name for p in checkpoint.owners]
     if all(len(state.groups) == 1 for state in ranks) and sum(len(s.numbers[0]) for s in ranks) == len(candidates):
         return [candidates]
     shapes = [

@@ -127,7 +127,7 @@ def _held(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State
         if warning not in found.warnings:
             found.warnings.append(warning)
         group = checkpoint.param_groups[parameter.group or 0].state
-        own = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
+        own = parameter.optimizer_slots
         return {**{key: one for key, one in group.items() if not isinstance(one, Tensor)}, **parameter.state, **own}
 
 

@@ -23,7 +23,7 @@ from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of, findings_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Parameter, Slot, as_float, number_of
+from zckpt.state import MASTER, Checkpoint, CutSpans, Parameter, Slot, as_float, number_of
 from zckpt.state.inventory import Item
 
 
@@ -46,7 +46,7 @@ def structure_findings(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _left_out(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield what nothing has read, by file."""
-    root = Path(checkpoint.opened or checkpoint.source)
+    root = Path(checkpoint.named)
     by_file: dict[tuple[str, bool], list[Item]] = {}
     for item in take_inventory(checkpoint).left_out:
         if item.error is not None:
@@ -122,9 +122,7 @@ def _uneven(checkpoint: Checkpoint) -> Iterator[Finding]:
     for group in checkpoint.param_groups:
         members = [p for name in group.parameters if (p := checkpoint.parameters.get(name)) is not None]
         kept = {
-            p.name: frozenset(
-                key for key, slot in p.slots.items() if key not in (WEIGHT, MASTER) and slot.shape == p.shape
-            )
+            p.name: frozenset(key for key, slot in p.optimizer_slots.items() if slot.shape == p.shape)
             for p in members
             if p.numel
         }
@@ -150,7 +148,7 @@ def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
     for index, group in enumerate(checkpoint.param_groups):
         shared = _number(group.state.get("step"))
         for name in group.parameters:
-            parameter = checkpoint.parameters.get(name) or checkpoint.unnamed.get(name)
+            parameter = checkpoint.find(name)
             own = None if parameter is None else _number(parameter.state.get("step"))
             step = shared if own is None else own
             if step is not None and parameter is not None and parameter.group == index:
@@ -162,7 +160,7 @@ def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
     files: dict[str, str | None] = {}  # the only one that holds a parameter's optimizer state
     for name in steps:
         parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
-        slots = [slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)]
+        slots = parameter.optimizer_slots.values()
         paths = {span.path for slot in slots for span in slot.spans}
         files[name] = paths.pop() if len(paths) == 1 else None
     path = files[odd[0]]
