@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, about
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float
 from zckpt.state.dtypes import DTYPES
@@ -110,14 +110,14 @@ def descriptions(parameters: Iterable[Parameter]) -> dict[str, object]:
     return {one.name: {"shape": list(one.shape), "dtype": one.dtype} for one in parameters}
 
 
-def described(node: object, path: str) -> dict[str, Parameter]:
+def described(node: object) -> dict[str, Parameter]:
     """Return parameters without any slots, as `descriptions` says them. Raises DamagedFileError: it is malformed."""
     found = {}
-    for name, said in as_mapping(node, path).items():
-        one = as_mapping(said, path)
+    for name, said in as_mapping(node).items():
+        one = as_mapping(said)
         shape, dtype = one.get("shape"), one.get("dtype")
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or dtype not in DTYPES:
-            raise DamagedFileError("unexpected content", path=path, expected=f"shape and type of {name}")
+            raise DamagedFileError("unexpected content", expected=f"shape and type of {name}")
         found[str(name)] = Parameter(str(name), tuple(shape), str(dtype))
     return found
 
@@ -129,7 +129,7 @@ def types_of_weights(checkpoint: Checkpoint) -> dict[str, str]:
     return {name: types[name] for name, one in masters.items() if one is not None and one.dtype != types[name]}
 
 
-def as_masters(checkpoint: Checkpoint, types: Mapping[object, object], path: str) -> None:
+def as_masters(checkpoint: Checkpoint, types: Mapping[object, object]) -> None:
     """Take weights for masters whose weights had these types.
 
     Raises DamagedFileError: there is no such parameter or type.
@@ -137,7 +137,7 @@ def as_masters(checkpoint: Checkpoint, types: Mapping[object, object], path: str
     for name, dtype in types.items():
         one = checkpoint.parameters.get(str(name))
         if one is None or dtype not in DTYPES:
-            raise DamagedFileError("unexpected content", path=path, expected=f"the type of {name}", found=dtype)
+            raise DamagedFileError("unexpected content", expected=f"the type of {name}", found=dtype)
         one.dtype = str(dtype)
         weight = one.slots.pop(WEIGHT, None)
         if weight is not None:
@@ -164,63 +164,64 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
 
     Raises DamagedFileError: the tree is malformed, of another version, or speaks of parameters that are not there.
     """
-    tree = as_mapping(node, file.path)
-    if tree.get("version") not in (VERSION, WITH_ITEMS):
-        raise DamagedFileError(
-            "unknown version", path=file.path, expected=f"version {VERSION}", found=brief(tree.get("version"), 40)
-        )
-    for key in ("metadata", "optimizer_metadata"):
-        found = {str(name): carried(file, value) for name, value in as_mapping(tree.get(key, {}), file.path).items()}
-        setattr(checkpoint, key, found)
-    checkpoint.details["origin"] = dict(as_mapping(tree.get("origin", {}), file.path))
-    step, scale = tree.get("step"), tree.get("loss_scale")
-    checkpoint.step = step if type(step) is int else checkpoint.step
-    checkpoint.loss_scale = as_float(scale)
-    _mark(checkpoint, tree, file.path)
-    optimizers = tree.get("optimizers")
-    if optimizers is not None:
-        if not isinstance(optimizers, list) or len(optimizers) != len(checkpoint.param_groups):
-            raise DamagedFileError("does not say which optimizer each param group is of", path=file.path)
-        for group, name in zip(checkpoint.param_groups, optimizers, strict=True):
-            group.optimizer = name if isinstance(name, str) else None
-    models = tree.get("models")
-    if models is not None:
-        checkpoint.details["models"] = as_names(models, file.path)
-    for one in checkpoint.parameters.values() if tree.get("masters") is True else ():
-        weight = one.slots.get(
-            WEIGHT
-        )  # one without a master is one: only what is not exact in the model is there twice
-        if one.group is not None and weight is not None:
-            one.slots.setdefault(MASTER, replace(weight, name=MASTER))
-    as_masters(checkpoint, as_mapping(tree.get("dtypes", {}), file.path), file.path)
+    with about(file.path):
+        tree = as_mapping(node)
+        if tree.get("version") not in (VERSION, WITH_ITEMS):
+            raise DamagedFileError(
+                "unknown version", expected=f"version {VERSION}", found=brief(tree.get("version"), 40)
+            )
+        for key in ("metadata", "optimizer_metadata"):
+            found = {str(name): carried(file, value) for name, value in as_mapping(tree.get(key, {})).items()}
+            setattr(checkpoint, key, found)
+        checkpoint.details["origin"] = dict(as_mapping(tree.get("origin", {})))
+        step, scale = tree.get("step"), tree.get("loss_scale")
+        checkpoint.step = step if type(step) is int else checkpoint.step
+        checkpoint.loss_scale = as_float(scale)
+        _mark(checkpoint, tree)
+        optimizers = tree.get("optimizers")
+        if optimizers is not None:
+            if not isinstance(optimizers, list) or len(optimizers) != len(checkpoint.param_groups):
+                raise DamagedFileError("does not say which optimizer each param group is of")
+            for group, name in zip(checkpoint.param_groups, optimizers, strict=True):
+                group.optimizer = name if isinstance(name, str) else None
+        models = tree.get("models")
+        if models is not None:
+            checkpoint.details["models"] = as_names(models)
+        for one in checkpoint.parameters.values() if tree.get("masters") is True else ():
+            weight = one.slots.get(
+                WEIGHT
+            )  # one without a master is one: only what is not exact in the model is there twice
+            if one.group is not None and weight is not None:
+                one.slots.setdefault(MASTER, replace(weight, name=MASTER))
+        as_masters(checkpoint, as_mapping(tree.get("dtypes", {})))
 
 
-def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> None:
+def _mark(checkpoint: Checkpoint, tree: Mapping[object, object]) -> None:
     """Say which parameters are buffers, frozen, or other names of one."""
-    buffers = as_names(tree.get("buffers", []), path)
+    buffers = as_names(tree.get("buffers", []))
     known = set(buffers)
     for name in buffers:
         if name in checkpoint.parameters:
             checkpoint.buffers[name] = checkpoint.parameters.pop(name)
         elif name not in checkpoint.buffers:
-            raise DamagedFileError(f"buffer {name} is not there", path=path)
+            raise DamagedFileError(f"buffer {name} is not there")
     for name in [name for name in checkpoint.buffers if name not in known]:
         checkpoint.parameters[name] = checkpoint.buffers.pop(name)
-    for name in as_names(tree.get("frozen", []), path):
-        _parameter(checkpoint, name, path).frozen = True
-    for alias, owner in as_mapping(tree.get("tied", {}), path).items():
-        parameter, other = _parameter(checkpoint, alias, path), _parameter(checkpoint, owner, path)
+    for name in as_names(tree.get("frozen", [])):
+        _parameter(checkpoint, name).frozen = True
+    for alias, owner in as_mapping(tree.get("tied", {})).items():
+        parameter, other = _parameter(checkpoint, alias), _parameter(checkpoint, owner)
         if parameter.shape != other.shape or other.tied_to is not None or set(parameter.slots) - {WEIGHT}:
-            raise DamagedFileError(f"{alias} cannot be {owner} under another name", path=path)
+            raise DamagedFileError(f"{alias} cannot be {owner} under another name")
         copy, own = parameter.slots.get(WEIGHT), other.slots.get(WEIGHT)
         if copy is not None and own is not None and copy.spans != own.spans:
             checkpoint.duplicates.append(Duplicate("tied", parameter.name, other.name, copy, own))
         parameter.tied_to, parameter.slots = other.name, {}
 
 
-def _parameter(checkpoint: Checkpoint, name: object, path: str) -> Parameter:
+def _parameter(checkpoint: Checkpoint, name: object) -> Parameter:
     if name not in checkpoint.parameters:
-        raise DamagedFileError(f"parameter {name} is not there", path=path)
+        raise DamagedFileError(f"parameter {name} is not there")
     return checkpoint.parameters[str(name)]
 
 

@@ -12,10 +12,10 @@ the names of each param group, where the keys are flat and do not tell.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, about
 from zckpt.evidence import Evidence
 from zckpt.formats.dcp.optimizer import Optimizer
 from zckpt.formats.dcp.tree import Branch, carry
@@ -72,25 +72,26 @@ def prepare(
     Return `names`, if they are not used up. Raises DamagedFileError: the file is malformed, or its param groups are not
     those of the optimizer's parameters; UsageError: too few or too many names.
     """
-    for name, one in described(_about(file).get("absent", {}), file.path).items():
-        if name in checkpoint.parameters or name in checkpoint.buffers:
-            raise DamagedFileError(f"{name} is said to be absent, and is there", path=file.path)
-        checkpoint.parameters[name] = one
-    listed = _about(file).get("groups")
-    if listed is not None:  # of flat keys
-        numbers = {name: number for one in optimizers for number, name in one.state.names.items()}
-        groups = [as_names(group, file.path) for group in listed] if isinstance(listed, list) else []
-        members = [name for group in groups for name in group]
-        if len(optimizers) != 1 or len(members) != len(set(members)) or set(members) != numbers.keys():
-            raise DamagedFileError(
-                "param groups of other parameters", path=file.path, expected="those of the optimizer"
-            )
-        state = optimizers[0].state
-        values = {number: group for group in state.groups for number in group["params"]}
-        state.groups[:] = [
-            {**(values[numbers[its[0]]] if its else {}), "params": [numbers[name] for name in its]} for its in groups
-        ]
-    if names is None or not _about(file).get("unnamed"):
+    with about(file.path):
+        said = as_mapping(as_mapping(file.root).get(KEY))
+        for name, one in described(said.get("absent", {})).items():
+            if name in checkpoint.parameters or name in checkpoint.buffers:
+                raise DamagedFileError(f"{name} is said to be absent, and is there")
+            checkpoint.parameters[name] = one
+        listed = said.get("groups")
+        if listed is not None:  # of flat keys
+            numbers = {name: number for one in optimizers for number, name in one.state.names.items()}
+            groups = [as_names(group) for group in listed] if isinstance(listed, list) else []
+            members = [name for group in groups for name in group]
+            if len(optimizers) != 1 or len(members) != len(set(members)) or set(members) != numbers.keys():
+                raise DamagedFileError("param groups of other parameters", expected="those of the optimizer")
+            state = optimizers[0].state
+            values = {number: group for group in state.groups for number in group["params"]}
+            state.groups[:] = [
+                {**(values[numbers[its[0]]] if its else {}), "params": [numbers[name] for name in its]}
+                for its in groups
+            ]
+    if names is None or not said.get("unnamed"):
         return names
     labels = [one.state.names.get(number, number) for one in optimizers for number in one.state.every_number]
     given = Evidence([labels], dict.fromkeys(names, ())).given(names)
@@ -106,19 +107,18 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
     what is not there.
     """
     checkpoint.files.append(describe(file, "metadata", rules=RULES))
-    for label, one in described(_about(file).get("unnamed", {}), file.path).items():
-        if label in checkpoint.unnamed:
-            checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = one.shape, one.dtype
-    for index, values in as_mapping(_about(file).get("hyperparameters", {}), file.path).items():
-        if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
-            raise DamagedFileError("hyperparameters of a param group that is not there", path=file.path)
-        checkpoint.param_groups[index].hyperparameters.update(with_scalars(as_mapping(values, file.path), file.path))
-    restore(checkpoint, file.root, file)
-    for key in as_names(_about(file).get("items", []), file.path):
-        if key not in root or key in checkpoint.metadata:
-            raise DamagedFileError(f"{key} is said to be an item by itself", path=file.path, found="another state")
-        checkpoint.metadata[key] = carry(root[key], lost)
-
-
-def _about(file: TorchFile) -> Mapping[object, object]:
-    return as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
+    with about(file.path):
+        said = as_mapping(as_mapping(file.root).get(KEY))
+        for label, one in described(said.get("unnamed", {})).items():
+            if label in checkpoint.unnamed:
+                checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = one.shape, one.dtype
+        for index, values in as_mapping(said.get("hyperparameters", {})).items():
+            if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
+                raise DamagedFileError("hyperparameters of a param group that is not there")
+            checkpoint.param_groups[index].hyperparameters.update(with_scalars(as_mapping(values), file.path))
+        restore(checkpoint, file.root, file)
+        keys = as_names(said.get("items", []))
+        strange = next((key for key in keys if key not in root or key in checkpoint.metadata), None)
+        if strange is not None:
+            raise DamagedFileError(f"{strange} is said to be an item by itself", found="another state")
+    checkpoint.metadata |= {key: carry(root[key], lost) for key in keys}

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence.order import GIVEN
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, FORMAT, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
@@ -161,8 +161,7 @@ def own_tree(checkpoint: Checkpoint, units: Sequence[str] | None) -> dict[str, o
     """Return the tree of `zckpt.pt`."""
     names = [list(group.parameters) for group in checkpoint.param_groups]
     units = None if units is None else list(units)
-    about = {"names": names, "units": units, "dtypes": types_of_weights(checkpoint)}
-    return {**remainder(checkpoint), KEY: about}
+    return {**remainder(checkpoint), KEY: {"names": names, "units": units, "dtypes": types_of_weights(checkpoint)}}
 
 
 def give_masters(checkpoint: Checkpoint, file: TorchFile) -> None:
@@ -170,8 +169,9 @@ def give_masters(checkpoint: Checkpoint, file: TorchFile) -> None:
 
     Raises DamagedFileError: the file is malformed.
     """
-    about = as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
-    as_masters(checkpoint, as_mapping(about.get("dtypes", {}), file.path), file.path)
+    with about(file.path):
+        said = as_mapping(as_mapping(file.root).get(KEY))
+        as_masters(checkpoint, as_mapping(said.get("dtypes", {})))
 
 
 def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | None:
@@ -179,14 +179,15 @@ def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | No
 
     `parameters`: the model's tensors, in its order. Raises DamagedFileError: it is no such file, or malformed.
     """
-    tree = as_mapping(file.root, file.path)
-    about = as_mapping(tree.get(KEY), file.path)
-    groups = about.get("names")
-    if not isinstance(groups, list):
-        raise DamagedFileError("unexpected content", path=file.path, expected="lists of names", found=KEY)
-    names = [name for group in groups for name in as_names(group, file.path)]
-    if about.get("units") is None or not names:
-        return names or None
-    others = {*as_names(tree.get("buffers", []), file.path), *as_mapping(tree.get("tied", {}), file.path)}
-    owners = [name for name in parameters if name not in others]
-    return [name for unit in members_of(as_names(about["units"], file.path), owners) for name in unit]
+    with about(file.path):
+        tree = as_mapping(file.root)
+        said = as_mapping(tree.get(KEY))
+        groups = said.get("names")
+        if not isinstance(groups, list):
+            raise DamagedFileError("unexpected content", expected="lists of names", found=KEY)
+        names = [name for group in groups for name in as_names(group)]
+        if said.get("units") is None or not names:
+            return names or None
+        others = {*as_names(tree.get("buffers", [])), *as_mapping(tree.get("tied", {}))}
+        owners = [name for name in parameters if name not in others]
+        return [name for unit in members_of(as_names(said["units"]), owners) for name in unit]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, about
 from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.remainder import described, descriptions, remainder, remainder_rules, restore
 from zckpt.formats.suffixes import OWN_NAME
@@ -86,20 +86,22 @@ def read_own(directory: Path) -> Own:
         return Own()
     file = read_torchfile(path)
 
-    def has(key: str) -> dict[object, object]:
-        return as_mapping(node.get(key, {}), file.path)
+    with about(file.path):
 
-    node = as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
-    names, listed = has("names"), node.get("groups", [])
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in names.values()):
-        raise DamagedFileError("unexpected content", path=file.path, expected="names, and param groups as lists")
-    return Own(
-        file,
-        {str(key): str(name) for key, name in names.items()},
-        [as_names(its, file.path) for its in listed],
-        {str(key): n for key, n in has("ranks").items() if isinstance(n, int)},
-        described(has("absent"), file.path),
-    )
+        def has(key: str) -> dict[object, object]:
+            return as_mapping(node.get(key, {}))
+
+        node = as_mapping(as_mapping(file.root).get(KEY))
+        names, listed = has("names"), node.get("groups", [])
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in names.values()):
+            raise DamagedFileError("unexpected content", expected="names, and param groups as lists")
+        return Own(
+            file,
+            {str(key): str(name) for key, name in names.items()},
+            [as_names(its) for its in listed],
+            {str(key): n for key, n in has("ranks").items() if isinstance(n, int)},
+            described(has("absent")),
+        )
 
 
 def restore_own(checkpoint: Checkpoint, own: Own) -> None:

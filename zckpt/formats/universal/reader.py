@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, about, listed
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.auto_ep import common, router_names, with_layers
@@ -96,14 +96,15 @@ def read(directory: Path) -> Checkpoint:
         raise ShardError("no optimizer_state.pt", path=path, expected="the file with the param groups",
                          code=MISSING_FILE)  # fmt: skip
     reading = _Reading(directory, read_torchfile(path))
-    reading.describe()
-    reading.place_groups()
-    reading.place_untrained()
-    reading.place_trained()
-    reading.note_copies()
-    reading.give_state()
-    reading.carry()
-    reading.warn()
+    with about(path):
+        reading.describe()
+        reading.place_groups()
+        reading.place_untrained()
+        reading.place_trained()
+        reading.note_copies()
+        reading.give_state()
+        reading.carry()
+        reading.warn()
     return reading.checkpoint
 
 
@@ -208,7 +209,7 @@ class _Reading:
         names = [optimizer_order(list(group), self.first, self.checkpoint.world_size) for group in shapes]
         recorded = self.rest.get("groups")
         if recorded is not None:  # by zckpt: the same in another order
-            known = [as_names(one, path) for one in recorded] if isinstance(recorded, list) else []
+            known = [as_names(one) for one in recorded] if isinstance(recorded, list) else []
             if [sorted(one) for one in known] != [sorted(one) for one in names]:
                 raise DamagedFileError("groups and param_shapes disagree", expected="the same names in each")
             names = known
@@ -278,22 +279,22 @@ class _Reading:
         checkpoint, rest, file = self.checkpoint, self.rest, self.file
         held: list[Held] = []
         sets: dict[frozenset[str], frozenset[str]] = {}  # of thousands of parameters a few
-        made, extra = (as_mapping(rest.get(key, {}), file.path) for key in ("made", "values"))
-        without_master = set(as_names(rest.get("without_master", []), file.path))
+        made, extra = (as_mapping(rest.get(key, {})) for key in ("made", "values"))
+        without_master = set(as_names(rest.get("without_master", [])))
         for index, name in ((i, name) for i, group in enumerate(checkpoint.param_groups) for name in group.parameters):
             if not _is_folder(name):
-                raise DamagedFileError("a parameter's name leads elsewhere", path=file.path, found=repr(name[:80]))
+                raise DamagedFileError("a parameter's name leads elsewhere", found=repr(name[:80]))
             stored = self._stored(name)
             parameter = checkpoint.parameters[name] = self._trained(name, stored)
             parameter.group = index
-            more = as_mapping(extra.get(name, {}), file.path)
+            more = as_mapping(extra.get(name, {}))
             own = stored.values | {str(key): carried(file, value) for key, value in more.items()}
             if numel := parameter.numel:
                 each = {key for key, one in stored.tensors.items() if 1 < one.tensor.numel == numel}
                 keys = frozenset([*stored.tensors, *own])
                 needed = keys & {*each, STEP_STEM}
                 held.append((index, name, sets.setdefault(keys, keys), sets.setdefault(needed, needed)))
-            filled = [*as_names(made.get(name, []), file.path), *((MASTER,) if name in without_master else ())]
+            filled = [*as_names(made.get(name, [])), *((MASTER,) if name in without_master else ())]
             stems = {f"{MASTER_STEM if key == MASTER else key}{SUFFIX}" for key in filled}
             for one in stored.files:
                 one.rules = (*_FILLED, *one.rules) if Path(one.path).name in stems else one.rules
@@ -423,11 +424,11 @@ class _Reading:
         """Keep what the files hold besides parameters and groups, except what was only filled in for DeepSpeed."""
         checkpoint, rest, file, model = self.checkpoint, self.rest, self.file, self.first
         if rest:
-            frozen = set(as_names(rest.get("frozen", []), file.path))
+            frozen = set(as_names(rest.get("frozen", [])))
             for parameter in checkpoint.parameters.values():
                 parameter.frozen = parameter.name in frozen
             restore(checkpoint, rest, file)
-        filled_in = set(as_names(rest.get("filled_in", []), file.path))
+        filled_in = set(as_names(rest.get("filled_in", [])))
         rules = tuple(Rule((key, "**"), IMPLIED, "filled in for DeepSpeed's loaders") for key in sorted(filled_in))
         full = with_layers(model)
         for one in checkpoint.files:
