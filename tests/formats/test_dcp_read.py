@@ -826,6 +826,20 @@ def test_metadata_that_is_none_is_refused(content, small):
         adapter.read(small)
 
 
+def test_names_of_one_optimizer_stay_certain_beside_numbers_of_another(tmp_path):
+    """In whatever order the first has them; names that are given are those of the second."""
+    model = {name: torch.ones(size) for name, size in (("a", 2), ("b", 3), ("c", 4), ("d", 4))}
+    first = {"state": {n: {"m": model[n] * 2} for n in "ab"}, "param_groups": [{"lr": 1.0, "params": ["b", "a"]}]}
+    second = {"state": {0: {"m": model["d"] * 3}}, "param_groups": [{"lr": 2.0, "params": [0]}]}
+    path = saved(tmp_path / "ckpt", {"model": model, "one": first, "two": second})
+    checkpoint = adapter.read(path)
+    assert [group.parameters for group in checkpoint.param_groups] == [["b", "a"], ["2"]]
+    assert all("m" in checkpoint.parameters[name].slots for name in "ab")
+    given = adapter.read(path, names=["d"])
+    assert [group.parameters for group in given.param_groups] == [["b", "a"], ["d"]]
+    assert "m" in given.parameters["d"].slots
+
+
 def test_object_that_contains_itself(small, tmp_path):
     loop: list[Any] = [1]
     loop.append({"again": loop, "too": (loop,)})

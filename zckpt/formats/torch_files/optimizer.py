@@ -370,27 +370,30 @@ def _names(
     numbers = optimizer.every_number
     shapes = {number: optimizer.shape(number) for number in numbers}
     said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
+    known = _by_name(said, optimizer)
     if len(optimizer.names) == len(numbers):
-        own = list(optimizer.names.values())
-        if names is not None and said.known(names) != said.known(own):
+        if names is not None and said.known(names) != said.known(list(optimizer.names.values())):
             raise UsageError("the file has names of its optimizer's parameters", advice="leave --names out")
-        return _by_name(said, optimizer)
+        return known
+    taken = set(known.values())  # of several optimizers some may have names
+    free = {name: shape for name, shape in said.candidates.items() if name not in taken}
+    groups = [[number for number in group if number not in optimizer.names] for group in optimizer.numbers]
+    said = replace(said, groups=groups, candidates=free)
     if names is not None:
-        return said.given(names)
+        return known | said.given(names)
     if recorded := said.recorded(optimizer.recorded_names):
-        return recorded
+        return known | recorded
     checkpoint.is_numbered = True
-    own_name = dict(zip(optimizer.names, said.known(list(optimizer.names.values())), strict=True))
 
     def is_of(number: int, name: str) -> bool:
-        return name.startswith(optimizer.scopes.get(number, "")) and own_name.get(number, name) == name
+        return name.startswith(optimizer.scopes.get(number, ""))
 
     @cache
     def rounds(number: int, name: str) -> bool:
         master = optimizer.masters.get(number)
         return master is None or sample is None or sample(master, name)
 
-    return replace(said, factored=False, rules=(is_of, rounds)).certain(orders)
+    return known | replace(said, factored=False, rules=(is_of, rounds)).certain(orders)
 
 
 def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
