@@ -19,7 +19,7 @@ from tests.executors.dying import MARK
 
 
 @pytest.fixture(scope="session")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory) -> Path:
     """A torch file of 4 MB in 64 tensors."""
     path = tmp_path_factory.mktemp("source") / "model.pt"
     generator = torch.Generator().manual_seed(0)

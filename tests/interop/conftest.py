@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from tests.deepspeed_engine import Spec, train
 
 
 @pytest.fixture(scope="session")
-def made(shared: Callable[[str, Callable[[Path], Any]], Any]) -> Callable[[Spec], Path]:
+def made(shared) -> Callable[[Spec], Path]:
     """Give the folder of a trained checkpoint, which is made when it is first asked for, by whatever name."""
 
     def get(wanted: Spec) -> Path:

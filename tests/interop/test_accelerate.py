@@ -86,7 +86,7 @@ def prepared(tmp_path: Path) -> Accelerator:
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_one_model_with_groups_of_its_own(safe: bool, tmp_path: Path) -> None:
+def test_one_model_with_groups_of_its_own(safe, tmp_path):
     accelerator = prepared(tmp_path)
     model = Odd()
     matrices = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
@@ -130,7 +130,7 @@ def two_models(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tmp_path / "state", truth
 
 
-def test_several_models_and_optimizers_are_paired_in_their_order(tmp_path: Path) -> None:
+def test_several_models_and_optimizers_are_paired_in_their_order(tmp_path):
     state, truth = two_models(tmp_path)
     found = assert_is(state, truth)
     assert found.optimizers() == ["optimizer", "optimizer_1"]
@@ -140,7 +140,7 @@ def test_several_models_and_optimizers_are_paired_in_their_order(tmp_path: Path)
     refused(5, "convert", state, tmp_path / "t", "--to", "transformers-trainer", words=("several models", "--to zckpt"))
 
 
-def test_optimizer_that_is_not_of_the_model_of_its_number_is_refused(tmp_path: Path) -> None:
+def test_optimizer_that_is_not_of_the_model_of_its_number_is_refused(tmp_path):
     state, _ = two_models(tmp_path)
     shutil.move(state / "optimizer.bin", state / "o")
     shutil.move(state / "optimizer_1.bin", state / "optimizer.bin")
@@ -152,7 +152,7 @@ def test_optimizer_that_is_not_of_the_model_of_its_number_is_refused(tmp_path: P
     assert not zckpt.open(state, names=given).unnamed
 
 
-def test_full_state_dicts_of_fsdp_go_by_names_and_the_copy_is_not_read_twice(tmp_path: Path) -> None:
+def test_full_state_dicts_of_fsdp_go_by_names_and_the_copy_is_not_read_twice(tmp_path):
     torch.manual_seed(0)
     model = Odd()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -177,7 +177,7 @@ def test_full_state_dicts_of_fsdp_go_by_names_and_the_copy_is_not_read_twice(tmp
     assert any("equal bit for bit" in one for one in zckpt.open(state).warnings)
 
 
-def test_random_states_of_accelerate_become_the_trainers(tmp_path: Path) -> None:
+def test_random_states_of_accelerate_become_the_trainers(tmp_path):
     accelerator = prepared(tmp_path)
     model = nn.Sequential(nn.Linear(3, 4))
     optimizer = torch.optim.AdamW(model.parameters())

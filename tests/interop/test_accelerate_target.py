@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ FORMS: list[dict[str, Any]] = [{}, {"fsdp": "sharded", "world_size": 2}, {"fsdp"
 
 
 @pytest.mark.parametrize(("name", "form"), each(["s2_bf16_dp2_client", "s3_bf16_dp3"], FORMS), ids=str)
-def test_a_checkpoint_comes_back_as_it_was(name: str, form: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_comes_back_as_it_was(name, form, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "state", to="accelerate", verify=True, **form)
     found, expected = zckpt.open(tmp_path / "state"), zckpt.open(FIXTURES / name)
     found.metadata.pop("scheduler")
@@ -38,7 +37,7 @@ def test_a_checkpoint_comes_back_as_it_was(name: str, form: dict[str, Any], tmp_
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_several_models_stay_apart_and_keep_their_names(form: dict[str, Any], tmp_path: Path) -> None:
+def test_several_models_stay_apart_and_keep_their_names(form, tmp_path):
     state, truth = two_models(tmp_path)
     zckpt.convert(state, tmp_path / "again", to="accelerate", verify=True, **form)
     found = assert_is(tmp_path / "again", truth)
@@ -52,7 +51,7 @@ def test_several_models_stay_apart_and_keep_their_names(form: dict[str, Any], tm
             nn.Sequential(nn.Linear(7, 16), nn.ReLU(), nn.Linear(16, 5)),
             nn.Sequential(nn.Linear(5, 11), nn.Linear(11, 1)),
         ]
-        made: list[torch.optim.Optimizer] = [
+        made = [
             torch.optim.AdamW(models[0].parameters()), torch.optim.SGD(models[1].parameters(), lr=1.0)
         ]  # fmt: skip
         for model, optimizer in zip(models, made, strict=True):
@@ -64,13 +63,13 @@ def test_several_models_stay_apart_and_keep_their_names(form: dict[str, Any], tm
         assert all(torch.equal(held[key], truth[key]) for key in truth)
 
 
-def test_models_of_another_program_are_paired_with_their_optimizers(tmp_path: Path) -> None:
+def test_models_of_another_program_are_paired_with_their_optimizers(tmp_path):
     models = {"generator": nn.Linear(3, 5), "discriminator": nn.Linear(5, 2)}
     made = {name: torch.optim.Adam(model.parameters()) for name, model in models.items()}
     for name, model in models.items():
         model(torch.rand(2, model.in_features)).sum().backward()
         made[name].step()
-    saved: dict[str, Any] = {name: model.state_dict() for name, model in models.items()}
+    saved = {name: model.state_dict() for name, model in models.items()}
     saved |= {f"optimizer_{name[0]}": made[name].state_dict() for name in ("discriminator", "generator")}
     torch.save(saved, tmp_path / "gan.pt")
     for form in FORMS:
@@ -87,7 +86,7 @@ def test_models_of_another_program_are_paired_with_their_optimizers(tmp_path: Pa
             words=("one optimizer for each model",))  # fmt: skip
 
 
-def test_ties_buffers_and_all_that_accelerate_keeps_go_along(tmp_path: Path) -> None:
+def test_ties_buffers_and_all_that_accelerate_keeps_go_along(tmp_path):
     accelerator = prepared(tmp_path)
     model = Odd()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -127,7 +126,7 @@ class Counter:
         self.count = state["count"]
 
 
-def test_folders_hold_the_keys_that_torch_looks_for(tmp_path: Path) -> None:
+def test_folders_hold_the_keys_that_torch_looks_for(tmp_path):
     zckpt.convert(FIXTURES / "ds0145_s2_bf16_dp2_elastic_fused", tmp_path / "none", to="accelerate", fsdp="sharded")
     zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "state", to="accelerate", fsdp="sharded")
     metadata = FileSystemReader(tmp_path / "state" / "optimizer_0").read_metadata()
@@ -139,7 +138,7 @@ def test_folders_hold_the_keys_that_torch_looks_for(tmp_path: Path) -> None:
     assert {(type(step), step.dtype) for step in found} == {(torch.Tensor, torch.float32)}
 
 
-def test_random_states_of_the_trainer_become_accelerates(tmp_path: Path) -> None:
+def test_random_states_of_the_trainer_become_accelerates(tmp_path):
     accelerator = prepared(tmp_path)
     model = nn.Sequential(nn.Linear(3, 4))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -154,7 +153,7 @@ def test_random_states_of_the_trainer_become_accelerates(tmp_path: Path) -> None
     assert (random.random(), float(torch.rand(()))) == expected
 
 
-def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
     refused(2, "convert", source, tmp_path / "t", "--to", "accelerate", "--world-size", 2, words=("--fsdp sharded",))
     unnamed = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"

@@ -85,19 +85,19 @@ def read_back(model: torch.nn.Module, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", some(USUAL[::2], USUAL[1::2]))
-def test_numbers_of_the_trainer_become_names_again_and_never_wrong_ones(kind: str) -> None:
+def test_numbers_of_the_trainer_become_names_again_and_never_wrong_ones(kind):
     for model in models(kind):
         read_back(model, kind)
 
 
 @pytest.mark.parametrize("kind", USUAL)
-def test_order_of_usual_models(kind: str) -> None:
+def test_order_of_usual_models(kind):
     hold(kind)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", sorted(set(architectures()) - set(USUAL)))
-def test_order_of_all_models(kind: str) -> None:
+def test_order_of_all_models(kind):
     if kind not in CONFIG_MAPPING:
         pytest.skip("not in this version")
     hold(kind)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,9 +49,7 @@ FLAT = mixtral("autoep2_s0_flat_dp2", 2, 2, dtype="bf16", stage=0, optimizer="fu
     some([(TWO, 2, 1)], [(TWO, 2, 2), (TWO, 4, 4), (FOUR, 2, 2), (FOUR, 2, 1), (FOUR, 4, 4)]),
     ids=lambda one: getattr(one, "name", str(one)),
 )
-def test_deepspeed_resumes_experts_over_other_ranks(
-    spec: Spec, world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_experts_over_other_ranks(spec, world_size, degree, made, tmp_path):
     folder = made(spec)
     zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True)
     verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree)), folder)
@@ -61,7 +57,7 @@ def test_deepspeed_resumes_experts_over_other_ranks(
 
 
 @pytest.mark.nightly
-def test_engines_load_in_place_what_spreads_experts_as_they_do(made: Callable[[Spec], Path]) -> None:
+def test_engines_load_in_place_what_spreads_experts_as_they_do(made):
     """DeepSpeed by itself loads the moments of other experts without a word where the degree alone is another."""
     folder = made(TWO)
     verdict = resume(folder, TWO, folder, in_place=True)
@@ -72,7 +68,7 @@ def test_engines_load_in_place_what_spreads_experts_as_they_do(made: Callable[[S
             resume(folder, TWO.at(world_size, config=spread(degree)), folder, in_place=True)
 
 
-def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_experts_are_one_tensor(made, tmp_path):
     folder = made(TWO)
     assert_consolidated(folder, Truth(folder), tmp_path)
     assert zckpt.verify(folder, deep=True).sound
@@ -87,9 +83,7 @@ def test_experts_are_one_tensor(made: Callable[[Spec], Path], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("world_size", "degree"), some([(2, 2)], [(4, 2)]), ids=str)
-def test_experts_under_zero3_are_read(
-    world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_experts_under_zero3_are_read(world_size, degree, made, tmp_path):
     """Each rank shares its experts with fewer ranks than all else; routers have a second name that no file lists."""
     folder = made(mixtral(f"autoep{degree}_s3_fp32_dp{world_size}", world_size, degree, stage=3))
     checkpoint, truth = zckpt.open(folder), Truth(folder)
@@ -115,9 +109,7 @@ def test_experts_under_zero3_are_read(
     ],
     ids=lambda one: getattr(one, "name", str(one)),
 )
-def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(
-    spec: Spec, world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(spec, world_size, degree, made, tmp_path):
     """DeepSpeed loads only what lists its sub-groups and the ranks that share each just as it has them itself."""
     folder = made(spec)
     zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True)
@@ -127,9 +119,7 @@ def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(
 
 
 @pytest.mark.parametrize("spec", some([NONE], [FLOATS, FLAT]), ids=lambda one: one.name)
-def test_experts_without_zero_are_resumed_on_other_ranks(
-    spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_experts_without_zero_are_resumed_on_other_ranks(spec, made, tmp_path):
     """Each expert rank has an optimizer file of its own; DeepSpeed puts routers and experts after all else in it."""
     folder = made(spec)
     checkpoint, truth = zckpt.open(folder), Truth(folder)
@@ -155,9 +145,7 @@ def test_experts_without_zero_are_resumed_on_other_ranks(
         ("layer_1_expert_3_*", "weights of all experts of model.layers.1.mlp.experts.w1"),
     ],
 )
-def test_a_lost_file_of_experts_without_zero_is_named(
-    lost: str, message: str, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_a_lost_file_of_experts_without_zero_is_named(lost, message, made, tmp_path):
     run = shutil.copytree(made(NONE), tmp_path / "run")
     for path in run.glob(f"*/{lost}"):
         path.unlink()
@@ -176,12 +164,12 @@ def test_a_lost_file_of_experts_without_zero_is_named(
     ids=lambda one: getattr(one, "name", str(one)),
 )
 def test_deepspeed_resumes_experts_from_another_format(
-    spec: Spec, stage: int, world_size: int, degree: int | None,
-    made: Callable[[Spec], Path], tmp_path: Path,
-) -> None:  # fmt: skip
+    spec, stage, world_size, degree,
+    made, tmp_path,
+):  # fmt: skip
     folder = made(spec)
     zckpt.convert(folder, tmp_path / "dcp", to="dcp")
-    cut: dict[str, Any] = {"stage": stage, "world_size": world_size, "expert_parallel_size": degree}
+    cut = {"stage": stage, "world_size": world_size, "expert_parallel_size": degree}
     zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", verify=True, **cut)
     assert zckpt.verify(tmp_path / "back", deep=True).sound
     assert zckpt.open(tmp_path / "back").topology.ep == (degree or 2)
@@ -200,12 +188,10 @@ def test_deepspeed_resumes_experts_from_another_format(
     ],
     ids=lambda one: getattr(one, "name", str(one)),
 )  # fmt: skip
-def test_deepspeed_resumes_experts_from_another_stage(
-    spec: Spec, stage: int, world_size: int, degree: int | None, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_experts_from_another_stage(spec, stage, world_size, degree, made, tmp_path):
     """Files by themselves under ZeRO-1 and 2 become sub-groups under ZeRO-3, and the other way round."""
     folder = made(spec)
-    options: dict[str, Any] = {"stage": stage, "expert_parallel_size": degree}
+    options = {"stage": stage, "expert_parallel_size": degree}
     zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, verify=True, **options)
     assert zckpt.diff(folder, tmp_path / "cut").equal
     assert zckpt.verify(tmp_path / "cut", deep=True).sound
@@ -215,9 +201,7 @@ def test_deepspeed_resumes_experts_from_another_stage(
 
 @pytest.mark.parametrize("spec", some([TWO], [FOUR, CUT, SHARDS]),
                          ids=lambda one: one.name)  # fmt: skip
-def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(
-    spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(spec, made, tmp_path):
     """Its folders have all experts, its model file the shapes of one rank's, and a shortened list of layers."""
     folder = made(spec)
     theirs = converted_by_deepspeed(folder / "global_step2", tmp_path / "theirs")
@@ -238,9 +222,7 @@ def test_deepspeeds_own_universal_checkpoint_of_experts_is_read(
     ],
     ids=lambda one: getattr(one, "name", str(one)),
 )
-def test_deepspeed_loads_experts_from_a_universal_checkpoint(
-    spec: Spec, stage: int, world_size: int, degree: int, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_loads_experts_from_a_universal_checkpoint(spec, stage, world_size, degree, made, tmp_path):
     folder = made(spec)
     written = zckpt.convert(folder, tmp_path / "step_u", to="universal", verify=True)
     assert not any("AutoEP" in note for note in written.notes)
@@ -250,13 +232,13 @@ def test_deepspeed_loads_experts_from_a_universal_checkpoint(
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 
-def test_experts_that_are_listed_under_other_names_are_refused(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_experts_that_are_listed_under_other_names_are_refused(made, tmp_path):
     zckpt.convert(made(CUT), tmp_path / "dcp", to="dcp", add_prefix="net.")
     with pytest.raises(zckpt.UnsupportedError, match="not what DeepSpeed lists of their layers"):
         zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
 
 
-def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_layers_are_listed_as_deepspeed_lists_them(made, tmp_path):
     folder = made(TWO)
     zckpt.reshard(folder, tmp_path / "same", world_size=2)
     (old, new) = (
@@ -271,7 +253,7 @@ def test_layers_are_listed_as_deepspeed_lists_them(made: Callable[[Spec], Path],
     assert [one["experts"] for one in layer["expert_placement"]["ranks"]] == [[0], [1], [2], [3]]
 
 
-def test_experts_of_a_rank_go_into_a_group_together() -> None:
+def test_experts_of_a_rank_go_into_a_group_together():
     third = EXPERT_GROUP_NUMEL // 3
     assert expert_groups([third] * 4) == [[0, 1, 2], [3]]
     assert expert_groups([2 * third] * 2) == [[0], [1]]

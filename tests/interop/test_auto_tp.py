@@ -30,7 +30,7 @@ CODEGEN = Spec("codegen", model="codegen", stage=1, **SLICED)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory) -> Path:
     return train(LLAMA, tmp_path_factory.mktemp("auto_tp"))
 
 
@@ -40,7 +40,7 @@ def goes_on(run: Path, source: Path, spec: Spec, ranks: int, degree: int, *, uni
     verdict.assert_goes_on(2e-5)
 
 
-def test_a_model_sliced_by_heads_is_read_and_resharded(llama: Path, tmp_path: Path) -> None:
+def test_a_model_sliced_by_heads_is_read_and_resharded(llama, tmp_path):
     assert_consolidated(llama, Truth(llama), tmp_path)
     for ranks, degree in ((2, 2), (1, 1)):
         target = tmp_path / f"{ranks}x{degree}"
@@ -49,7 +49,7 @@ def test_a_model_sliced_by_heads_is_read_and_resharded(llama: Path, tmp_path: Pa
         goes_on(target, llama, LLAMA, ranks, degree)
 
 
-def test_it_is_universal(llama: Path, tmp_path: Path) -> None:
+def test_it_is_universal(llama, tmp_path):
     (tmp_path / "run").mkdir()
     zckpt.convert(llama, tmp_path / "run" / "universal", to="universal")
     (tmp_path / "run" / "latest_universal").write_text("universal")
@@ -58,7 +58,7 @@ def test_it_is_universal(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_blocks_in_an_order_of_their_own(tmp_path: Path) -> None:
+def test_blocks_in_an_order_of_their_own(tmp_path):
     made = train(CODEGEN, tmp_path)
     assert_consolidated(made, Truth(made), tmp_path)
     zckpt.reshard(made, tmp_path / "target", world_size=1, tensor_parallel_size=1)
@@ -83,7 +83,7 @@ def _maps() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", list(_maps()))
-def test_a_map_is_read_and_written_as_deepspeed_does(kind: str, tmp_path: Path) -> None:
+def test_a_map_is_read_and_written_as_deepspeed_does(kind, tmp_path):
     from deepspeed.checkpoint.affine import ParamAffineMap
 
     made = _maps()[kind]
@@ -106,7 +106,7 @@ def test_a_map_is_read_and_written_as_deepspeed_does(kind: str, tmp_path: Path) 
         assert torch.equal(again.extract(whole, rank), one)
 
 
-def _state(rank: int, value: torch.Tensor, directory: Path) -> Rank:
+def _state(rank, value: torch.Tensor, directory: Path) -> Rank:
     file = directory / str(rank)
     file.write_bytes(value.numpy().tobytes())
     span = Span(Extent.whole(tuple(value.shape)), str(file), 0, "float32")

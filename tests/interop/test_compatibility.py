@@ -51,7 +51,7 @@ def environment(version: str) -> Path | str | None:
 
 
 @pytest.mark.parametrize(("version", "kind"), cells())
-def test_cell_is_as_the_table_has_it(version: str, kind: str) -> None:
+def test_cell_is_as_the_table_has_it(version, kind):
     known = script()
     place = environment(version)
     if isinstance(place, str):

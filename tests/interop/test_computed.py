@@ -36,7 +36,7 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def test_a_mean_is_loaded_by_transformers(tmp_path: Path) -> None:
+def test_a_mean_is_loaded_by_transformers(tmp_path):
     models = [gpt2(tmp_path / str(seed), seed) for seed in range(3)]
     zckpt.average([tmp_path / str(seed) for seed in range(3)], tmp_path / "mean")
     found = loaded(tmp_path / "mean")
@@ -44,7 +44,7 @@ def test_a_mean_is_loaded_by_transformers(tmp_path: Path) -> None:
         assert torch.equal(found[name], (models[0][name] + models[1][name] + models[2][name]) / 3), name
 
 
-def test_a_merged_model_is_loaded_by_transformers(tmp_path: Path) -> None:
+def test_a_merged_model_is_loaded_by_transformers(tmp_path):
     base = gpt2(tmp_path / "base", 0)
     factors = {
         f"base_model.model.transformer.h.{layer}.{module}.lora_{factor}.weight": torch.randn(shape)

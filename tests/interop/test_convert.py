@@ -5,7 +5,6 @@ Bits are compared as in `test_reshard`, from the live engine; losses within the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +50,7 @@ def assert_resumes(run_directory: Path, wanted: Spec, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "world_size", "stage"), CASES, ids=lambda value: getattr(value, "name", str(value)))
-def test_deepspeed_resumes_what_went_around_the_ring(
-    source: Spec, world_size: int, stage: int, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_what_went_around_the_ring(source, world_size, stage, made, tmp_path):
     at = folder = made(source)
     for to, options in RING:
         zckpt.convert(at, tmp_path / to, to=to, verify=True, **options)
@@ -63,9 +60,7 @@ def test_deepspeed_resumes_what_went_around_the_ring(
 
 
 @pytest.mark.parametrize(("dtype", "stage"), each(["fp32", "bf16"], [1, 2, 3]))
-def test_a_run_without_zero_goes_on_with_it(
-    stage: int, dtype: str, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_a_run_without_zero_goes_on_with_it(stage, dtype, made, tmp_path):
     source = spec(f"s0_{dtype}", stage=0, dtype=dtype, world_size=2)
     folder = made(source)
     names = list(Truth(folder).numbers.values())
@@ -73,7 +68,7 @@ def test_a_run_without_zero_goes_on_with_it(
     assert_resumes(tmp_path / "run", source.at(3, stage=stage), folder)
 
 
-def loss_scaler(rank: int, world_size: int, wanted: Spec, run: Path) -> dict[str, Any]:
+def loss_scaler(rank, world_size, wanted: Spec, run: Path) -> dict[str, Any]:
     """What DeepSpeed's loss scaler is after loading."""
     from tests.deepspeed_engine.training import build_engine
 
@@ -83,7 +78,7 @@ def loss_scaler(rank: int, world_size: int, wanted: Spec, run: Path) -> dict[str
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_loss_scale_of_a_run_without_zero_goes_on(stage: int, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_loss_scale_of_a_run_without_zero_goes_on(stage, made, tmp_path):
     """Without ZeRO, DeepSpeed 0.19 divides gradients by a scale that the loss never had: losses are another matter."""
     source = spec("s0_fp16", stage=0, dtype="fp16", world_size=2)
     folder = made(source)

@@ -138,7 +138,7 @@ def assert_equal(found: Any, expected: Any, label: str = "") -> None:
 # --- what runs on ranks ---------------------------------------------------------------------------------------------
 
 
-def load_and_go_on(rank: int, world_size: int, directory: Path, fsdp: bool) -> tuple[list[float], dict[str, Any]]:
+def load_and_go_on(rank, world_size, directory: Path, fsdp: bool) -> tuple[list[float], dict[str, Any]]:
     """Load into a model and an optimizer that differ in everything, train on; return losses and what was loaded."""
     torch.manual_seed(2)
     model = Net()
@@ -149,7 +149,7 @@ def load_and_go_on(rank: int, world_size: int, directory: Path, fsdp: bool) -> t
     return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), state
 
 
-def save_sharded(rank: int, world_size: int, directory: Path) -> None:
+def save_sharded(rank, world_size, directory: Path) -> None:
     """Save as FSDP2 does, a model that is cut as zckpt cuts it."""
     import torch.distributed.checkpoint as dcp
 
@@ -159,7 +159,7 @@ def save_sharded(rank: int, world_size: int, directory: Path) -> None:
     dcp.save(by_name(model, torch.optim.AdamW(groups_of(model), lr=0.01)), checkpoint_id=directory)
 
 
-def go_on_from_deepspeed(rank: int, world_size: int, spec: Spec, directory: Path) -> tuple[list[float], Any]:
+def go_on_from_deepspeed(rank, world_size, spec: Spec, directory: Path) -> tuple[list[float], Any]:
     """Load a DeepSpeed training into FSDP2, and train on with the data that DeepSpeed would have seen."""
     model = models.build_model(spec, seed=7)
     shard(model, *model.big)

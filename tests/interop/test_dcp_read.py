@@ -74,7 +74,7 @@ def whole(value: Any) -> Any:
     return gather() if gather is not None else value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def save(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
+def save(rank, world_size, wrap: str, folder: Path) -> Any:
     """Train and save in several ways; rank 0 returns what it has live."""
     import torch.distributed.checkpoint as real
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -112,7 +112,7 @@ def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
 
 
 @pytest.mark.parametrize(("wrap", "world_size"), WRAPS, ids=str)
-def test_what_ranks_save_is_read_as_they_have_it(wrap: str, world_size: int, tmp_path: Path) -> None:
+def test_what_ranks_save_is_read_as_they_have_it(wrap, world_size, tmp_path):
     live = next(one for one in gloo.run(save, world_size, wrap, tmp_path) if one is not None)
     for flat in (False, True):
         checkpoint = opened(read_dcp(tmp_path / f"flat{flat}"))

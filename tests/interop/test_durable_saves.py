@@ -74,7 +74,7 @@ def assert_same_files(found: Path, expected: Path, *, padded: bool = False) -> N
         assert loaded[0] == loaded[1], name
 
 
-def save(rank: int, world_size: int, spec: Spec, directory: Path) -> list[list[str]]:
+def save(rank, world_size, spec: Spec, directory: Path) -> list[list[str]]:
     """Save with DeepSpeed alone, with zckpt, and while training goes on; return what zckpt says that it saved."""
     from tests.deepspeed_engine import training
     from tests.deepspeed_engine.offloaded import without_extension
@@ -121,7 +121,7 @@ def save(rank: int, world_size: int, spec: Spec, directory: Path) -> list[list[s
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.nightly if n >= FEW else []) for n, name in enumerate(EVERY)]
 )
-def test_files_are_those_that_deepspeed_writes(name: str, tmp_path: Path) -> None:
+def test_files_are_those_that_deepspeed_writes(name, tmp_path):
     spec = SPECS[name]
     told = run(save, spec.world_size, spec, tmp_path)
     two, three = ((tmp_path / run / "latest").read_text() for run in ("stock2", "stock3"))
@@ -179,7 +179,7 @@ def first_again(here: Path) -> None:
 
 
 @pytest.mark.parametrize("act", some(["second"], ["first_again"]))
-def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act: str, tmp_path: Path) -> None:
+def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act, tmp_path):
     left = killed("first", act, tmp_path, module=__name__)
     assert len(left) > 15
     found = []
@@ -202,9 +202,7 @@ def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act: str, tmp
     assert found == sorted(found)
 
 
-def save_and_die(
-    rank: int, world_size: int, spec: Spec, directory: Path, victim: int, calls: int, written: str
-) -> None:
+def save_and_die(rank, world_size, spec: Spec, directory: Path, victim: int, calls: int, written: str) -> None:
     from tests.deepspeed_engine import training
 
     engine = training.build_engine(spec)
@@ -222,9 +220,7 @@ def save_and_die(
 @pytest.mark.nightly
 @pytest.mark.parametrize("written", ["deepspeed", "zckpt"])
 @pytest.mark.parametrize(("victim", "calls"), [(0, 3), (1, 3), (0, 9), (1, 7), (0, 14), (0, 18)])
-def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
-    victim: int, calls: int, written: str, tmp_path: Path
-) -> None:
+def test_a_rank_that_is_killed_leaves_the_checkpoint_before(victim, calls, written, tmp_path):
     spec = SPECS["s2_bf16_dp2"]
     with pytest.raises(WorkerError):
         run(save_and_die, 2, spec, tmp_path, victim, calls, written, fresh=True)
@@ -236,7 +232,7 @@ def test_a_rank_that_is_killed_leaves_the_checkpoint_before(
 # --- failures
 
 
-def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+def refuse(rank, world_size, directory: Path) -> dict[str, str]:
     """Save what cannot be; what was said, and whether training goes on."""
     from tests.deepspeed_engine import training
 
@@ -268,7 +264,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     return told
 
 
-def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp_path):
     (tmp_path / "run" / "taken").mkdir(parents=True)
     (tmp_path / "run" / "taken" / "notes.txt").write_text("mine")
     for told in run(refuse, 2, tmp_path):
@@ -286,10 +282,10 @@ def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp
     assert (tmp_path / "run" / "latest").read_text() == "before"
 
 
-def test_pickles_are_sent_however_long_and_tensors_are_not() -> None:
+def test_pickles_are_sent_however_long_and_tensors_are_not():
     kept = capture("x.pt", {"note": "x" * 5000, "tensor": torch.zeros(5000), "step": torch.ones(1)}, None).laid_out()
     pieces = sent(kept, 1000)
-    asked: list[int] = []
+    asked = []
     held = Held(pieces, asked.append)
     found = bytearray(6000)
     held.read_into(0, memoryview(found))
@@ -301,7 +297,7 @@ def test_pickles_are_sent_however_long_and_tensors_are_not() -> None:
     assert sum(one if isinstance(one, int) else len(one) for one in pieces.values()) == kept.nbytes
 
 
-def test_engine_of_one_context_and_not_of_the_other_is_refused() -> None:
+def test_engine_of_one_context_and_not_of_the_other_is_refused():
     """The replaced method of one engine would hide that of all."""
 
     class Engine:

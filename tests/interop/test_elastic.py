@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from tests.truth import Truth
 pytestmark = pytest.mark.interop
 
 
-def test_deepspeed_goes_on_from_the_rigid_form(tmp_path: Path) -> None:
+def test_deepspeed_goes_on_from_the_rigid_form(tmp_path):
     source = FIXTURES / "s2_bf16_dp2_elastic"
     (tmp_path / "groups.json").write_text(json.dumps(Truth(source).facts["param_groups"]))
     given = str(tmp_path / "groups.json")

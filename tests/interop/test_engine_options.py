@@ -34,7 +34,7 @@ HPZ = {"zero_hpz_partition_size": 2}
     ],
     ids=["autocast1", "autocast3", "states_in_bf16", "node_local", "hpz"],
 )
-def test_deepspeed_resumes_it(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_deepspeed_resumes_it(changes, tmp_path):
     spec = Spec("options", groups=2, steps=2, steps_after=2, **changes)
     made = train(spec, tmp_path)
     assert zckpt.verify(made, deep=True).sound
@@ -47,9 +47,7 @@ def test_deepspeed_resumes_it(changes: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "serialization"), [(2, True), (0, False)])
-def test_files_of_the_fast_writer_are_read_and_get_the_names_that_deepspeed_loads(
-    stage: int, serialization: bool, tmp_path: Path
-) -> None:
+def test_files_of_the_fast_writer_are_read_and_get_the_names_that_deepspeed_loads(stage, serialization, tmp_path):
     """`checkpoint.writer` of type `fast` writes `NAME-WRITER.WRITERS`, which DeepSpeed itself does not find again."""
     writer = {"type": "fast", "io_buffer_size": 1 << 20, "data_parallel": "replica"}
     checkpoint = {"checkpoint_serialization": serialization, "writer": writer}
@@ -69,7 +67,7 @@ def test_files_of_the_fast_writer_are_read_and_get_the_names_that_deepspeed_load
         assert resume(cut, spec.at(world_size, config={}), made).ok
 
 
-def _produce_fast(rank: int, world_size: int, spec: Spec, folder: Path) -> None:
+def _produce_fast(rank, world_size, spec: Spec, folder: Path) -> None:
     """Train with DeepSpeed's own writer over a file descriptor, in the place of its kernel for asynchronous writes."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.io import fast_file_writer

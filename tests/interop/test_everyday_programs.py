@@ -206,11 +206,11 @@ def load_accelerate(source: Path, folder: Path, ranks: int) -> Run:
     return resume_accelerate(folder / "state")
 
 
-def save_accelerate_rank(rank: int, world_size: int, version: int, folder: Path) -> Run:
+def save_accelerate_rank(rank, world_size, version: int, folder: Path) -> Run:
     return save_accelerate(folder, version)
 
 
-def load_accelerate_rank(rank: int, world_size: int, version: int, full: bool, target: Path) -> Run:
+def load_accelerate_rank(rank, world_size, version: int, full: bool, target: Path) -> Run:
     return resume_accelerate(target, version, full=full)
 
 
@@ -230,7 +230,7 @@ def load_sharded(version: int, source: Path, folder: Path, ranks: int, *, full: 
 # --- DeepSpeed, ZeRO-2
 
 
-def save_deepspeed_rank(rank: int, world_size: int, folder: Path) -> list[float]:
+def save_deepspeed_rank(rank, world_size, folder: Path) -> list[float]:
     import deepspeed
 
     torch.set_num_threads(1)
@@ -285,7 +285,7 @@ def sharded(version: int, world_size: int, seed: int) -> tuple[nn.Module, Any, A
     return model, optimizer, scheduler_of(optimizer)
 
 
-def save_rank(rank: int, world_size: int, version: int, folder: Path) -> Run:
+def save_rank(rank, world_size, version: int, folder: Path) -> Run:
     model, optimizer, scheduler = sharded(version, world_size, 0)
     for number in range(SAVED):
         step_of(model, optimizer, scheduler, number)
@@ -296,7 +296,7 @@ def save_rank(rank: int, world_size: int, version: int, folder: Path) -> Run:
     return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
 
 
-def load_rank(rank: int, world_size: int, version: int, folder: Path) -> Run:
+def load_rank(rank, world_size, version: int, folder: Path) -> Run:
     model, optimizer, scheduler = sharded(version, world_size, 9)
     verl.load(model, optimizer, scheduler, folder, rank, world_size)
     found = held(model, optimizer)
@@ -359,9 +359,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("one", "other", "ranks"), cases())
-def test_one_program_goes_on_where_another_left_off(
-    one: str, other: str, ranks: int, shared: Callable[[str, Callable[[Path], Any]], Any], tmp_path: Path
-) -> None:
+def test_one_program_goes_on_where_another_left_off(one, other, ranks, shared, tmp_path):
     def make(folder: Path) -> tuple[Path, Run]:
         return folder / "saved", SAVES[one](folder)
 
@@ -373,7 +371,7 @@ def test_one_program_goes_on_where_another_left_off(
     assert resumed.losses == pytest.approx(saved.losses, rel=LAST_BITS)
 
 
-def test_sorted_names_in_several_groups_are_not_taken_for_the_models_order(tmp_path: Path) -> None:
+def test_sorted_names_in_several_groups_are_not_taken_for_the_models_order(tmp_path):
     model = nn.ModuleDict({"up": nn.Linear(4, 4, bias=False), "norm": nn.RMSNorm(4)})
     optimizer = torch.optim.AdamW([{"params": [model["up"].weight]}, {"params": [model["norm"].weight]}])
     (model["up"].weight.sum() + model["norm"].weight.sum()).backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("spec", some([FLAT], OTHERS), ids=lambda one: one.name)
-def test_layers_over_different_numbers_of_ranks_are_read(
-    spec: Spec, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_layers_over_different_numbers_of_ranks_are_read(spec, made, tmp_path):
     folder = made(spec)
     assert_consolidated(folder, Truth(folder), tmp_path)
     found = zckpt.open(folder)
@@ -71,7 +68,7 @@ def _another_order(run: Path, *, flat: bool) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("spec", [FLAT, *OTHERS], ids=lambda one: one.name)
-def test_deepspeed_goes_on_from_them_under_zero(spec: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_goes_on_from_them_under_zero(spec, made, tmp_path):
     """All layers over one number of ranks: groups of several have an order that is each process's own."""
     folder = made(spec)
     zckpt.convert(folder, tmp_path / "z", to="zckpt")
@@ -83,7 +80,7 @@ def test_deepspeed_goes_on_from_them_under_zero(spec: Spec, made: Callable[[Spec
 
 
 @pytest.mark.nightly
-def test_degrees_that_do_not_divide_each_other_are_refused(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_degrees_that_do_not_divide_each_other_are_refused(made, tmp_path):
     """Each rank loads the file of its expert rank of 3: rank 3 that of rank 0, which has other experts of the 2."""
     folder = made(layers("moe_s0_2_and_3", (2, 2, False), (3, 3, False), dtype="fp32", world_size=6))
     assert_consolidated(folder, Truth(folder), tmp_path)

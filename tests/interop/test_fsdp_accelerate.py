@@ -21,7 +21,7 @@ from zckpt.formats.account import take_inventory
 pytestmark = pytest.mark.interop
 
 
-def save(rank: int, world_size: int, wrap: str, kind: str, folder: Path) -> Any:
+def save(rank, world_size, wrap: str, kind: str, folder: Path) -> Any:
     """Train, and save by Accelerate's own functions; rank 0 returns the truth."""
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import (
@@ -53,7 +53,7 @@ def save(rank: int, world_size: int, wrap: str, kind: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(("wrap", "world_size"), some([("fsdp2", 2), ("fsdp1", 2)], [("fsdp1 mesh", 3)]))
-def test_shares_are_read_by_their_names(wrap: str, world_size: int, tmp_path: Path) -> None:
+def test_shares_are_read_by_their_names(wrap, world_size, tmp_path):
     held = gloo.run(save, world_size, wrap, "SHARDED_STATE_DICT", tmp_path / "state")[0]
     checkpoint = zckpt.open(tmp_path / "state")
     assert_is(checkpoint, held)
@@ -62,7 +62,7 @@ def test_shares_are_read_by_their_names(wrap: str, world_size: int, tmp_path: Pa
     assert zckpt.verify(tmp_path / "state", deep=True).sound
 
 
-def test_flat_parameters_are_read_as_they_are(tmp_path: Path) -> None:
+def test_flat_parameters_are_read_as_they_are(tmp_path):
     held = gloo.run(save, 2, "fsdp1", "LOCAL_STATE_DICT", tmp_path / "state")[0]
     checkpoint = zckpt.open(tmp_path / "state")
     assert any("flat parameters" in one for one in checkpoint.warnings)
@@ -71,13 +71,13 @@ def test_flat_parameters_are_read_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(layer, torch.cat([held[f"weight/layers.0.{name}"].flatten() for name in names]))
 
 
-def test_local_pieces_of_original_parameters_are_refused(tmp_path: Path) -> None:
+def test_local_pieces_of_original_parameters_are_refused(tmp_path):
     gloo.run(save, 2, "fsdp1 orig", "LOCAL_STATE_DICT", tmp_path / "state")
     with pytest.raises(UnsupportedError, match=r"pieces of one axis.*LOCAL_STATE_DICT.*save it as SHARDED_STATE_DICT"):
         zckpt.open(tmp_path / "state")
 
 
-def save_full(rank: int, world_size: int, file: Path) -> Any:
+def save_full(rank, world_size, file: Path) -> Any:
     """Train, and save what FSDP1 makes of the whole model and optimizer with torch.save; rank 0 returns the truth."""
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
@@ -96,7 +96,7 @@ def save_full(rank: int, world_size: int, file: Path) -> Any:
     return held
 
 
-def test_what_fsdp_leaves_on_whole_tensors_means_nothing(tmp_path: Path) -> None:
+def test_what_fsdp_leaves_on_whole_tensors_means_nothing(tmp_path):
     held = gloo.run(save_full, 2, tmp_path / "x.pt")[0]
     checkpoint = zckpt.open(tmp_path / "x.pt")
     assert_is(checkpoint, held)

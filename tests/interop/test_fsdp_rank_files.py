@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -42,7 +39,7 @@ def assert_is(checkpoint: OpenedCheckpoint, truth: dict[str, torch.Tensor], *, o
 
 
 @pytest.mark.parametrize(("wrap", "world_size"), some(WRAPS, NIGHTLY))
-def test_every_element_is_read_as_it_was_live(wrap: str, world_size: int, tmp_path: Path) -> None:
+def test_every_element_is_read_as_it_was_live(wrap, world_size, tmp_path):
     folder = tmp_path / "run" / "global_step_7" / "actor"
     truth, _ = gloo.run(train_and_save, world_size, wrap, folder)[0]
     checkpoint = zckpt.open(tmp_path / "run")
@@ -70,9 +67,7 @@ def test_every_element_is_read_as_it_was_live(wrap: str, world_size: int, tmp_pa
         ],
     ),
 )
-def test_other_ranks_go_on_where_these_left_off(
-    wrap: str, ranks: int, other: str, others: int, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_other_ranks_go_on_where_these_left_off(wrap, ranks, other, others, options, tmp_path):
     source, target = tmp_path / "run" / "global_step_2", tmp_path / "target"
     _, losses = gloo.run(train_and_save, ranks, wrap, source)[0]
     zckpt.convert(source, target, to="fsdp-rank-files", world_size=others, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.gloo import run
-from tests.interop.cut import TOLERANCE, Cut, cut
+from tests.interop.cut import TOLERANCE, cut
 from tests.interop.test_reshard_pipeline import FEW, MANY, TWO
 from tests.pairwise import pairwise, some
 from tests.test_safety import MODEL, called, named, poison, shell
@@ -48,7 +47,7 @@ def assert_resumes(run_directory: Path, spec: Spec, truth: Path) -> None:
         for case in ((s, stage, n) for s in SOURCES for stage in range(4) for n in (1, 2, 3, 4))
     ],
 )
-def test_engine_goes_on_at_any_stage_and_number_of_ranks(source: str, stage: int, world_size: int) -> None:
+def test_engine_goes_on_at_any_stage_and_number_of_ranks(source, stage, world_size):
     spec = SPECS[source].at(world_size, stage=stage)
     assert_resumes(FIXTURES / source, spec, FIXTURES / source)
 
@@ -78,13 +77,13 @@ OTHERS = [
     ("source", "changes"),
     [pytest.param(*case, marks=[] if n in (3, 5, 13) else pytest.mark.nightly) for n, case in enumerate(OTHERS)],
 )
-def test_engine_goes_on_with_other_forms_of_state(source: str, changes: dict[str, Any]) -> None:
+def test_engine_goes_on_with_other_forms_of_state(source, changes):
     changes = dict(changes)
     spec = SPECS[source].at(changes.pop("world_size"), **changes)
     assert_resumes(FIXTURES / source, spec, FIXTURES / source)
 
 
-def test_sub_groups_are_cut_as_the_engine_cuts_them() -> None:
+def test_sub_groups_are_cut_as_the_engine_cuts_them():
     source = "s2_bf16_dp4"
     spec = SPECS[source].at(1, stage=3, sub_group_size=50)
     verdict = resume(FIXTURES / source, spec, FIXTURES / source, in_place=True)
@@ -100,7 +99,7 @@ def test_sub_groups_are_cut_as_the_engine_cuts_them() -> None:
         for stage, n in ((0, 1), (1, 2), (2, 1), (3, 3))
     ],
 )
-def test_engine_goes_on_with_other_formats(target: str, stage: int, world_size: int, tmp_path: Path) -> None:
+def test_engine_goes_on_with_other_formats(target, stage, world_size, tmp_path):
     source = "s2_bf16_dp4"
     made = tmp_path / "one" / "made"  # beside it lies what DeepSpeed calls `latest_universal`
     made.parent.mkdir()
@@ -126,9 +125,7 @@ SLICED = Spec(
         )
     ],
 )  # fmt: skip
-def test_engine_goes_on_with_slices_of_another_degree(
-    world_size: int, changes: dict[str, Any], made: Callable[[Spec], Path]
-) -> None:
+def test_engine_goes_on_with_slices_of_another_degree(world_size, changes, made):
     source = made(SLICED)
     assert_resumes(source, SLICED.at(world_size, **changes), source)
 
@@ -136,7 +133,7 @@ def test_engine_goes_on_with_slices_of_another_degree(
 @pytest.mark.nightly
 @pytest.mark.parametrize("source", ["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2"])
 @pytest.mark.parametrize("world_size", [2, 6])
-def test_engine_goes_on_with_slices_in_16_bits(source: str, world_size: int) -> None:
+def test_engine_goes_on_with_slices_in_16_bits(source, world_size):
     assert_resumes(FIXTURES / source, SPECS[source].at(world_size), FIXTURES / source)
 
 
@@ -145,7 +142,7 @@ FEWEST = cut(TWO, 1)
 
 
 @pytest.mark.parametrize("case", some([FEWEST], PIPELINES), ids=str)
-def test_engine_goes_on_with_pipelines_of_other_stages(case: Cut, made: Callable[[Spec], Path]) -> None:
+def test_engine_goes_on_with_pipelines_of_other_stages(case, made):
     source = made(case.source)
     assert_resumes(source, case.resumed, source)
 
@@ -153,7 +150,7 @@ def test_engine_goes_on_with_pipelines_of_other_stages(case: Cut, made: Callable
 # --- every stage at every number of ranks, to every other
 
 
-def train_and_save(rank: int, world_size: int, spec: Spec, folder: Path) -> None:
+def train_and_save(rank, world_size, spec: Spec, folder: Path) -> None:
     """Make a checkpoint of the real engine, written by zckpt in one form or the other, and the truth about it."""
     from tests.deepspeed_engine.training import _produce
 
@@ -170,9 +167,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("stage", "ranks", "to_stage", "to_ranks"), CELLS)
-def test_engine_goes_on_from_every_stage_and_number_of_ranks(
-    stage: int, ranks: int, to_stage: int, to_ranks: int, shared: Callable[[str, Callable[[Path], Any]], Any]
-) -> None:
+def test_engine_goes_on_from_every_stage_and_number_of_ranks(stage, ranks, to_stage, to_ranks, shared):
     dtype = ("bf16", "fp32")[(stage + ranks) % 2]
     spec = Spec(f"s{stage}_{dtype}_dp{ranks}", stage=stage, dtype=dtype, world_size=ranks, steps=3, steps_after=3)
 
@@ -204,7 +199,7 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
         return {name: one.detach().clone() for name, one in parameters.items()}
 
 
-def ask(rank: int, world_size: int, source: Path) -> dict[str, Any]:
+def ask(rank, world_size, source: Path) -> dict[str, Any]:
     """Load in several ways, at the stages in which they differ; return what there was then."""
     told: dict[str, Any] = {}
     spec = SPECS["s2_bf16_dp2_client"]
@@ -232,7 +227,7 @@ def ask(rank: int, world_size: int, source: Path) -> dict[str, Any]:
     return told
 
 
-def test_parts_of_a_checkpoint_are_loaded_as_asked() -> None:
+def test_parts_of_a_checkpoint_are_loaded_as_asked():
     source = FIXTURES / "s2_bf16_dp2_client"
     truth = Truth(source)
     for name, (weights, steps, client, scheduler) in run(ask, 1, source)[0].items():
@@ -245,7 +240,7 @@ def test_parts_of_a_checkpoint_are_loaded_as_asked() -> None:
             assert scheduler["last_batch_iteration"] == 4, name
 
 
-def refuse(rank: int, world_size: int, sources: dict[str, Path]) -> dict[str, str]:
+def refuse(rank, world_size, sources: dict[str, Path]) -> dict[str, str]:
     """Load what cannot be; return the errors, and whether the engine is as it was."""
     told = {}
     for kind, source in sources.items():
@@ -266,7 +261,7 @@ def refuse(rank: int, world_size: int, sources: dict[str, Path]) -> dict[str, st
     return told
 
 
-def test_what_cannot_be_loaded_is_refused_and_nothing_changed() -> None:
+def test_what_cannot_be_loaded_is_refused_and_nothing_changed():
     told = run(
         refuse,
         1,
@@ -288,7 +283,7 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_changed() -> None:
     assert "cannot be read: expected a directory" in told["file"]
 
 
-def trust_little(rank: int, world_size: int, source: Path, evil: Path, sentinel: Path) -> dict[str, str]:
+def trust_little(rank, world_size, source: Path, evil: Path, sentinel: Path) -> dict[str, str]:
     """Load data in client state, objects that run something, and damage; return the client state, as text."""
     engine = engine_of(SPECS["s2_bf16_dp2_client"].at(world_size))
     with zckpt.deepspeed.any_world_size(engine):
@@ -313,7 +308,7 @@ def trust_little(rank: int, world_size: int, source: Path, evil: Path, sentinel:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])  # in place, and as it is
-def test_only_data_is_unpickled_unless_more_is_asked_for_and_damage_is_refused(world_size: int, tmp_path: Path) -> None:
+def test_only_data_is_unpickled_unless_more_is_asked_for_and_damage_is_refused(world_size, tmp_path):
     source = shutil.copytree(FIXTURES / "s2_bf16_dp2_client", tmp_path / "client")
     sentinel = tmp_path / "sentinel"
     evil = shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "evil")
@@ -328,7 +323,7 @@ def test_only_data_is_unpickled_unless_more_is_asked_for_and_damage_is_refused(w
 # --- programs that make the engine themselves
 
 
-def accelerated(rank: int, world_size: int, directory: Path, resumes: bool) -> tuple[list[float], float]:
+def accelerated(rank, world_size, directory: Path, resumes: bool) -> tuple[list[float], float]:
     """Train with Accelerate and DeepSpeed: three steps and a state, or from that state on; the next losses and lr."""
     import os
 
@@ -371,7 +366,7 @@ def accelerated(rank: int, world_size: int, directory: Path, resumes: bool) -> t
     return [step(number) for number in range(3, 6)], optimizer.param_groups[0]["lr"]
 
 
-def test_accelerate_saves_and_resumes_at_another_number_of_processes(tmp_path: Path) -> None:
+def test_accelerate_saves_and_resumes_at_another_number_of_processes(tmp_path):
     losses, rate = run(accelerated, 2, tmp_path / "state", False, fresh=True)[0]
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
     found, its = run(accelerated, 3, tmp_path / "state", True, fresh=True)[0]

@@ -94,7 +94,7 @@ class Accelerated:
     held: dict[str, torch.Tensor]
 
 
-def accelerated(rank: int, world_size: int, form: str, path: Path, source: Path | None, stock: bool) -> Accelerated:
+def accelerated(rank, world_size, form: str, path: Path, source: Path | None, stock: bool) -> Accelerated:
     """Train from the first step, or from a state; save one halfway."""
     accelerator = accelerator_of(form, stock=stock)
     model: Any = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
@@ -150,16 +150,16 @@ def assert_accelerates(form: str, other: str, path: Path, *, stock: bool = False
 
 
 @pytest.mark.parametrize("form", some(["plain"], ["fsdp2", "deepspeed"]))
-def test_accelerate_goes_on_at_another_number_of_processes(form: str, tmp_path: Path) -> None:
+def test_accelerate_goes_on_at_another_number_of_processes(form, tmp_path):
     assert_accelerates(form, form, tmp_path / "state")
 
 
 @pytest.mark.nightly
-def test_accelerate_goes_on_with_what_it_saved_itself(tmp_path: Path) -> None:
+def test_accelerate_goes_on_with_what_it_saved_itself(tmp_path):
     assert_accelerates("plain", "fsdp2", tmp_path / "state", stock=True)
 
 
-def numbered(rank: int, world_size: int, directory: Path) -> list[str]:
+def numbered(rank, world_size, directory: Path) -> list[str]:
     """Let Accelerate make the names; return what is there, and what was refused."""
     from accelerate.utils import ProjectConfiguration
 
@@ -198,7 +198,7 @@ def numbered(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_accelerate_makes_names_and_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+def test_accelerate_makes_names_and_what_cannot_be_saved_is_refused(tmp_path):
     *names, hooks, objects, models = run(numbered, 1, tmp_path)[0]
     assert names == ["checkpoint_1", "checkpoint_2"]
     assert "registered hooks" in hooks
@@ -206,7 +206,7 @@ def test_accelerate_makes_names_and_what_cannot_be_saved_is_refused(tmp_path: Pa
     assert "2 that are prepared" in models
 
 
-def trained(rank: int, world_size: int, output: Path, directory: Path | None) -> list[float]:
+def trained(rank, world_size, output: Path, directory: Path | None) -> list[float]:
     """Run the page's Trainer, or without a directory resume one that is given files; return losses of its model."""
     trainer = trainer_of(world_size, output, deepspeed=False)
     if directory is None:
@@ -221,7 +221,7 @@ def trained(rank: int, world_size: int, output: Path, directory: Path | None) ->
 
 
 @pytest.mark.nightly
-def test_trainer_goes_on_with_what_its_callback_saved(tmp_path: Path) -> None:
+def test_trainer_goes_on_with_what_its_callback_saved(tmp_path):
     expected = run(trained, 2, tmp_path / "out", tmp_path / "run")[0]
     (tmp_path / "out2").mkdir()
     target = tmp_path / "out2" / f"checkpoint-{SAVED}"

@@ -119,7 +119,7 @@ def strategy_of(kind: str, world_size: int, *, stock: bool, async_: bool) -> Any
     return source.DeepSpeedStrategy(stage=2, **options)
 
 
-def trainer_of(rank: int, world_size: int, strategy: Any, **options: Any) -> Any:
+def trainer_of(rank, world_size, strategy: Any, **options: Any) -> Any:
     from lightning.pytorch import Trainer
 
     os.environ.update(
@@ -135,7 +135,7 @@ def trainer_of(rank: int, world_size: int, strategy: Any, **options: Any) -> Any
 
 
 def fit(
-    rank: int, world_size: int, kind: str, directory: Path, resume: Path | None = None, stock: bool = False,
+    rank, world_size, kind: str, directory: Path, resume: Path | None = None, stock: bool = False,
     async_: bool = False, keep: int = -1,
 ) -> Trained:  # fmt: skip
     """Train to the end of the third epoch."""
@@ -171,25 +171,23 @@ def assert_goes_on(source: str, kind: str, directory: Path, *, stock: bool = Fal
     assert (resumed.rate, resumed.steps) == (whole.rate, whole.steps)
 
 
-def test_lightning_goes_on_with_sharded_models_at_another_number_of_processes(tmp_path: Path) -> None:
+def test_lightning_goes_on_with_sharded_models_at_another_number_of_processes(tmp_path):
     assert_goes_on("fsdp2", "fsdp2", tmp_path, world_size=1)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "deepspeed"])
-def test_lightning_goes_on_with_every_strategy(kind: str, tmp_path: Path) -> None:
+def test_lightning_goes_on_with_every_strategy(kind, tmp_path):
     assert_goes_on(kind, kind, tmp_path, world_size=3)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("source", "kind", "world_size"), [("ddp", "fsdp2", 3), ("fsdp2", "ddp", 1)])
-def test_lightning_goes_on_with_what_its_own_strategies_saved(
-    source: str, kind: str, world_size: int, tmp_path: Path
-) -> None:
+def test_lightning_goes_on_with_what_its_own_strategies_saved(source, kind, world_size, tmp_path):
     assert_goes_on(source, kind, tmp_path, stock=True, world_size=world_size)
 
 
-def lose(rank: int, world_size: int, directory: Path) -> list[str]:
+def lose(rank, world_size, directory: Path) -> list[str]:
     """Train until a save fails, after which Lightning would have but one checkpoint; return what is there."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -205,11 +203,11 @@ def lose(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_a_checkpoint_stays_whose_successor_was_not_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_stays_whose_successor_was_not_saved(tmp_path):
     assert run(lose, 1, tmp_path, fresh=True) == [["step=2.ckpt"]]
 
 
-def several(rank: int, world_size: int, directory: Path) -> list[str]:
+def several(rank, world_size, directory: Path) -> list[str]:
     """Take what another program saved; refuse what cannot be kept; return what was said."""
     from zckpt.lightning import DDPStrategy
 
@@ -245,7 +243,7 @@ def several(rank: int, world_size: int, directory: Path) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_lightning_takes_what_other_programs_saved_and_says_what_it_cannot_keep(tmp_path: Path) -> None:
+def test_lightning_takes_what_other_programs_saved_and_says_what_it_cannot_keep(tmp_path):
     for options, kept in run(several, 2, tmp_path, fresh=True):
         assert "CheckpointIO" in options
         assert "scale" in kept

@@ -79,9 +79,7 @@ def assert_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
-def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(
-    case: Case, made: MakeIt, tmp_path: Path
-) -> None:
+def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(case, made, tmp_path):
     folder, (stages, degree, dp) = made(case.source), case.target
     assert_is(folder)
     assert not zckpt.verify(folder, deep=True).findings
@@ -108,7 +106,7 @@ def edited(folder: Path, target: Path, change: Callable[[dict[str, Any]], None])
     return target
 
 
-def test_what_only_the_arguments_tell_is_refused_without_them(made: MakeIt, tmp_path: Path) -> None:
+def test_what_only_the_arguments_tell_is_refused_without_them(made, tmp_path):
     bare = edited(made(LLAMA), tmp_path / "bare", lambda content: content.pop("args"))
     with pytest.raises(UnsupportedError, match=r"in which order queries, keys and values .* --tp-rules FILE"):
         zckpt.open(bare)
@@ -129,7 +127,7 @@ def test_what_only_the_arguments_tell_is_refused_without_them(made: MakeIt, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_fewer_keys_than_heads_where_those_of_a_rank_are_end_to_end_are_refused(made: MakeIt, tmp_path: Path) -> None:
+def test_fewer_keys_than_heads_where_those_of_a_rank_are_end_to_end_are_refused(made, tmp_path):
     def newer(content: dict[str, Any]) -> None:
         content["args"].ds_sequence_parallel_fpdt = False
 
@@ -145,7 +143,7 @@ def assert_same_state(a: Path, b: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("to", ["universal", "consolidated", "zckpt", "dcp"])
-def test_state_goes_through_other_formats_and_back(to: str, made: MakeIt, tmp_path: Path) -> None:
+def test_state_goes_through_other_formats_and_back(to, made, tmp_path):
     folder = made(LLAMA)
     zckpt.convert(folder, tmp_path / "between", to=to)
     assert_same_state(folder, tmp_path / "between")
@@ -183,7 +181,7 @@ def config_of(source: Spec) -> hf.PretrainedConfig:
 IDS = torch.arange(2 * SEQUENCE).reshape(2, SEQUENCE) * 7 % VOCABULARY
 
 
-def logits(rank: int, world_size: int, source: Spec, run: Path) -> torch.Tensor:
+def logits(rank, world_size, source: Spec, run: Path) -> torch.Tensor:
     """Return the logits of a checkpoint in DeepSpeed's engine."""
     from tests.deepspeed_engine.training import build_engine
 
@@ -211,9 +209,7 @@ MAPS = [
     some([(FEW[1].source, NEWER)], MAPS),
     ids=lambda one: getattr(one, "name", one),
 )
-def test_mapped_models_have_the_logits_of_hugging_face_and_train_on(
-    source: Spec, map_: str, made: MakeIt, tmp_path: Path
-) -> None:
+def test_mapped_models_have_the_logits_of_hugging_face_and_train_on(source, map_, made, tmp_path):
     folder, kind, alone = made(source), kind_of(source), source.at(1, pipeline_parallel=1, tensor_parallel=1)
     run = folder
     if source.world_size > 1:
@@ -239,7 +235,7 @@ def test_mapped_models_have_the_logits_of_hugging_face_and_train_on(
     verdict.assert_goes_on(TOLERANCE["fp32"])
 
 
-def test_a_map_of_another_order_or_another_age_is_refused(made: MakeIt, tmp_path: Path) -> None:
+def test_a_map_of_another_order_or_another_age_is_refused(made, tmp_path):
     joined = made(FEW[1].source)
     (tmp_path / "config.json").write_text(json.dumps(config_of(FEW[1].source).to_dict()))
     for config in (None, tmp_path / "config.json"):
@@ -254,7 +250,7 @@ def test_a_map_of_another_order_or_another_age_is_refused(made: MakeIt, tmp_path
         zckpt.consolidate(bare, tmp_path / "out", map=f"{OLDER}-2023", map_config=tmp_path / "config.json")
 
 
-def test_universal_folders_of_fewer_keys_than_heads_are_said_to_be_for_one_rank(made: MakeIt, tmp_path: Path) -> None:
+def test_universal_folders_of_fewer_keys_than_heads_are_said_to_be_for_one_rank(made, tmp_path):
     def shared(content: dict[str, Any]) -> None:
         content["args"].num_key_value_heads = 1
 
@@ -264,7 +260,7 @@ def test_universal_folders_of_fewer_keys_than_heads_are_said_to_be_for_one_rank(
     assert "one block of rows" not in str(zckpt.convert(made(FEW[1].source), tmp_path / "one", to="universal").notes)
 
 
-def test_universal_folders_say_how_the_program_cuts_them(made: MakeIt, tmp_path: Path) -> None:
+def test_universal_folders_say_how_the_program_cuts_them(made, tmp_path):
     """What no rule says is known: DeepSpeed would cut by rows what has no other key beside it."""
     zckpt.convert(made(FEW[1].source), tmp_path / "one", to="universal")
     zckpt.convert(tmp_path / "one", tmp_path / "two", to="universal")

@@ -33,7 +33,7 @@ def logits(live: Live, rows: int) -> torch.Tensor:
     return found[..., :rows]
 
 
-def trained_on(rank: int, world: int, spec: Spec, release: Path, run: Path, rows: int) -> tuple[Any, ...]:
+def trained_on(rank, world: int, spec: Spec, release: Path, run: Path, rows: int) -> tuple[Any, ...]:
     """Load weights, train on and save; return the logits of before and after, and the losses."""
     from megatron.core.dist_checkpointing import load
 
@@ -47,7 +47,7 @@ def trained_on(rank: int, world: int, spec: Spec, release: Path, run: Path, rows
     return before, after, losses
 
 
-def gone_on(rank: int, world: int, spec: Spec, folders: list[Path], rows: int) -> list[tuple[dict[str, Any], Any, Any]]:
+def gone_on(rank, world: int, spec: Spec, folders: list[Path], rows: int) -> list[tuple[dict[str, Any], Any, Any]]:
     """Load a model with its optimizer from each folder; return its state, its logits and its losses as it goes on."""
     found = []
     for folder in folders:
@@ -58,7 +58,7 @@ def gone_on(rank: int, world: int, spec: Spec, folders: list[Path], rows: int) -
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v2", "deepseek-v3"])
-def test_it_trains_in_megatron_core_and_returns(family: str, tmp_path: Path) -> None:
+def test_it_trains_in_megatron_core_and_returns(family, tmp_path):
     import transformers
 
     theirs = huggingface(family)
@@ -67,8 +67,8 @@ def test_it_trains_in_megatron_core_and_returns(family: str, tmp_path: Path) -> 
     config = {**json.loads((tmp_path / "hf" / "config.json").read_text()), "padded_vocab_size": VOCABULARY}
     name = f"{'qwen3-moe' if family == 'qwen3-moe' else 'deepseek'}-huggingface-megatron"
     layers = "stacked" if family == "qwen3-moe" else "apart"
-    names: dict[str, Any] = {"map": name, "map_config": config}
-    target: dict[str, Any] = {"to": "megatron", "verify": True, "layers": layers, "transformer_impl": "local"}
+    names = {"map": name, "map_config": config}
+    target = {"to": "megatron", "verify": True, "layers": layers, "transformer_impl": "local"}
     zckpt.convert(tmp_path / "hf", tmp_path / "release", **target, **names)
     spec = Spec(experts=4, family=family, bf16=False)
     [(before, after, losses)] = gloo.run(

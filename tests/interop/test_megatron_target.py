@@ -26,7 +26,7 @@ def assert_equal_state(found: dict[str, torch.Tensor], expected: dict[str, torch
         assert_same(found[key], value, key)
 
 
-def test_what_another_version_and_other_ranks_wrote_is_loaded(tmp_path: Path) -> None:
+def test_what_another_version_and_other_ranks_wrote_is_loaded(tmp_path):
     """A distributed optimizer's flattened slices of 0.13, two data-parallel ranks; and a plain one's, tp 2."""
     specs = {
         "mcore013_bf16_model_dp2": Spec(),
@@ -43,7 +43,7 @@ def test_what_another_version_and_other_ranks_wrote_is_loaded(tmp_path: Path) ->
 
 
 @pytest.mark.nightly
-def test_a_run_goes_to_hugging_face_and_back_to_one_rank(tmp_path: Path) -> None:
+def test_a_run_goes_to_hugging_face_and_back_to_one_rank(tmp_path):
     spec = Spec(tp=2, pp=2, layers=4)
     gloo.run(saved, 4, spec, tmp_path / "run", fresh=True)
     names = {"map": "llama-huggingface-megatron", "map_config": LLAMA}
@@ -61,7 +61,7 @@ def test_a_run_goes_to_hugging_face_and_back_to_one_rank(tmp_path: Path) -> None
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("moe_layers", [None, (0, 1)], ids=["stacked", "apart"])
-def test_experts_of_two_ranks_are_loaded_by_one(moe_layers: tuple[int, ...] | None, tmp_path: Path) -> None:
+def test_experts_of_two_ranks_are_loaded_by_one(moe_layers, tmp_path):
     spec = Spec(dp=2, ep=2, experts=4, moe_layers=moe_layers)
     gloo.run(saved, 2, spec, tmp_path / "run", fresh=True)
     source = zckpt.open(tmp_path / "run")
@@ -79,7 +79,7 @@ def test_experts_of_two_ranks_are_loaded_by_one(moe_layers: tuple[int, ...] | No
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("spec", [Spec(tp=2, pp=2), Spec(tp=2, pp=2, llama=False, groups=4, distributed=False)])
-def test_legacy_files_of_other_ranks_are_loaded(spec: Spec, tmp_path: Path) -> None:
+def test_legacy_files_of_other_ranks_are_loaded(spec, tmp_path):
     run = tmp_path / "run" / STEP
     gloo.run(legacy_saved, 4, spec, run, fresh=True)
     for name, tp in (("one", 1), ("two", 2)):

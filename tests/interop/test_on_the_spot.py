@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -98,7 +96,7 @@ NIGHTLY = (
     some([one for one in MADE if one.name not in NIGHTLY], [one for one in MADE if one.name in NIGHTLY]),
     ids=lambda spec: spec.name,
 )
-def test_what_deepspeed_writes_is_read_bit_for_bit(spec: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_what_deepspeed_writes_is_read_bit_for_bit(spec, made, tmp_path):
     folder = made(spec)
     output = tmp_path / "output"
     output.mkdir()
@@ -111,6 +109,6 @@ def test_what_deepspeed_writes_is_read_bit_for_bit(spec: Spec, made: Callable[[S
     assert opened.topology.ep == spec.expert_parallel
 
 
-def test_every_stage_is_made_at_every_data_parallel_size() -> None:
+def test_every_stage_is_made_at_every_data_parallel_size():
     assert {1, 2, 3, 5, 12} <= {spec.data_parallel for spec in MADE}
     assert {(spec.stage, spec.data_parallel) for spec in MADE} >= {(s, n) for s in (1, 2, 3) for n in (1, 2, 3, 5, 12)}

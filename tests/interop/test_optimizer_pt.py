@@ -50,7 +50,7 @@ def load_masters(model: torch.nn.Module, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ADAMW)
-def test_optimizer_loads_into_adamw_as_it_is(name: str, tmp_path: Path) -> None:
+def test_optimizer_loads_into_adamw_as_it_is(name, tmp_path):
     truth = Truth(FIXTURES / name)
     state = written(name, tmp_path)
     model, groups = fresh(name)
@@ -72,7 +72,7 @@ def test_optimizer_loads_into_adamw_as_it_is(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp2_rr", "s3_bf16_dp3", "s1_fp32_dp3"])
-def test_next_step_is_that_of_the_state_itself(name: str, tmp_path: Path) -> None:
+def test_next_step_is_that_of_the_state_itself(name, tmp_path):
     """A step from the loaded optimizer and one from state that was put in by hand have the same result."""
     truth = Truth(FIXTURES / name)
     state = written(name, tmp_path)
@@ -103,7 +103,7 @@ def test_next_step_is_that_of_the_state_itself(name: str, tmp_path: Path) -> Non
         assert not torch.equal(value, truth.masters[parameter]), parameter
 
 
-def test_round_robin_does_not_change_the_optimizers_numbers(tmp_path: Path) -> None:
+def test_round_robin_does_not_change_the_optimizers_numbers(tmp_path):
     for name in ("s2_bf16_dp2", "s2_bf16_dp2_rr"):
         (tmp_path / name).mkdir()
     plain, reordered = (written(name, tmp_path / name) for name in ("s2_bf16_dp2", "s2_bf16_dp2_rr"))
@@ -121,7 +121,7 @@ def test_round_robin_does_not_change_the_optimizers_numbers(tmp_path: Path) -> N
         ("s2_bf16_dp2_adagrad1g", lambda g: torch.optim.Adagrad(g, lr=1.0), "sum"),
     ],
 )
-def test_other_optimizers_load_too(name: str, kind: Any, slot: str, tmp_path: Path) -> None:
+def test_other_optimizers_load_too(name, kind, slot, tmp_path):
     truth = Truth(FIXTURES / name)
     state = written(name, tmp_path)
     model, groups = fresh(name)
@@ -133,7 +133,7 @@ def test_other_optimizers_load_too(name: str, kind: Any, slot: str, tmp_path: Pa
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in truth.facts["param_groups"]]
 
 
-def test_stage_0_optimizer_loads_into_adamw(tmp_path: Path) -> None:
+def test_stage_0_optimizer_loads_into_adamw(tmp_path):
     name = "s0_fp32_dp2"
     truth = Truth(FIXTURES / name)
     state = written(name, tmp_path)
@@ -145,7 +145,7 @@ def test_stage_0_optimizer_loads_into_adamw(tmp_path: Path) -> None:
             assert torch.equal(bits(optimizer.state[p]["exp_avg"]), bits(truth.tensors[f"exp_avg/{parameter}"]))
 
 
-def test_frozen_parameters_of_a_group_have_numbers_too(tmp_path: Path) -> None:
+def test_frozen_parameters_of_a_group_have_numbers_too(tmp_path):
     """A group that lists frozen parameters counts them, so the numbers after them must not shift."""
     name = "s0_fp32_dp2"
     state = written(name, tmp_path)
@@ -154,7 +154,7 @@ def test_frozen_parameters_of_a_group_have_numbers_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_cpuadam", "s1_bf16_dp3_fused", "s2_bf16_dp2_elastic"])
-def test_state_dict_of_other_adams_is_by_the_same_numbers(name: str, tmp_path: Path) -> None:
+def test_state_dict_of_other_adams_is_by_the_same_numbers(name, tmp_path):
     truth = Truth(FIXTURES / name)
     own_groups = tmp_path / "groups.json"
     own_groups.write_text(json.dumps(truth.facts["param_groups"]))
@@ -175,7 +175,7 @@ def test_state_dict_of_other_adams_is_by_the_same_numbers(name: str, tmp_path: P
     assert [group["lr"] for group in optimizer.param_groups] == [one["lr"] for one in truth.facts["param_groups"]]
 
 
-def test_names_of_parameters_are_recorded_and_torch_accepts_them(tmp_path: Path) -> None:
+def test_names_of_parameters_are_recorded_and_torch_accepts_them(tmp_path):
     state = written("s2_bf16_dp2", tmp_path)
     model, groups = fresh("s2_bf16_dp2")
     names = {id(p): parameter for parameter, p in by_name(model).items()}
@@ -185,7 +185,7 @@ def test_names_of_parameters_are_recorded_and_torch_accepts_them(tmp_path: Path)
 
 @pytest.mark.interop
 @pytest.mark.parametrize("size", [10**3, 10**9])
-def test_hugging_face_loads_the_directory(size: int, tmp_path: Path) -> None:
+def test_hugging_face_loads_the_directory(size, tmp_path):
     from transformers import LlamaForCausalLM
 
     name = "hf_llama_s2_bf16_dp2"
@@ -202,7 +202,7 @@ def test_hugging_face_loads_the_directory(size: int, tmp_path: Path) -> None:
 @pytest.mark.interop
 @pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
 @pytest.mark.parametrize("tied", ["duplicate", "drop"])
-def test_hugging_face_loads_the_model_in_its_own_dtype(tied: str, dtype: str, tmp_path: Path) -> None:
+def test_hugging_face_loads_the_model_in_its_own_dtype(tied, dtype, tmp_path):
     from transformers import AutoModelForCausalLM
 
     name = "hf_llama_s2_bf16_dp2"
@@ -215,7 +215,7 @@ def test_hugging_face_loads_the_model_in_its_own_dtype(tied: str, dtype: str, tm
 
 
 @pytest.mark.interop
-def test_hugging_face_loads_a_trainers_checkpoint_that_was_consolidated(tmp_path: Path) -> None:
+def test_hugging_face_loads_a_trainers_checkpoint_that_was_consolidated(tmp_path):
     from transformers import AutoModelForCausalLM
 
     directory = FIXTURES / "other" / "trainer_ds2_gpt2"
@@ -229,7 +229,7 @@ def test_hugging_face_loads_a_trainers_checkpoint_that_was_consolidated(tmp_path
         assert torch.equal(bits(parameters[parameter]), bits(value)), parameter
 
 
-def test_an_optimizer_without_state_is_written_too(tmp_path: Path) -> None:
+def test_an_optimizer_without_state_is_written_too(tmp_path):
     """SGD keeps nothing, but its param groups."""
     model = torch.nn.Linear(3, 2)
     sgd = torch.optim.SGD(model.named_parameters(), lr=0.25)

@@ -90,7 +90,7 @@ GOES_ON = {(one, one) for one in OPTIMIZERS} | {(one, other) for one in ADAMS fo
 """What an optimizer wants, the other has. All else is refused."""
 
 
-def save_each(rank: int, world_size: int, folder: Path, stage: int, names: list[str]) -> None:
+def save_each(rank, world_size, folder: Path, stage: int, names: list[str]) -> None:
     for name in names:
         engine = engine_of(plain, name, stage, 1)
         for number in range(STEPS):
@@ -98,9 +98,7 @@ def save_each(rank: int, world_size: int, folder: Path, stage: int, names: list[
         engine.save_checkpoint(str(folder / name))
 
 
-def load_each(
-    rank: int, world_size: int, folder: Path, stage: int, pairs: list[tuple[str, str]]
-) -> dict[tuple[str, str], str]:
+def load_each(rank, world_size, folder: Path, stage: int, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """Load each checkpoint into the other's engine, and go on; return what was said where it was refused."""
     said = {}
     for one, other in pairs:
@@ -132,9 +130,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("saved", "stage", "ranks", "pairs"), CASES, ids=lambda one: str(len(one)) if isinstance(one, list) else None
 )
-def test_another_optimizer_goes_on_or_is_refused_before_anything_changes(
-    saved: int, stage: int, ranks: int, pairs: list[tuple[str, str]], tmp_path: Path
-) -> None:
+def test_another_optimizer_goes_on_or_is_refused_before_anything_changes(saved, stage, ranks, pairs, tmp_path):
     run(save_each, 2, tmp_path, saved, sorted({one for one, _ in pairs}))
     said = run(load_each, ranks, tmp_path, stage, pairs)[0]
     goes_on = GOES_ON - {("Adagrad", "Adagrad")} if stage == 3 else GOES_ON  # which DeepSpeed cannot load itself
@@ -149,7 +145,7 @@ def test_another_optimizer_goes_on_or_is_refused_before_anything_changes(
 # --- frozen parameters that were left out
 
 
-def save_without_frozen(rank: int, world_size: int, folder: Path, stage: int, layer: bool) -> dict[str, torch.Tensor]:
+def save_without_frozen(rank, world_size, folder: Path, stage: int, layer: bool) -> dict[str, torch.Tensor]:
     engine = engine_of(partial(Tied, layer=layer), "AdamW", stage, 1)
     for number in range(STEPS):
         step(engine, number)
@@ -158,7 +154,7 @@ def save_without_frozen(rank: int, world_size: int, folder: Path, stage: int, la
 
 
 def load_without_frozen(
-    rank: int, world_size: int, folder: Path, stage: int, layer: bool
+    rank, world_size, folder: Path, stage: int, layer: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[str]]:
     """Return the weights before and after, and the notes."""
     engine = engine_of(partial(Tied, layer=layer), "AdamW", stage, 2)
@@ -179,9 +175,7 @@ def load_without_frozen(
         )),
     ],
 )  # fmt: skip
-def test_tied_parameters_of_which_the_first_name_was_left_out(
-    layer: bool, saved: int, stage: int, ranks: int, tmp_path: Path
-) -> None:
+def test_tied_parameters_of_which_the_first_name_was_left_out(layer, saved, stage, ranks, tmp_path):
     was = run(save_without_frozen, 2, tmp_path, saved, layer)[0]
     before, after, notes = run(load_without_frozen, ranks, tmp_path, stage, layer)[0]
     arrives = saved < 3 and (stage < 3 or not layer)  # ZeRO-3 has a list of all that are frozen, or none
@@ -193,11 +187,11 @@ def test_tied_parameters_of_which_the_first_name_was_left_out(
     assert any("emb.weight: as in the engine" in note for note in notes) == (saved < 3 and not arrives)
 
 
-def test_what_is_cut_anew_has_no_list_of_some_frozen_parameters(tmp_path: Path) -> None:
+def test_what_is_cut_anew_has_no_list_of_some_frozen_parameters(tmp_path):
     run(save_without_frozen, 2, tmp_path / "saved", 2, True)
     zckpt.reshard(tmp_path / "saved", tmp_path / "three", world_size=3)
     [path] = (tmp_path / "three").glob("*/mp_rank_00_model_states.pt")
-    root: Any = read_torchfile(path).root
+    root = read_torchfile(path).root
     assert "head.weight" in root["module"]
     assert root["frozen_param_fragments"] is None
     before, after, _ = run(load_without_frozen, 3, tmp_path / "three", 2, True)[0]

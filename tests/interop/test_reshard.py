@@ -7,15 +7,12 @@ is the exact comparison. The losses of the steps that follow are compared as wel
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 import zckpt
-from tests.deepspeed_engine import Spec, resume
+from tests.deepspeed_engine import resume
 from tests.deepspeed_engine.catalogue import odd_client_state
-from tests.interop.cut import TOLERANCE, Cut, cut, small, spec
+from tests.interop.cut import TOLERANCE, cut, small, spec
 from tests.pairwise import some
 
 pytestmark = pytest.mark.interop
@@ -96,13 +93,13 @@ NIGHTLY = (
     some([one for one in CASES if str(one) not in NIGHTLY], [one for one in CASES if str(one) in NIGHTLY]),
     ids=str,
 )
-def test_deepspeed_resumes_what_was_resharded(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_what_was_resharded(case, made, tmp_path):
     assert not case.resumed.elastic
     assert "checkpoint" not in case.resumed.config
     case.assert_goes_on(made(case.source), tmp_path / "cut")
 
 
-def test_stages_one_after_the_other_lose_nothing(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_stages_one_after_the_other_lose_nothing(made, tmp_path):
     """1 -> 2 -> 3 -> 1, each at another number of ranks, and DeepSpeed resumes the last."""
     at = folder = made(S1_FP32)
     for number, (stage, world_size) in enumerate([(2, 3), (3, 6)]):

@@ -20,7 +20,7 @@ NESTED = "__bnb_optimizer_quant_state__"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+def run(tmp_path_factory) -> tuple[Path, list[float]]:
     """A run of four ranks, each with four blocks of a matrix, and a small group in floats; and its next losses."""
     folder = tmp_path_factory.mktemp("codes")
     losses = gloo.run(_train, 4, 64, folder)[0]
@@ -28,9 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_codes_are_cut_where_partitions_begin_with_blocks(
-    world_size: int, run: tuple[Path, list[float]], tmp_path: Path
-) -> None:
+def test_codes_are_cut_where_partitions_begin_with_blocks(world_size, run, tmp_path):
     folder, losses = run
     done = zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, verify=True)
     assert done.verified is not None
@@ -46,7 +44,7 @@ def test_codes_are_cut_where_partitions_begin_with_blocks(
     assert zckpt.verify(tmp_path / "cut", deep=True).sound
 
 
-def test_codes_are_back_where_they_were(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_codes_are_back_where_they_were(run, tmp_path):
     zckpt.reshard(run[0], tmp_path / "one", world_size=1)
     zckpt.reshard(tmp_path / "one", tmp_path / "four", world_size=4)
     for mine, its in zip(states(run[0], 4), states(tmp_path / "four", 4), strict=True):
@@ -54,7 +52,7 @@ def test_codes_are_back_where_they_were(run: tuple[Path, list[float]], tmp_path:
             assert torch.equal(bits(value), bits(its[0][NESTED][key])), key
 
 
-def test_blocks_with_two_scales_are_refused_and_floats_are_not(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_blocks_with_two_scales_are_refused_and_floats_are_not(run, tmp_path):
     """4,096 elements among three ranks: partitions of 1,366 begin within a block."""
     with pytest.raises(UnsupportedError, match="--dequantize"):
         zckpt.reshard(run[0], tmp_path / "cut", world_size=3)
@@ -71,9 +69,7 @@ def test_blocks_with_two_scales_are_refused_and_floats_are_not(run: tuple[Path, 
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(3, 2), (3, 3)])
-def test_codes_are_made_anew_where_blocks_have_other_elements(
-    world_size: int, stage: int, run: tuple[Path, list[float]], tmp_path: Path
-) -> None:
+def test_codes_are_made_anew_where_blocks_have_other_elements(world_size, stage, run, tmp_path):
     """As bitsandbytes' function for any device makes them of the floats that `--dequantize` writes."""
     folder, losses = run
     done = zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, stage=stage, requantize=True, verify=True)
@@ -92,7 +88,7 @@ def test_codes_are_made_anew_where_blocks_have_other_elements(
     assert found == pytest.approx(losses, abs=2e-2)
 
 
-def test_codes_that_can_be_cut_are_not_made_anew(run: tuple[Path, list[float]], tmp_path: Path) -> None:
+def test_codes_that_can_be_cut_are_not_made_anew(run, tmp_path):
     one = zckpt.reshard(run[0], tmp_path / "anew", world_size=2, requantize=True)
     assert not any("anew" in note for note in one.notes)
     zckpt.reshard(run[0], tmp_path / "cut", world_size=2)
@@ -107,7 +103,7 @@ def test_codes_that_can_be_cut_are_not_made_anew(run: tuple[Path, list[float]], 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_codes_of_torchao_are_cut_where_partitions_begin_with_blocks(kind: str, tmp_path: Path) -> None:
+def test_codes_of_torchao_are_cut_where_partitions_begin_with_blocks(kind, tmp_path):
     """Four partitions of 4,096 elements, which is what torchao quantises at least."""
     pytest.importorskip("torchao")
     (run := tmp_path / "run").mkdir()
@@ -188,16 +184,14 @@ def _steps(engine: Any, width: int, first: int, count: int) -> list[float]:
     return losses
 
 
-def _train(rank: int, world_size: int, width: int, folder: Path, kind: str | None = None) -> list[float]:
+def _train(rank, world_size, width: int, folder: Path, kind: str | None = None) -> list[float]:
     engine = _engine(width, 1, kind=kind)
     _steps(engine, width, 0, 3)
     engine.save_checkpoint(str(folder), tag="global_step3")
     return _steps(engine, width, 3, 3)
 
 
-def _resume(
-    rank: int, world_size: int, width: int, folder: Path, stage: int = 2, kind: str | None = None
-) -> list[float]:
+def _resume(rank, world_size, width: int, folder: Path, stage: int = 2, kind: str | None = None) -> list[float]:
     engine = _engine(width, 2, stage, kind)
     path, _ = engine.load_checkpoint(str(folder))
     assert path is not None

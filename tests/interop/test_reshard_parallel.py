@@ -9,8 +9,6 @@ which rank has which tokens (MOE_TOLERANCE).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
-from tests.interop.cut import Cut, cut, spec
+from tests.interop.cut import cut, spec
 from tests.pairwise import some
 from tests.truth import bits
 
@@ -63,7 +61,7 @@ MORE_MOE = [
 
 
 @pytest.mark.parametrize("case", some(MOE, MORE_MOE), ids=str)
-def test_deepspeed_resumes_experts(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_experts(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
 
 
@@ -111,9 +109,7 @@ MORE_EXPERTS = [
 
 
 @pytest.mark.parametrize("case", some(EXPERTS, MORE_EXPERTS), ids=str)
-def test_deepspeed_resumes_experts_that_are_spread_otherwise(
-    case: Cut, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_experts_that_are_spread_otherwise(case, made, tmp_path):
     """Over tensor-parallel ranks as well, data-parallel first, or of each layer over a number of its own."""
     case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
 
@@ -123,12 +119,12 @@ MIXTRAL = spec("mixtral_s3", stage=3, model="mixtral", dtype="fp32", world_size=
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", [cut(MIXTRAL, 3), cut(MIXTRAL, 2, stage=2)], ids=str)
-def test_deepspeed_resumes_leaf_modules(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_leaf_modules(case, made, tmp_path):
     """Transformers' Mixtral under ZeRO-3, whose experts are ordinary parameters."""
     case.assert_goes_on(made(MIXTRAL), tmp_path / "cut")
 
 
-def test_ranks_may_have_their_groups_in_orders_of_their_own(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_ranks_may_have_their_groups_in_orders_of_their_own(made, tmp_path):
     """As they do where each was started with a hash seed of its own: DeepSpeed goes through a set of their names."""
     folder = made(SEVERAL)
     run = shutil.copytree(folder, tmp_path / "run")
@@ -154,7 +150,7 @@ def test_ranks_may_have_their_groups_in_orders_of_their_own(made: Callable[[Spec
 
 
 @pytest.mark.parametrize("to", some(["dcp"], ["zckpt", "consolidated"]))
-def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_experts_of_another_format(to, made, tmp_path):
     folder = made(SEVERAL)
     zckpt.convert(folder, tmp_path / "other", to=to)
     options = {"world_size": 3, "stage": 2, "expert_parallel_size": 3}
@@ -165,7 +161,7 @@ def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Sp
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
-def test_deepspeed_resumes_frozen_experts(degree: int, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_frozen_experts(degree, made, tmp_path):
     """Its own ZeRO-2 lists those of rank 0, and gives them to all ranks; without the list each has its own."""
     source = moe("frozen_experts", model="moe_layers", expert_layers=((2, 2, False), (4, 2, False)), dtype="fp32",
                world_size=2, frozen_experts=True)  # fmt: skip
@@ -184,9 +180,7 @@ def test_deepspeed_resumes_frozen_experts(degree: int, made: Callable[[Spec], Pa
 @pytest.mark.nightly
 @pytest.mark.parametrize("sliced_experts", [None, False])
 @pytest.mark.parametrize("to", ["zckpt", "consolidated"])
-def test_deepspeed_resumes_sliced_experts_of_another_format(
-    to: str, sliced_experts: bool | None, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_sliced_experts_of_another_format(to, sliced_experts, made, tmp_path):
     """As slices again, which the other format says, or spread over the ranks of the slices."""
     folder = made(SLICED_EXPERTS)
     zckpt.convert(folder, tmp_path / "other", to=to)
@@ -199,9 +193,7 @@ def test_deepspeed_resumes_sliced_experts_of_another_format(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("degree", [2, 1])
-def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(
-    degree: int, made: Callable[[Spec], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deepspeed_resumes_experts_in_groups_that_it_splits_by_size(degree, made, tmp_path, monkeypatch):
     spec = moe("split", expert_parallel=2, dtype="fp32", world_size=2, expert_group_size=200)
     monkeypatch.setattr("zckpt.formats.deepspeed.target_groups.EXPERT_GROUP_NUMEL", spec.expert_group_size)
     zckpt.convert(made(spec), tmp_path / "other", to="zckpt")
@@ -238,12 +230,12 @@ MORE_SLICES = [
 
 
 @pytest.mark.parametrize("case", some(SLICES, MORE_SLICES), ids=str)
-def test_deepspeed_resumes_slices(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_slices(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut")
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_copies_that_drifted_apart_become_their_mean(stage: int, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_copies_that_drifted_apart_become_their_mean(stage, made, tmp_path):
     """Training goes on from another model then, as it does from a universal checkpoint: losses are not compared."""
     source = sliced(f"drift_s{stage}", 2, stage=stage, invariant=False, world_size=2)
     folder = made(source)
@@ -260,6 +252,6 @@ def test_copies_that_drifted_apart_become_their_mean(stage: int, made: Callable[
             assert torch.equal(bits(found.read(name, "weight")), bits(master.bfloat16()))
 
 
-def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made, tmp_path):
     source = sliced("drift_s2", 2, invariant=False, dtype="fp32", world_size=2)
     cut(source, 2).assert_goes_on(made(source), tmp_path / "cut")

@@ -6,7 +6,6 @@ Compared as in `test_reshard_parallel`. And the bounds of stages against DeepSpe
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,15 +102,13 @@ MANY = [
 
 
 @pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
-def test_deepspeed_resumes_pipelines(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_pipelines(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("sliced", [False, True])
-def test_experts_in_the_stages_of_a_sliced_pipeline_are_read(
-    sliced: bool, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_experts_in_the_stages_of_a_sliced_pipeline_are_read(sliced, made, tmp_path):
     """Spread over the ranks of their stage, tensor-parallel ones included, or sliced with all else."""
     folder = made(with_sliced_experts(2, 2, sliced_experts=True) if sliced else with_sliced_experts(1, 2))
     checkpoint, truth = zckpt.open(folder), Truth(folder)
@@ -138,9 +135,7 @@ ELSEWHERE = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("form", "case"), ELSEWHERE, ids=str)
-def test_deepspeed_resumes_pipelines_of_another_format(
-    form: str, case: Cut, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_pipelines_of_another_format(form, case, made, tmp_path):
     folder = made(case.source)
     zckpt.convert(folder, tmp_path / "between", to=form)
 
@@ -151,9 +146,7 @@ def test_deepspeed_resumes_pipelines_of_another_format(
 
 
 @pytest.mark.nightly
-def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(
-    made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(made, tmp_path):
     """The training lists them so in each stage; of one stage all weights are before all biases."""
     source = made(pipeline("pp2_one_group", 2, 2, groups=1))
     with pytest.raises(zckpt.UnsupportedError, match="not in the order of the stage's modules"):
@@ -174,9 +167,7 @@ RECOMPUTED = [
 
 
 @pytest.mark.parametrize("case", some(RECOMPUTED[:2], RECOMPUTED[2:]), ids=str)
-def test_wrapped_modules_have_weights_and_masters_under_one_name(
-    case: Cut, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_wrapped_modules_have_weights_and_masters_under_one_name(case, made, tmp_path):
     folder = made(case.source)
     checkpoint, truth = zckpt.open(folder), Truth(folder)
     assert {*checkpoint.parameters} == {name.replace("_checkpoint_wrapped_module.", "") for name in truth.weights}
@@ -189,9 +180,7 @@ def test_wrapped_modules_have_weights_and_masters_under_one_name(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("form", ["dcp", "universal"])
-def test_weights_before_biases_come_back_to_the_stages_that_had_them(
-    form: str, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_weights_before_biases_come_back_to_the_stages_that_had_them(form, made, tmp_path):
     source = pipeline("pp2_one_group", 2, 2, groups=1)
     zckpt.convert(made(source), tmp_path / "between", to=form)
     zckpt.convert(tmp_path / "between", tmp_path / "back", to="deepspeed", stage=1, world_size=3, verify=True,
@@ -204,9 +193,7 @@ UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "fe
 
 
 @pytest.mark.parametrize(("stage", "ranks"), some([(2, 2)], [(3, 1)]))
-def test_deepspeed_resumes_one_model_from_a_pipeline(
-    stage: int, ranks: int, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_one_model_from_a_pipeline(stage, ranks, made, tmp_path):
     folder = made(TWO)
     with pytest.raises(zckpt.UnsupportedError, match="--rename, --map"):
         zckpt.convert(folder, tmp_path / "one", to="deepspeed", stage=stage, world_size=ranks, rename=UNSTAGED[1:])
@@ -218,7 +205,7 @@ def test_deepspeed_resumes_one_model_from_a_pipeline(
 
 
 @pytest.mark.nightly
-def test_one_model_from_a_pipeline_has_the_optimizer_that_it_had(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_one_model_from_a_pipeline_has_the_optimizer_that_it_had(made, tmp_path):
     source = pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True)
     folder = made(source)
     zckpt.reshard(folder, tmp_path / "one", world_size=3, rename=UNSTAGED, verify=True)
@@ -244,7 +231,7 @@ def renamed_truth(folder: Path, target: Path) -> Path:
 
 @given(st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 10**9)), min_size=1, max_size=14),
        st.integers(1, 8))  # fmt: skip
-def test_stages_have_the_bounds_that_deepspeed_gives_them(weights: list[int], stages: int) -> None:
+def test_stages_have_the_bounds_that_deepspeed_gives_them(weights, stages):
     from deepspeed.runtime.utils import partition_balanced, partition_uniform
 
     assert balanced(weights, stages) == tuple(int(n) for n in partition_balanced(weights, stages))

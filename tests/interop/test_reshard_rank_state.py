@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume
-from tests.interop.cut import Cut, cut
+from tests.interop.cut import cut
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
@@ -44,7 +42,7 @@ each = pytest.mark.parametrize("source", CASES, ids=lambda one: one.name)
 
 
 @each
-def test_state_of_each_rank_is_read_as_its_own(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_state_of_each_rank_is_read_as_its_own(source, made, tmp_path):
     folder, keys = made(source), OWN[source.optimizer]
     found = zckpt.open(folder)
     assert {value.key for value in found.per_rank} == keys
@@ -56,7 +54,7 @@ def test_state_of_each_rank_is_read_as_its_own(source: Spec, made: Callable[[Spe
 
 
 @each
-def test_it_is_not_cut_for_other_ranks(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_it_is_not_cut_for_other_ranks(source, made, tmp_path):
     folder, keys = made(source), OWN[source.optimizer]
     for options in ({"world_size": 3}, {"world_size": 2, "stage": 1 if source.stage == 3 else 3}):
         with pytest.raises(zckpt.UnsupportedError, match=min(keys)) as error:
@@ -69,9 +67,7 @@ def test_it_is_not_cut_for_other_ranks(source: Spec, made: Callable[[Spec], Path
 
 
 @each
-def test_deepspeed_resumes_it_at_the_same_number_of_ranks(
-    source: Spec, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_it_at_the_same_number_of_ranks(source, made, tmp_path):
     """At the same size every loss is the same bit for bit, so that the state was."""
     folder = made(source)
     zckpt.reshard(folder, tmp_path / "cut", world_size=2, verify=True)
@@ -82,9 +78,7 @@ def test_deepspeed_resumes_it_at_the_same_number_of_ranks(
     ]
 
 
-def test_sums_over_all_elements_are_not_given_to_each_of_more_ranks(
-    made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_sums_over_all_elements_are_not_given_to_each_of_more_ranks(made, tmp_path):
     """One rank's estimates of Prodigy are the whole model's. Of two, each would add to the sum of both."""
     folder = made(spec("prodigy_one", optimizer="prodigy", dtype="fp32", world_size=1, groups=2))
     assert zckpt.open(folder).per_rank == []
@@ -97,7 +91,7 @@ def test_sums_over_all_elements_are_not_given_to_each_of_more_ranks(
         assert zckpt.diff(folder, tmp_path / verb.__name__).equal_slots
 
 
-def test_what_stages_and_slices_have_of_their_own_is_read_so(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_what_stages_and_slices_have_of_their_own_is_read_so(made, tmp_path):
     """Where each of them has one data-parallel rank, only they differ; the copies of a tied layer drift apart."""
     stages = spec("prodigy_pp2", model="pipeline", stage=1, pipeline_parallel=2, world_size=2, groups=2, dtype="fp32",
                   optimizer="prodigy")  # fmt: skip
@@ -117,7 +111,7 @@ def test_what_stages_and_slices_have_of_their_own_is_read_so(made: Callable[[Spe
 
 
 @pytest.mark.parametrize("source", [MUON, MUON_FP32, MUON_ALIGNED, MUON_TWO, MUON_S3, NADAM], ids=lambda one: one.name)
-def test_what_is_read_is_the_truth(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_what_is_read_is_the_truth(source, made, tmp_path):
     folder = made(source)
     assert_consolidated(folder, Truth(folder), tmp_path)
     assert zckpt.open(folder).per_rank == []
@@ -138,11 +132,11 @@ MATRICES = [
 
 
 @pytest.mark.parametrize("case", MATRICES, ids=str)
-def test_deepspeed_resumes_resharded_matrices(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_resharded_matrices(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut", reshard=partial(zckpt.reshard, verify=True))
 
 
-def test_matrix_on_two_ranks_is_whole_on_both(made: Callable[[Spec], Path]) -> None:
+def test_matrix_on_two_ranks_is_whole_on_both(made):
     """Three partitions of 414 elements over matrices of 310: the momentum of a cut one is there twice."""
     found = zckpt.open(made(MUON))
     copies = {(one.name, one.rank) for one in found.duplicates if one.slot.name == "momentum_buffer"}
@@ -152,13 +146,13 @@ def test_matrix_on_two_ranks_is_whole_on_both(made: Callable[[Spec], Path]) -> N
                        Truth(made(MUON)).tensors["momentum_buffer/down.1.weight"])  # fmt: skip
 
 
-def test_muon_is_not_made_elastic(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_muon_is_not_made_elastic(made, tmp_path):
     with pytest.raises(zckpt.UnsupportedError, match="momentum"):
         zckpt.reshard(made(MUON), tmp_path / "cut", world_size=2, elastic=True)
 
 
 @pytest.mark.parametrize("source", CASES[:2], ids=lambda one: one.name)
-def test_what_each_step_computes_anew_is_dropped(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_what_each_step_computes_anew_is_dropped(source, made, tmp_path):
     """State, weights and steps arrive; losses are others by nature, for these optimizers take norms of a partition."""
     folder = made(source)
     zckpt.reshard(folder, tmp_path / "cut", world_size=1, drop=sorted(OWN[source.optimizer]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import zckpt
 from tests.deepspeed_engine import Spec, resume, train
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.resume import LOSS_TOLERANCE
-from tests.interop.cut import Cut, cut
+from tests.interop.cut import cut
 from tests.interop.test_reshard_pipeline import LAYERS, pipeline, sliced
 from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated
@@ -30,14 +29,14 @@ FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
         pytest.param("moe_ep2_s0_fp32_dp4", 2, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_deepspeed_resumes_it(name: str, world_size: int, ranks: int, tmp_path: Path) -> None:
+def test_deepspeed_resumes_it(name, world_size, ranks, tmp_path):
     zckpt.reshard(FIXTURES / name, tmp_path / "cut", world_size=world_size)
     verdict = resume(tmp_path / "cut", SPECS[name].at(ranks), FIXTURES / name)
     verdict.assert_goes_on(2e-3 if "moe" in name else verdict.loss_tolerance)
 
 
 @pytest.mark.parametrize("dtype", some(["bf16"], ["fp32"]))
-def test_slices_have_their_optimizer(dtype: str, tmp_path: Path) -> None:
+def test_slices_have_their_optimizer(dtype, tmp_path):
     """Each tensor-parallel rank numbers its own slices; they are read as whole parameters, and resumed as slices."""
     spec = Spec("tp2_s0", model="megatron", tensor_parallel=2, stage=0, dtype=dtype, groups=2, universal_info=True,
                 invariant=True, steps=2, steps_after=2)  # fmt: skip
@@ -83,7 +82,7 @@ REGROUPED = [
 
 
 @pytest.mark.parametrize("case", some(REGROUPED[:2], REGROUPED[2:]), ids=lambda case: str(case)[:60])
-def test_deepspeed_resumes_other_stages_and_slices(case: Cut, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_other_stages_and_slices(case, made, tmp_path):
     folder = made(case.source)
     if "names" not in case.options:
         assert not zckpt.open(folder).warnings
@@ -93,14 +92,14 @@ def test_deepspeed_resumes_other_stages_and_slices(case: Cut, made: Callable[[Sp
 
 
 @pytest.mark.nightly
-def test_a_stage_in_float32_may_train_nothing(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_a_stage_in_float32_may_train_nothing(made, tmp_path):
     spec, method = pipeline("pp2_s0_fp32", 2, 2, **SHORT), "type:(_Block|relu|_FeedForward)"
     folder = made(spec)
     case = cut(spec, 1, pipeline_parallel_size=3, partition_method=method, names=NAMES, pipeline_layers=LAYERS)
     case.assert_goes_on(folder, tmp_path / "cut", reshard=partial(zckpt.reshard, verify=True))
 
 
-def test_flat_masters_have_names_by_their_values(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_flat_masters_have_names_by_their_values(made, tmp_path):
     spec = Spec("s0_flat", stage=0, dtype="fp16", optimizer="fused", world_size=1, steps=2, steps_after=1)
     folder = made(spec)
     assert_consolidated(folder, Truth(folder), tmp_path)

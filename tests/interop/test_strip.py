@@ -6,7 +6,6 @@ number of ranks on the same machine, the same losses to the last digit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,7 @@ STAGE0 = spec("s0_adamw", stage=0, dtype="fp32", world_size=2)
           (BF16_OPTIMIZER, False)], [(LION, True), (MANY_RANKS, True)]),
     ids=lambda one: one.name if isinstance(one, Spec) else "lean" if one else "rigid",
 )  # fmt: skip
-def test_deepspeed_resumes_without_padding(
-    wanted: Spec, lean: bool, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_resumes_without_padding(wanted, lean, made, tmp_path):
     done = strip(made(wanted), tmp_path / "thin", padding=True, unreferenced=True)
     assert done.saved["padding"] > 0
     state = optimizer_content(tmp_path / "thin")["base_optimizer_state"]
@@ -59,7 +56,7 @@ def test_deepspeed_resumes_without_padding(
     assert verdict.loss_difference == 0.0
 
 
-def test_lean_form_would_change_the_training_under_a_scheduler(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_lean_form_would_change_the_training_under_a_scheduler(made, tmp_path):
     """Why slots keep their padding there: DeepSpeed steps once with the configuration's learning rate."""
     strip(made(SCHEDULED), tmp_path / "lean", padding=True)
     for path in sorted((tmp_path / "lean").rglob("*optim_states.pt")):
@@ -76,7 +73,7 @@ def test_lean_form_would_change_the_training_under_a_scheduler(made: Callable[[S
     assert verdict.loss_difference > 0
 
 
-def test_deepspeed_resumes_zero3_without_unused_bytes(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_zero3_without_unused_bytes(made, tmp_path):
     strip(made(STAGE3), tmp_path / "thin", unreferenced=True, padding=True)
     verdict = resume(tmp_path / "thin", STAGE3, made(STAGE3))
     assert verdict.differences == []
@@ -99,9 +96,7 @@ AS_ALWAYS: dict[str, bool] = {}  # with ZeRO-1 and 2, DeepSpeed then wants the o
      (STAGE0, WITHOUT_OPTIMIZER), (STAGE0, MODULE_ONLY), (STAGE0, AS_ALWAYS)],
     ids=lambda one: one.name if isinstance(one, Spec) else "-".join(one) or "as_always",
 )  # fmt: skip
-def test_deepspeed_loads_the_model_without_the_optimizer(
-    wanted: Spec, options: dict[str, bool], made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_loads_the_model_without_the_optimizer(wanted, options, made, tmp_path):
     strip(made(wanted), tmp_path / "model", optimizer=True)
     loaded = load(tmp_path / "model", wanted, options)
     truth = load_file(made(wanted) / "truth.safetensors")
@@ -117,9 +112,7 @@ def test_deepspeed_loads_the_model_without_the_optimizer(
     assert loaded.steps == 2
 
 
-def test_deepspeed_keeps_exact_masters_and_starts_an_optimizer_afresh(
-    made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_keeps_exact_masters_and_starts_an_optimizer_afresh(made, tmp_path):
     strip(made(ADAMW), tmp_path / "masters", keep_slots=["master"])
     loaded = load(tmp_path / "masters", ADAMW, {})
     truth = load_file(made(ADAMW) / "truth.safetensors")
@@ -130,7 +123,7 @@ def test_deepspeed_keeps_exact_masters_and_starts_an_optimizer_afresh(
 
 
 @pytest.mark.parametrize("wanted", [ADAMW, STAGE3], ids=lambda one: one.name)
-def test_deepspeed_loads_the_slots_that_were_kept(wanted: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_loads_the_slots_that_were_kept(wanted, made, tmp_path):
     strip(made(wanted), tmp_path / "some", keep_slots=["exp_avg"])
     loaded = load(tmp_path / "some", wanted, {}, train=False)
     truth = load_file(made(wanted) / "truth.safetensors")
@@ -143,9 +136,7 @@ def test_deepspeed_loads_the_slots_that_were_kept(wanted: Spec, made: Callable[[
 @pytest.mark.parametrize(
     ("wanted", "options"), [(ADAMW, AS_ALWAYS), (STAGE3, MODULE_ONLY)], ids=lambda one: getattr(one, "name", None)
 )
-def test_deepspeed_loads_a_universal_checkpoint_without_the_optimizer(
-    wanted: Spec, options: dict[str, bool], made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_deepspeed_loads_a_universal_checkpoint_without_the_optimizer(wanted, options, made, tmp_path):
     """The masters stay, and weights are rounded from them."""
     source = tmp_path / "run" / "universal"
     source.parent.mkdir()
@@ -178,7 +169,7 @@ def load(run: Path, wanted: Spec, options: dict[str, bool], *, train: bool = Tru
     return loaded
 
 
-def _load(rank: int, world_size: int, wanted: Spec, run: Path, options: dict[str, bool], train: bool) -> Loaded:
+def _load(rank, world_size, wanted: Spec, run: Path, options: dict[str, bool], train: bool) -> Loaded:
     from tests.deepspeed_engine import models
     from tests.deepspeed_engine.training import build_engine, train_step
     from tests.deepspeed_engine.truth import read_live

@@ -36,7 +36,7 @@ class Trainer:
         self.step = state["step"]
 
 
-def train(rank: int, world_size: int, folder: Path, mode: str, step: int, stock: bool) -> tuple[list[float], Weights]:
+def train(rank, world_size, folder: Path, mode: str, step: int, stock: bool) -> tuple[list[float], Weights]:
     """Train to the end from a step that was saved, or the first; the losses, and the weights at that one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -89,7 +89,7 @@ def train(rank: int, world_size: int, folder: Path, mode: str, step: int, stock:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "stock"])
-def test_torchtitan_goes_on_at_another_number_of_processes(mode: str, tmp_path: Path) -> None:
+def test_torchtitan_goes_on_at_another_number_of_processes(mode, tmp_path):
     pytest.importorskip("torchtitan.components.checkpointer")
     how = "disabled" if mode == "stock" else mode
     losses, weights = run(train, 2, tmp_path / "run", how, -1, mode == "stock", fresh=True)[0]
@@ -104,7 +104,7 @@ def test_torchtitan_goes_on_at_another_number_of_processes(mode: str, tmp_path: 
     assert found == pytest.approx(losses[SAVED:], rel=1e-5)
 
 
-def purge(rank: int, _: int, folder: Path) -> list[str]:
+def purge(rank, _: int, folder: Path) -> list[str]:
     """Let a manager that is to keep two remove what is old."""
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -127,7 +127,7 @@ def purge(rank: int, _: int, folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_only_whole_checkpoints_count_among_those_to_keep(tmp_path: Path) -> None:
+def test_only_whole_checkpoints_count_among_those_to_keep(tmp_path):
     pytest.importorskip("torchtitan.components.checkpointer")
     (tmp_path / "run").mkdir()
     [left] = run(purge, 1, tmp_path / "run", fresh=True)

@@ -33,7 +33,7 @@ def freeze_embeddings(model: nn.Module) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def run(tmp_path_factory) -> Callable[..., Run]:
     """Runs of each kind, made when the first test asks for one."""
     made: dict[str, Run] = {}
 
@@ -64,7 +64,7 @@ def assert_is_truth(checkpoint: zckpt.Checkpoint, truth: Truth, *, aliases: bool
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "bert", "llama frozen", "llama adafactor"])
-def test_optimizer_is_read_under_its_parameters_names(kind: str, run: Callable[..., Run]) -> None:
+def test_optimizer_is_read_under_its_parameters_names(kind, run):
     one = run(kind)
     checkpoint = zckpt.open(one.directory)
     assert (checkpoint.format, checkpoint.step) == ("transformers-trainer", SAVED)
@@ -74,7 +74,7 @@ def test_optimizer_is_read_under_its_parameters_names(kind: str, run: Callable[.
 
 
 @pytest.mark.parametrize(("size", "loaded"), each(["4KB", "8KB", "20KB"], [True, False]))
-def test_shards_are_read_with_their_index(size: str, loaded: bool, run: Callable[..., Run], tmp_path: Path) -> None:
+def test_shards_are_read_with_their_index(size, loaded, run, tmp_path):
     """A model that transformers had loaded is cut into shards by its sorted names, any other one in its own order."""
     one = run("llama")
     directory = shutil.copytree(one.directory, tmp_path / "sharded")
@@ -86,9 +86,7 @@ def test_shards_are_read_with_their_index(size: str, loaded: bool, run: Callable
     assert_is_truth(zckpt.open(directory), one.truth)
 
 
-def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numbers(
-    run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numbers(run, tmp_path):
     one = run("llama")
     directory = shutil.copytree(one.directory, tmp_path / "unknown")
     (directory / "config.json").unlink()
@@ -102,7 +100,7 @@ def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numb
 
 
 @pytest.mark.parametrize("order", ["the optimizer's", "the model's"])
-def test_names_are_taken_in_either_order(order: str, run: Callable[..., Run], tmp_path: Path) -> None:
+def test_names_are_taken_in_either_order(order, run, tmp_path):
     one = run("llama")
     directory = shutil.copytree(one.directory, tmp_path / "unknown")
     (directory / "config.json").unlink()
@@ -111,7 +109,7 @@ def test_names_are_taken_in_either_order(order: str, run: Callable[..., Run], tm
     assert_is_truth(zckpt.open(directory, names=given), one.truth)
 
 
-def test_names_that_do_not_fit_are_refused(run: Callable[..., Run]) -> None:
+def test_names_that_do_not_fit_are_refused(run):
     one = run("llama")
     names = list(dict(build("llama").named_parameters()))
     for wrong in (names[:-1], [*names[:-1], "other"], names[::-1]):
@@ -119,7 +117,7 @@ def test_names_that_do_not_fit_are_refused(run: Callable[..., Run]) -> None:
             zckpt.open(one.directory, names=wrong)
 
 
-def test_optimizer_of_another_model_gets_no_names(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_optimizer_of_another_model_gets_no_names(run, tmp_path):
     directory = shutil.copytree(run("llama").directory, tmp_path / "mixed")
     shutil.copy(run("qwen2").directory / "optimizer.pt", directory)
     checkpoint = zckpt.open(directory)
@@ -131,9 +129,7 @@ def test_optimizer_of_another_model_gets_no_names(run: Callable[..., Run], tmp_p
 
 
 @pytest.mark.parametrize(("kind", "through"), each(["llama", "qwen2"], [None, "zckpt", "dcp"]))
-def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(
-    kind: str, through: str | None, run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(kind, through, run, tmp_path):
     one = run(kind)
     source = one.directory
     if through is not None:
@@ -148,7 +144,7 @@ def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(
     assert losses == one.losses
 
 
-def test_what_a_source_has_not_is_written_by_rule(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_what_a_source_has_not_is_written_by_rule(run, tmp_path):
     one = run("llama")
     source = shutil.copytree(one.directory, tmp_path / "source")
     for name in ("scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
@@ -168,7 +164,7 @@ def test_what_a_source_has_not_is_written_by_rule(run: Callable[..., Run], tmp_p
 
 
 @pytest.mark.parametrize(("fixture", "kind"), [("hf_llama_s2_bf16_dp2", "llama"), ("hf_gpt2_s1_fp32_dp2", "gpt2")])
-def test_what_deepspeed_saved_is_numbered_as_the_trainer_does(fixture: str, kind: str, tmp_path: Path) -> None:
+def test_what_deepspeed_saved_is_numbered_as_the_trainer_does(fixture, kind, tmp_path):
     """The Trainer's own optimizer of a model with these parameters takes each one's state."""
     source = FIXTURES / fixture
     done = zckpt.convert(source, tmp_path / "target", to="transformers-trainer", train_batch_size=2, verify=True)
@@ -186,9 +182,7 @@ def test_what_deepspeed_saved_is_numbered_as_the_trainer_does(fixture: str, kind
     assert all(torch.equal(weights[name], truth[f"fp32/{name}"]) for name in trained)
 
 
-def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(
-    run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(run, tmp_path):
     one = run("llama")
     model = build("llama")
     model.load_state_dict(load_file(one.directory / "model.safetensors"))
@@ -211,7 +205,7 @@ def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(
                       names=[name for name, _ in every])  # fmt: skip
 
 
-def test_without_a_step_it_is_refused(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_without_a_step_it_is_refused(run, tmp_path):
     shutil.copy(run("llama").directory / "model.safetensors", tmp_path)
     with pytest.raises(UnsupportedError, match="after which step"):
         zckpt.convert(tmp_path / "model.safetensors", tmp_path / "target", to="transformers-trainer")
@@ -220,7 +214,7 @@ def test_without_a_step_it_is_refused(run: Callable[..., Run], tmp_path: Path) -
 # --- ready to use
 
 
-def test_consolidated_model_loads_from_pretrained(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_consolidated_model_loads_from_pretrained(run, tmp_path):
     one = run("qwen2")
     target = tmp_path / "model"
     (one.directory / "tokenizer_config.json").write_text("{}")
@@ -234,9 +228,7 @@ def test_consolidated_model_loads_from_pretrained(run: Callable[..., Run], tmp_p
 
 
 @pytest.mark.parametrize("kind", ["zckpt", "dcp", "fsdp-rank-files", "consolidated", "universal"])
-def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(
-    kind: str, run: Callable[..., Run], tmp_path: Path
-) -> None:
+def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(kind, run, tmp_path):
     one = run("qwen2")
     source = tmp_path / kind
     zckpt.convert(one.directory, source, to=kind)
@@ -249,7 +241,7 @@ def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(
     assert all(same(loaded[key.removeprefix("weight/")], value) for key, value in weights.items())
 
 
-def test_model_of_a_trainer_with_deepspeed_loads_from_pretrained(tmp_path: Path) -> None:
+def test_model_of_a_trainer_with_deepspeed_loads_from_pretrained(tmp_path):
     source = FIXTURES / "other" / "trainer_ds2_gpt2"
     zckpt.consolidate(source / "checkpoint-4", tmp_path / "model", dtype="keep")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
@@ -259,7 +251,7 @@ def test_model_of_a_trainer_with_deepspeed_loads_from_pretrained(tmp_path: Path)
     assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in masters.items())
 
 
-def test_configuration_can_be_anywhere_else(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_configuration_can_be_anywhere_else(run, tmp_path):
     one = run("llama")
     model, configs = tmp_path / "model", tmp_path / "configs"
     configs.mkdir()
@@ -274,7 +266,7 @@ def test_configuration_can_be_anywhere_else(run: Callable[..., Run], tmp_path: P
     refused(2, "consolidate", one.directory, tmp_path / "m.pt", "--config", configs, words=("a directory",))
 
 
-def test_directory_with_files_of_others_is_not_replaced(run: Callable[..., Run], tmp_path: Path) -> None:
+def test_directory_with_files_of_others_is_not_replaced(run, tmp_path):
     zckpt.consolidate(run("llama").directory, tmp_path / "model")
     (tmp_path / "model" / "notes.md").write_text("mine")
     refused(4, "consolidate", run("llama").directory, tmp_path / "model", "--overwrite", words=("notes.md",))

@@ -107,7 +107,7 @@ def held(engine: Any) -> Held:
     return {f"{called.get(slot, slot)}/{name}": one for name, its in slots.items() for slot, one in its.items()}
 
 
-def trained(rank: int, world_size: int, kind: Kind, output: Path, source: Path | None) -> tuple[Held, list[str]]:
+def trained(rank, world_size, kind: Kind, output: Path, source: Path | None) -> tuple[Held, list[str]]:
     """Train and save, or go on; return what was held then, and what was loaded in place."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -145,7 +145,7 @@ def trained(rank: int, world_size: int, kind: Kind, output: Path, source: Path |
 
 
 @pytest.fixture
-def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> Callable[[Kind], tuple[Path, Held]]:
+def saved(shared) -> Callable[[Kind], tuple[Path, Held]]:
     """A directory that the Trainer saved, and what was held; made once, and changed by none."""
 
     def make(kind: Kind, folder: Path) -> tuple[Path, Held]:
@@ -155,7 +155,7 @@ def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> Callable[[Kind
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_models_export_is_a_copy(kind: Kind, saved: Callable[[Kind], tuple[Path, Held]], tmp_path: Path) -> None:
+def test_the_models_export_is_a_copy(kind, saved, tmp_path):
     source, truth = saved(kind)
     checkpoint = zckpt.open(source)
     names = {name for name, one in checkpoint.parameters.items() if one.tied_to is None}
@@ -192,7 +192,7 @@ def changed(source: Path, folder: Path, change: Callable[[Held], Any]) -> Path:
 EXPERT = "model.layers.0.block_sparse_moe.experts.1.w3.weight"
 
 
-def test_what_is_no_copy_is_refused_and_found(saved: Callable[[Kind], tuple[Path, Held]], tmp_path: Path) -> None:
+def test_what_is_no_copy_is_refused_and_found(saved, tmp_path):
     source, truth = saved(MIXTRAL)
     more = changed(source, tmp_path / "more", lambda file: file.update({"ema.weight": torch.full((16, 24), 0.5)}))
     other = changed(source, tmp_path / "other", lambda file: file[EXPERT].mul_(0.99))
@@ -212,7 +212,7 @@ def test_what_is_no_copy_is_refused_and_found(saved: Callable[[Kind], tuple[Path
         assert [key for key, value in truth.items() if not torch.equal(found[key], value)] == []
 
 
-def test_an_export_that_differs_is_found_by_verify(saved: Callable[[Kind], tuple[Path, Held]], tmp_path: Path) -> None:
+def test_an_export_that_differs_is_found_by_verify(saved, tmp_path):
     def flip(file: Held) -> None:
         file["lm_head.weight"].view(-1)[7] += 1
 

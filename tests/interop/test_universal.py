@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ def written(source: Path | Checkpoint, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", some(CASES, MORE), ids=str)
-def test_deepspeed_loads_it(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_loads_it(case, made, tmp_path):
     folder = made(case.source)
     verdict = resume_universal(written(folder, tmp_path), case.target, folder)
     verdict.assert_goes_on(TOLERANCE[case.source.dtype])
@@ -137,7 +136,7 @@ def test_deepspeed_loads_it(case: Case, made: Callable[[Spec], Path], tmp_path: 
     ],
     ids=str,
 )
-def test_deepspeed_cuts_slices_again(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_cuts_slices_again(case, made, tmp_path):
     """By the rules that the files carry.
 
     Copies that drift apart are averaged, as DeepSpeed's converter does: their weights are then rounded from the mean,
@@ -149,7 +148,7 @@ def test_deepspeed_cuts_slices_again(case: Case, made: Callable[[Spec], Path], t
     assert {name for name in verdict.weights if "local_norm" not in name} == set()
 
 
-def test_deepspeed_loads_the_optimizer_of_a_run_without_zero(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_loads_the_optimizer_of_a_run_without_zero(made, tmp_path):
     """And of parameters that have no state, as without a gradient: DeepSpeed needs some for all, and gets zeros."""
     folder = made(NO_ZERO)
     names = [name for group in json.loads((folder / "truth.json").read_text())["order"] for name in group]
@@ -164,7 +163,7 @@ def test_deepspeed_loads_the_optimizer_of_a_run_without_zero(made: Callable[[Spe
 # --- what DeepSpeed's loaders do not do, whatever the files hold -----------------------------------------------------
 
 
-def test_frozen_parameters_are_not_loaded(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_frozen_parameters_are_not_loaded(made, tmp_path):
     folder = made(S1_FP32)
     verdict = resume(written(folder, tmp_path), S1_FP32.at(2), folder, universal=True)
     assert verdict.slots == []
@@ -172,7 +171,7 @@ def test_frozen_parameters_are_not_loaded(made: Callable[[Spec], Path], tmp_path
     assert any("frozen" in note for note in writer.notes(zckpt.open(folder)))
 
 
-def test_zero3_has_one_step_for_all_groups(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_zero3_has_one_step_for_all_groups(made, tmp_path):
     """Everything is right after loading, but a step that is a tensor is then counted up by each group.
 
     That is all that is wrong with the losses: with a copy for each they are right.
@@ -188,22 +187,20 @@ def test_zero3_has_one_step_for_all_groups(made: Callable[[Spec], Path], tmp_pat
 
 
 @pytest.mark.parametrize("source", [S2_SGDM, S3_SGDM], ids=lambda source: source.name)
-def test_zero3_stops_at_slots_that_it_would_lose(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_zero3_stops_at_slots_that_it_would_lose(source, made, tmp_path):
     folder = made(source)
     with pytest.raises(WorkerError, match="KeyError: 'optimizer_state_dict'"):
         resume_universal(written(folder, tmp_path), dataclasses.replace(source, world_size=3, stage=3), folder)
     assert any("momentum_buffer" in note for note in writer.notes(zckpt.open(folder)))
 
 
-def test_a_rank_that_holds_nothing_of_a_group_stops(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_a_rank_that_holds_nothing_of_a_group_stops(made, tmp_path):
     folder = made(THREE_GROUPS)
     with pytest.raises(WorkerError, match="IndexError: list index out of range"):
         resume_universal(written(folder, tmp_path), THREE_GROUPS.at(3), folder)
 
 
-def test_a_training_with_round_robin_takes_parameters_for_one_another(
-    made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_a_training_with_round_robin_takes_parameters_for_one_another(made, tmp_path):
     folder = made(ROUND_ROBIN)
     assert resume_universal(written(folder, tmp_path), ROUND_ROBIN.at(3), folder).slots != []
     assert any("round_robin_gradients" in note for note in writer.notes(zckpt.open(folder)))
@@ -248,9 +245,7 @@ def assert_same_files(ours: Path, theirs: Path, *, flat: bool) -> None:
 
 
 @pytest.mark.parametrize("source", [S1_FP32, S2, S3, THREE_GROUPS], ids=lambda source: source.name)
-def test_files_are_those_of_the_converter_which_are_read_too(
-    source: Spec, made: Callable[[Spec], Path], tmp_path: Path
-) -> None:
+def test_files_are_those_of_the_converter_which_are_read_too(source, made, tmp_path):
     folder = made(source)
     (tmp_path / "run").mkdir()
     theirs = converted_by_deepspeed(folder / "global_step2", tmp_path / "run" / "theirs")
@@ -267,7 +262,7 @@ def test_files_are_those_of_the_converter_which_are_read_too(
 
 
 @pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "tp2_s1_bf16_dp2", "tp2_s2_fp32_dp2", "hf_gpt2_s1_fp32_dp2"])
-def test_files_of_fixtures_are_those_of_the_converter(name: str, tmp_path: Path) -> None:
+def test_files_of_fixtures_are_those_of_the_converter(name, tmp_path):
     theirs = converted_by_deepspeed(FIXTURES / name / "global_step5", tmp_path / "theirs")
     (theirs / "zero/optimizer_state.pt").unlink()
     assert_same_files(written(FIXTURES / name, tmp_path) / "step_u", theirs, flat=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -44,7 +43,7 @@ SPECS = [_spec(2, 0), _spec(3, 100)]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_deepspeed_resumes_it_at_other_ranks(spec: Spec, tmp_path: Path) -> None:
+def test_deepspeed_resumes_it_at_other_ranks(spec, tmp_path):
     made = train(spec, tmp_path)
     assert_consolidated(made, Truth(made), tmp_path)
     zckpt.reshard(made, tmp_path / "cut", world_size=3, verify=True)
@@ -53,7 +52,7 @@ def test_deepspeed_resumes_it_at_other_ranks(spec: Spec, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_an_engine_without_zenflow_loads_it_in_place(world_size: int) -> None:
+def test_an_engine_without_zenflow_loads_it_in_place(world_size):
     """Also at the same ranks, where its files would load as they are, with matrices transposed."""
     plain = replace(SPECS[0], zero={"offload_optimizer": _OFFLOAD}, world_size=world_size)
     verdict = resume(run_of(TRANSPOSED), plain, run_of(TRANSPOSED), in_place=True)

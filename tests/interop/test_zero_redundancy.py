@@ -106,7 +106,7 @@ def state_by_name(model: nn.Module, state: Any) -> dict[str, dict[str, Any]]:
 # --- what runs on ranks ---------------------------------------------------------------------------------------------
 
 
-def save_and_go_on(rank: int, world_size: int, kind: str, doubtful: bool, folder: Path) -> tuple[list[float], Any]:
+def save_and_go_on(rank, world_size, kind: str, doubtful: bool, folder: Path) -> tuple[list[float], Any]:
     """Train, save the consolidated and every rank's state, train on; return losses and this rank's state."""
     model, optimizer = build(kind, doubtful=doubtful, seed=1, options=OPTIONS[kind])
     train(model, optimizer, range(STEPS))
@@ -120,7 +120,7 @@ def save_and_go_on(rank: int, world_size: int, kind: str, doubtful: bool, folder
     return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), saved
 
 
-def load_and_go_on(rank: int, world_size: int, kind: str, doubtful: bool, folder: Path) -> tuple[list[float], Any]:
+def load_and_go_on(rank, world_size, kind: str, doubtful: bool, folder: Path) -> tuple[list[float], Any]:
     """Load into a model and an optimizer that differ in everything, train on; return losses and this rank's state."""
     model, optimizer = build(kind, doubtful=doubtful, seed=2, options={**OPTIONS[kind], "lr": 9.0, "weight_decay": 0.7})
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
@@ -130,7 +130,7 @@ def load_and_go_on(rank: int, world_size: int, kind: str, doubtful: bool, folder
     return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), loaded
 
 
-def load(rank: int, optimizer: Any, folder: Path) -> None:
+def load(rank, optimizer: Any, folder: Path) -> None:
     if (folder / "optimizer.pt").is_file():
         optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
         return
@@ -139,7 +139,7 @@ def load(rank: int, optimizer: Any, folder: Path) -> None:
         every.update({key: value for key, value in mine.items() if key != "params"})
 
 
-def load_and_save_again(rank: int, world_size: int, kind: str, doubtful: bool, folder: Path, out: Path) -> None:
+def load_and_save_again(rank, world_size, kind: str, doubtful: bool, folder: Path, out: Path) -> None:
     """Load what zckpt wrote, and save every rank's state as torch has it then, names and all."""
     model, optimizer = build(kind, doubtful=doubtful, seed=2, options=OPTIONS[kind])
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
@@ -149,7 +149,7 @@ def load_and_save_again(rank: int, world_size: int, kind: str, doubtful: bool, f
         torch.save(model.state_dict(), out / "weights.pt")
 
 
-def load_fixture(rank: int, world_size: int, name: str, folder: Path) -> tuple[Any, list[Any]]:
+def load_fixture(rank, world_size, name: str, folder: Path) -> tuple[Any, list[Any]]:
     """Load a converted DeepSpeed checkpoint and take one step; return this rank's state and the groups before it."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -171,7 +171,7 @@ def load_fixture(rank: int, world_size: int, name: str, folder: Path) -> tuple[A
     return loaded, about
 
 
-def partitions(rank: int, world_size: int, layouts: list[list[list[tuple[int, ...]]]]) -> list[Any]:
+def partitions(rank, world_size, layouts: list[list[list[tuple[int, ...]]]]) -> list[Any]:
     """How torch itself assigns parameters of these shapes: for each rank and group, their places in the group."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -197,7 +197,7 @@ def some_layouts(seed: int, count: int) -> list[list[list[tuple[int, ...]]]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_parameters_are_assigned_as_torch_assigns_them(world_size: int) -> None:
+def test_parameters_are_assigned_as_torch_assigns_them(world_size):
     layouts = some_layouts(world_size, 150)
     for assigned in gloo.run(partitions, world_size, layouts):
         for groups, expected in zip(layouts, assigned, strict=True):
@@ -206,7 +206,7 @@ def test_parameters_are_assigned_as_torch_assigns_them(world_size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> Callable[..., tuple[Path, list[Any]]]:
+def saved(shared) -> Callable[..., tuple[Path, list[Any]]]:
     """Directories that the real optimizer saved, each made once, with what every rank says of the run."""
 
     def of(kind: str, world_size: int, *, doubtful: bool = True) -> tuple[Path, list[Any]]:
@@ -252,7 +252,7 @@ def assert_goes_on(results: list[Any], original: list[Any]) -> None:
 
 @pytest.mark.parametrize("per_rank", [False, True], ids=["consolidated", "per-rank"])
 @pytest.mark.parametrize(("kind", "world_size"), [("adamw", 2), ("sgdm", 3)])
-def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tmp_path) -> None:
+def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tmp_path):
     folder, original = saved(kind, world_size)
     checkpoint = read_torch_file(folder / "all.pt", names=names(kind))
     directory = written(checkpoint, tmp_path / "out", world_size, per_rank=per_rank)
@@ -260,7 +260,7 @@ def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tm
 
 
 @pytest.mark.parametrize(("kind", "world_size"), each(["adamw", "sgdm"], [1, 3, 4]))
-def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_path) -> None:
+def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_path):
     folder, original = saved(kind, 2)
     directory = without_consolidated(folder, tmp_path / "ranks")
     checkpoint = read(directory, names=names(kind))
@@ -270,7 +270,7 @@ def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgdm"])
-def test_models_order_tells_the_names_where_nothing_is_doubtful(kind, saved, tmp_path) -> None:
+def test_models_order_tells_the_names_where_nothing_is_doubtful(kind, saved, tmp_path):
     folder, original = saved(kind, 3, doubtful=False)
     directory = without_consolidated(folder, tmp_path / "ranks")
     checkpoint = read(directory)
@@ -279,7 +279,7 @@ def test_models_order_tells_the_names_where_nothing_is_doubtful(kind, saved, tmp
     assert_goes_on(gloo.run(load_and_go_on, 2, kind, False, out), original)
 
 
-def test_names_that_torch_took_over_are_used(saved, tmp_path) -> None:
+def test_names_that_torch_took_over_are_used(saved, tmp_path):
     """Once a consolidated state with names is loaded, torch saves them with every rank's share, all of them."""
     folder, original = saved("adamw", 2)
     checkpoint = read_torch_file(folder / "all.pt", names=names("adamw"))
@@ -294,7 +294,7 @@ def test_names_that_torch_took_over_are_used(saved, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("name", "per_rank"), each(["s1_fp32_dp3", "s3_fp32_dp2", "s2_bf16_dp2_rr"], [True, False]))
-def test_deepspeeds_state_goes_on_in_torch(name, per_rank, tmp_path) -> None:
+def test_deepspeeds_state_goes_on_in_torch(name, per_rank, tmp_path):
     truth = Truth(FIXTURES / name)
     directory = find_deepspeed(FIXTURES / name)
     assert directory is not None

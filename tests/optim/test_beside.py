@@ -204,7 +204,7 @@ SLOTS: dict[str, set[str]] = {
 
 
 @pytest.mark.parametrize(("kind", "async_"), each(MAKE, [False, True]))
-def test_training_goes_on_as_if_nothing_had_happened(kind: str, async_: bool, tmp_path: Path) -> None:
+def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
     model, other = net(), net(seed=1)
     optimizer = trained(MAKE[kind](model), model, 4)
     saving = zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4, async_=async_)
@@ -224,9 +224,7 @@ def test_training_goes_on_as_if_nothing_had_happened(kind: str, async_: bool, tm
 
 
 @pytest.mark.parametrize(("kind", "to"), each(["ahead", "many"], ["zckpt", "dcp", "consolidated"]))
-def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(
-    kind: str, to: str, tmp_path: Path
-) -> None:
+def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(kind, to, tmp_path):
     model, other = net(), net(seed=1)
     optimizer = trained(MAKE[kind](model), model, 4)
     zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4)
@@ -252,7 +250,7 @@ def trained_with(optimizer: Any, model: nn.Module, expected: nn.Module) -> nn.Mo
     return expected
 
 
-def test_several_optimizers_each_have_theirs(tmp_path: Path) -> None:
+def test_several_optimizers_each_have_theirs(tmp_path):
     def make(model: Any) -> list[Any]:
         return [Ahead(AdamW(model[0].parameters(), lr=0.1)), Many(model[2].parameters())]
 
@@ -301,7 +299,7 @@ NOT_LOADED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", NOT_LOADED)
-def test_what_an_optimizer_cannot_take_is_refused_before_anything_is_changed(case: str, tmp_path: Path) -> None:
+def test_what_an_optimizer_cannot_take_is_refused_before_anything_is_changed(case, tmp_path):
     make, other, match = NOT_LOADED[case]
     model = net()
     zckpt.save(tmp_path / "c", model=model, optimizer=trained(make(model), model, 2), step=2)
@@ -317,7 +315,7 @@ def test_what_an_optimizer_cannot_take_is_refused_before_anything_is_changed(cas
     assert repr(optimizer.state_dict()) == settings
 
 
-def _in_ranks(rank: int, world_size: int, path: Path) -> None:
+def _in_ranks(rank, world_size, path: Path) -> None:
     for make in (
         lambda model: ZeroRedundancyOptimizer(model.named_parameters(), AdamW, lr=0.1),
         lambda model: ZeroOptimizer(model.named_parameters(), AdamW, lr=0.1),
@@ -329,7 +327,7 @@ def _in_ranks(rank: int, world_size: int, path: Path) -> None:
         assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_less_than_everything_is_loaded_with_a_note(tmp_path: Path) -> None:
+def test_less_than_everything_is_loaded_with_a_note(tmp_path):
     model, other = net(), net(seed=1)
     optimizer = trained(MAKE["ahead"](model), model, 2)
     zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=2)
@@ -341,7 +339,7 @@ def test_less_than_everything_is_loaded_with_a_note(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"rest": 1}, {"groups": [{}, {}]}, {"parameters": {"0.weight": 7}}, {"at": 7}])
-def test_what_is_none_of_ours_is_damage(change: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_none_of_ours_is_damage(change, tmp_path):
     model = net()
     zckpt.save(tmp_path / "c", model=model, optimizer=trained(MAKE["turning"](model), model, 2), step=2)
     document = json.loads((tmp_path / "c" / "checkpoint.json").read_text())
@@ -354,7 +352,7 @@ def test_what_is_none_of_ours_is_damage(change: dict[str, Any], tmp_path: Path) 
 
 @pytest.mark.parametrize("form", ["zckpt", "dcp"])
 @pytest.mark.parametrize("kind", ["ahead", "many"])
-def test_it_goes_with_the_state_when_that_is_stripped(kind: str, form: str, tmp_path: Path) -> None:
+def test_it_goes_with_the_state_when_that_is_stripped(kind, form, tmp_path):
     model, other = net(), net(seed=1)
     zckpt.save(tmp_path / "c", model=model, optimizer=trained(MAKE[kind](model), model, 2), step=2)
     zckpt.convert(tmp_path / "c", tmp_path / "d", to=form)
@@ -395,7 +393,7 @@ class Queue(Many):
         (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a collections.deque"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(make: Callable[[Any], Any], match: str, tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_refused_by_name(make, match, tmp_path):
     model = net()
     optimizer = trained(make(model), model, 2)
     with pytest.raises(UnsupportedError, match=match):
@@ -445,7 +443,7 @@ def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path
         assert all(map(torch.equal, before, map(frozen_copy, other.parameters())))
 
 
-def test_other_names_follow_and_another_arrangement_is_refused(tmp_path: Path) -> None:
+def test_other_names_follow_and_another_arrangement_is_refused(tmp_path):
     model = net()
     optimizer = trained(MAKE["ahead"](model), model, 2)
     zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=2)
@@ -473,7 +471,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_optimizers_of_another_package_go_on(name: str, tmp_path: Path) -> None:
+def test_optimizers_of_another_package_go_on(name, tmp_path):
     package = pytest.importorskip("pytorch_optimizer")
 
     def stepped(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:

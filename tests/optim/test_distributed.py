@@ -80,7 +80,7 @@ class Model:
             optimizer.step(context)
 
 
-def on_caller(rank: int, world_size: int, path: Path, function: Callable[[], Any]) -> Any:
+def on_caller(rank, world_size, path: Path, function: Callable[[], Any]) -> Any:
     """Run a function on worker 0 while the others serve it."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", num_worker_threads=8)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
@@ -296,5 +296,5 @@ def set_gradient(parameter: Any) -> None:
     ],
     ids=lambda what: what.__name__,
 )
-def test_on_workers(what: Callable[[], None], tmp_path: Path) -> None:
+def test_on_workers(what, tmp_path):
     on_workers(what, tmp_path)

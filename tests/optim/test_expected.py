@@ -28,7 +28,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(name for name in WANTED if hasattr(torch.optim, name)))
-def test_the_keys_are_those_that_a_step_makes(name: str) -> None:
+def test_the_keys_are_those_that_a_step_makes(name):
     for settings in SETTINGS.get(name, [{}]):
         for shape in ((3, 2), (3,))[: 1 if name == "Muon" else 2]:
             parameter = nn.Parameter(torch.ones(shape))
@@ -42,7 +42,7 @@ def test_the_keys_are_those_that_a_step_makes(name: str) -> None:
             assert its.required <= made <= its.required | its.optional, (name, settings, shape)
 
 
-def test_every_class_of_torch_is_known_but_for_the_one_that_is_not_saved() -> None:
+def test_every_class_of_torch_is_known_but_for_the_one_that_is_not_saved():
     classes = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)}
     assert {name for name in classes if hasattr(getattr(torch.optim, name), "step")} - set(WANTED) == {
         "LBFGS",
@@ -120,9 +120,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize("stepped_before", [False, True])
 @pytest.mark.parametrize("case", range(len(REFUSED)))
-def test_state_of_another_optimizer_is_refused_and_nothing_changed(
-    case: int, stepped_before: bool, tmp_path: Path
-) -> None:
+def test_state_of_another_optimizer_is_refused_and_nothing_changed(case, stepped_before, tmp_path):
     (source, its), (target, ours), match = REFUSED[case]
     saved(tmp_path / "c", source, **its)
     model = net(seed=1)
@@ -132,7 +130,7 @@ def test_state_of_another_optimizer_is_refused_and_nothing_changed(
     assert_refused(tmp_path / "c", model, optimizer, match)
 
 
-def test_slots_that_some_parameters_lack_are_refused(tmp_path: Path) -> None:
+def test_slots_that_some_parameters_lack_are_refused(tmp_path):
     model = net()
     optimizer = torch.optim.AdamW(model.named_parameters())
     stepped(model, optimizer)
@@ -143,7 +141,7 @@ def test_slots_that_some_parameters_lack_are_refused(tmp_path: Path) -> None:
     assert_refused(tmp_path / "c", other, torch.optim.AdamW(other.named_parameters()), match)
 
 
-def test_amsgrad_without_its_slot_is_refused_and_with_it_is_the_checkpoints(tmp_path: Path) -> None:
+def test_amsgrad_without_its_slot_is_refused_and_with_it_is_the_checkpoints(tmp_path):
     saved(tmp_path / "with", torch.optim.AdamW, amsgrad=True)
     model = net(seed=1)
     optimizer = torch.optim.AdamW(model.named_parameters())
@@ -160,7 +158,7 @@ def test_amsgrad_without_its_slot_is_refused_and_with_it_is_the_checkpoints(tmp_
     assert_refused(tmp_path / "without", other, torch.optim.AdamW(other.named_parameters()), match)
 
 
-def test_adam_becomes_adamw_and_goes_on(tmp_path: Path) -> None:
+def test_adam_becomes_adamw_and_goes_on(tmp_path):
     saved(tmp_path / "c", torch.optim.Adam)
     model = net(seed=1)
     optimizer = torch.optim.AdamW(model.named_parameters())
@@ -169,7 +167,7 @@ def test_adam_becomes_adamw_and_goes_on(tmp_path: Path) -> None:
     assert optimizer.state[model[0].weight]["step"] == 2
 
 
-def test_a_checkpoint_without_state_says_that_the_optimizer_makes_it(tmp_path: Path) -> None:
+def test_a_checkpoint_without_state_says_that_the_optimizer_makes_it(tmp_path):
     saved(tmp_path / "c", torch.optim.SGD)
     model = net(seed=1)
     optimizer = torch.optim.AdamW(model.named_parameters())
@@ -179,7 +177,7 @@ def test_a_checkpoint_without_state_says_that_the_optimizer_makes_it(tmp_path: P
     assert optimizer.state[model[0].weight]["step"] == 1
 
 
-def test_a_zero_optimizer_says_whose_state_is_zero(tmp_path: Path) -> None:
+def test_a_zero_optimizer_says_whose_state_is_zero(tmp_path):
     model = net()
     optimizer = torch.optim.AdamW(model.named_parameters())
     stepped(model, optimizer)
@@ -210,7 +208,7 @@ class Counting(torch.optim.Optimizer):
                 state["scale"] = torch.rand(parameter.shape)
 
 
-def test_integers_of_an_optimizer_keep_their_type(tmp_path: Path) -> None:
+def test_integers_of_an_optimizer_keep_their_type(tmp_path):
     model = net()
     optimizer = Counting(model.named_parameters())
     stepped(model, optimizer)
@@ -224,7 +222,7 @@ def test_integers_of_an_optimizer_keep_their_type(tmp_path: Path) -> None:
             assert torch.equal(its.state[two][key], value)
 
 
-def on_ranks(rank: int, world_size: int, folder: Path) -> None:
+def on_ranks(rank, world_size, folder: Path) -> None:
     for name, make in {
         "zero": lambda named: ZeroOptimizer(named, torch.optim.AdamW, lr=0.5, stage=2),
         "redundancy": lambda named: ZeroRedundancyOptimizer(named, torch.optim.AdamW, lr=0.5),
@@ -246,12 +244,12 @@ def on_ranks(rank: int, world_size: int, folder: Path) -> None:
         assert not getattr(optimizer, "optim", optimizer).state
 
 
-def test_ranks_refuse_it_together(tmp_path: Path) -> None:
+def test_ranks_refuse_it_together(tmp_path):
     saved(tmp_path / "c", torch.optim.SGD, momentum=0.9)
     run(on_ranks, 2, tmp_path)
 
 
-def test_state_lies_in_memory_as_its_parameter_for_a_fused_step(tmp_path: Path) -> None:
+def test_state_lies_in_memory_as_its_parameter_for_a_fused_step(tmp_path):
     def begun() -> tuple[nn.Conv2d, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]

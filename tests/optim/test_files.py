@@ -65,7 +65,7 @@ def make(kind: str, model: Net, *, named: bool) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(groups(model, named=named), torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
-def save_run(rank: int, world_size: int, path: Path, kind: str, named: bool) -> list[torch.Tensor]:
+def save_run(rank, world_size, path: Path, kind: str, named: bool) -> list[torch.Tensor]:
     """Train three steps, save, train three more; return the parameters."""
     model = Net()
     optimizer = make(kind, model, named=named)
@@ -75,7 +75,7 @@ def save_run(rank: int, world_size: int, path: Path, kind: str, named: bool) -> 
     return [p.detach().clone() for p in model.parameters()]
 
 
-def load_run(rank: int, world_size: int, path: Path, kind: str, named: bool) -> list[torch.Tensor]:
+def load_run(rank, world_size, path: Path, kind: str, named: bool) -> list[torch.Tensor]:
     """Take model and optimizer from a checkpoint, train the next three steps; return the parameters."""
     model = Net()
     checkpoint = zckpt.open(path)
@@ -88,7 +88,7 @@ def load_run(rank: int, world_size: int, path: Path, kind: str, named: bool) -> 
 
 
 @pytest.mark.parametrize(("kind", "named"), each(["adamw", "sgdm"], [True, False]))
-def test_what_ranks_write_continues_at_any_number_of_them(kind: str, named: bool, tmp_path: Path) -> None:
+def test_what_ranks_write_continues_at_any_number_of_them(kind, named, tmp_path):
     (wanted, *others) = run(save_run, 3, tmp_path / "saved", kind, named)
     assert all(torch.equal(a, b) for other in others for a, b in zip(wanted, other, strict=True))
     paths = [tmp_path / "saved"]
@@ -101,7 +101,7 @@ def test_what_ranks_write_continues_at_any_number_of_them(kind: str, named: bool
                 assert torch.equal(mine, its), (world_size, path.name)
 
 
-def test_tools_treat_it_like_any_other(tmp_path: Path) -> None:
+def test_tools_treat_it_like_any_other(tmp_path):
     run(save_run, 2, tmp_path / "saved", "adamw", True)
     checkpoint = zckpt.open(tmp_path / "saved")
     assert checkpoint.format == "zero-redundancy"
@@ -118,7 +118,7 @@ def test_tools_treat_it_like_any_other(tmp_path: Path) -> None:
             assert torch.equal(found.read(name, slot), checkpoint.read(name, slot))
 
 
-def load_by_torch(rank: int, world_size: int, path: Path) -> bool:
+def load_by_torch(rank, world_size, path: Path) -> bool:
     """PyTorch's own optimizer takes the rank's file, and goes on as ours does."""
     model = Net()
     checkpoint = zckpt.open(path)
@@ -135,12 +135,12 @@ def load_by_torch(rank: int, world_size: int, path: Path) -> bool:
     return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_torchs_own_optimizer_loads_what_ranks_write(tmp_path: Path) -> None:
+def test_torchs_own_optimizer_loads_what_ranks_write(tmp_path):
     run(save_run, 3, tmp_path / "saved", "adamw", True)
     assert all(run(load_by_torch, 3, tmp_path / "saved"))
 
 
-def load_deepspeed(rank: int, world_size: int, path: Path) -> dict[str, dict[str, torch.Tensor]]:
+def load_deepspeed(rank, world_size, path: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Give an optimizer of parameters of the checkpoint's names and shapes its state; return this rank's."""
     checkpoint = zckpt.open(path)
     parameters = {
@@ -154,9 +154,9 @@ def load_deepspeed(rank: int, world_size: int, path: Path) -> dict[str, dict[str
 
 
 @pytest.mark.parametrize("name", ["s2_fp32_dp4", "s3_bf16_dp3", "s1_fp32_dp3"])
-def test_a_deepspeed_checkpoint_is_loaded_as_it_is(name: str, tmp_path: Path) -> None:
+def test_a_deepspeed_checkpoint_is_loaded_as_it_is(name, tmp_path):
     truth = Truth(FIXTURES / name)
-    found: dict[str, dict[str, torch.Tensor]] = {}
+    found = {}
     for part in run(load_deepspeed, 3, FIXTURES / name):
         assert not set(part) & set(found)
         found |= part
@@ -165,7 +165,7 @@ def test_a_deepspeed_checkpoint_is_loaded_as_it_is(name: str, tmp_path: Path) ->
             assert_same(found[parameter][slot], value, f"{slot}/{parameter}")
 
 
-def refuse_other_parameters(rank: int, world_size: int, path: Path) -> str:
+def refuse_other_parameters(rank, world_size, path: Path) -> str:
     model = Net()
     optimizer = ZeroRedundancyOptimizer([("embedding.weight", model.embedding.weight)], torch.optim.AdamW, lr=1.0)
     with pytest.raises(zckpt.UsageError, match="param groups"):
@@ -179,7 +179,7 @@ def refuse_other_parameters(rank: int, world_size: int, path: Path) -> str:
     return "refused"
 
 
-def test_refusals_reach_all_ranks(tmp_path: Path) -> None:
+def test_refusals_reach_all_ranks(tmp_path):
     run(save_run, 2, tmp_path / "saved", "adamw", True)
     before = {p.name: p.read_bytes() for p in (tmp_path / "saved").iterdir()}
     assert run(refuse_other_parameters, 2, tmp_path / "saved") == ["refused"] * 2
@@ -221,7 +221,7 @@ def named(model: Model) -> list[tuple[str, Any]]:
     return [(f"layer{number}", parameter) for number, parameter in enumerate(model.parameters)]
 
 
-def test_workers_write_and_read_their_own_parts(tmp_path: Path) -> None:
+def test_workers_write_and_read_their_own_parts(tmp_path):
     path = tmp_path / "saved"
     on_workers(partial(workers_save_and_others_load, path), tmp_path)
     assert sorted(p.name for p in path.iterdir()) == [

@@ -8,7 +8,7 @@ from tests.gloo import run
 from zckpt.optim.ranks import Ranks
 
 
-def ask(rank: int, world_size: int) -> list[str]:
+def ask(rank, world_size) -> list[str]:
     said = []
     deep: list[object] = []
     for _ in range(100_000):
@@ -23,7 +23,7 @@ def ask(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_all_learn_of_what_the_first_cannot_send() -> None:
+def test_all_learn_of_what_the_first_cannot_send():
     first, other = run(ask, 2)
     assert "cannot pickle" in first[0]
     assert "cannot pickle" in other[0]

@@ -402,7 +402,7 @@ def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
 
 
 @pytest.fixture
-def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
     """Another process that is writing to the file `t` and the directory `d`, until it is told to finish."""
     script = """
         import sys
@@ -586,7 +586,7 @@ def test_directory_appears_only_when_all_of_it_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o440])
-def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode: int, tmp_path: Path) -> None:
+def test_what_replaces_something_may_be_read_by_those_who_could_read_that(mode, tmp_path):
     (tmp_path / "t").write_bytes(OLD)
     (tmp_path / "t").chmod(mode)
     with written([tmp_path / "t"], overwrite=True) as [partial]:

@@ -6,8 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-
 from zckpt.storage import ownership
 from zckpt.storage.durable import QUIET_S, remove_leftovers
 from zckpt.storage.ownership import Owned, claimed
@@ -24,7 +22,7 @@ def made(directory: Path, *names: str, age: float = 2 * QUIET_S) -> Path:
     return directory
 
 
-def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path: Path) -> None:
+def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path):
     made(tmp_path / ".one.zckpt-partial", "a.own", ".b.own.zckpt-partial")
     made(tmp_path / ".two.zckpt-partial")
     written = made(tmp_path / ".written.zckpt-partial", "a.own", "b.own")  # by another node
@@ -55,7 +53,7 @@ def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path: Path) -> None
     remove_leftovers(tmp_path / "nowhere", OWNED)
 
 
-def test_where_there_are_no_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_no_locks_nothing_is_removed(tmp_path, monkeypatch):
     left = made(tmp_path / ".one.zckpt-partial", "a.own")
     monkeypatch.setattr(ownership, "fcntl", None)
     remove_leftovers(tmp_path, OWNED)

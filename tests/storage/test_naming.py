@@ -122,7 +122,7 @@ def content_of(directory: Path) -> str | None:
     return found.pop()
 
 
-def test_a_directory_is_there_at_every_moment_while_it_is_replaced(tmp_path: Path) -> None:
+def test_a_directory_is_there_at_every_moment_while_it_is_replaced(tmp_path):
     left = killed("old_directory", "write_directory", tmp_path)
     assert len(left) > 12
     found = [content_of(here / "t") for here in left]
@@ -136,7 +136,7 @@ def test_a_directory_is_there_at_every_moment_while_it_is_replaced(tmp_path: Pat
         assert [path.name for path in here.iterdir()] == ["t"]
 
 
-def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path: Path) -> None:
+def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path):
     left = killed("old_directory", "write_directory", tmp_path, without_exchange=True)
     missing = [here for here in left if not (here / "t").exists()]
     assert len(missing) in (1, 2)  # between two renames, and no more
@@ -155,7 +155,7 @@ def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path: 
         assert [path.name for path in here.iterdir()] == ["t"]
 
 
-def test_a_new_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_new_directory_is_there_whole_or_not_at_all(tmp_path):
     found = [content_of(here / "t") for here in killed("nothing", "write_directory", tmp_path)]
     assert set(found) == {None, "new"}
     assert found[-1] == "new"
@@ -183,7 +183,7 @@ def pair_of(here: Path) -> tuple[str | None, str | None]:
 
 
 @pytest.mark.parametrize("without_exchange", [False, True])
-def test_no_new_file_is_ever_beside_an_old_one(without_exchange: bool, tmp_path: Path) -> None:
+def test_no_new_file_is_ever_beside_an_old_one(without_exchange, tmp_path):
     left = killed("old_pair", "write_pair", tmp_path, without_exchange=without_exchange)
     assert len(left) > 12
     found = [pair_of(here) for here in left]
@@ -202,7 +202,7 @@ def test_no_new_file_is_ever_beside_an_old_one(without_exchange: bool, tmp_path:
         assert pair_of(here) == ("newer", "newer")
 
 
-def test_of_a_new_pair_the_target_appears_last(tmp_path: Path) -> None:
+def test_of_a_new_pair_the_target_appears_last(tmp_path):
     left = killed("nothing", "write_pair", tmp_path)
     assert {pair_of(here) for here in left} == {(None, None), ("new", None), ("new", "new")}
     for here in left:
@@ -218,7 +218,7 @@ def test_of_a_new_pair_the_target_appears_last(tmp_path: Path) -> None:
             assert pair_of(here) == ("newer", "newer")
 
 
-def test_an_interrupt_while_files_are_named_names_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_files_are_named_names_them_all(tmp_path, monkeypatch):
     from zckpt.storage import durable
 
     old_pair(tmp_path)
@@ -237,9 +237,7 @@ def test_an_interrupt_while_files_are_named_names_them_all(tmp_path: Path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(PAIR)
 
 
-def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_on(tmp_path, monkeypatch):
     from zckpt.storage import durable
 
     old_pair(tmp_path)
@@ -264,7 +262,7 @@ def failing(*_: object) -> None:
         json.dumps([["m.optimizer", 3, 1], ["m", 3, 1]]).encode(),
     ],
 )  # fmt: skip
-def test_a_list_that_is_torn_or_somebody_elses_names_nothing(listed: bytes, tmp_path: Path) -> None:
+def test_a_list_that_is_torn_or_somebody_elses_names_nothing(listed, tmp_path):
     here = tmp_path / "here"
     here.mkdir()
     old_pair(here)
@@ -279,7 +277,7 @@ def test_a_list_that_is_torn_or_somebody_elses_names_nothing(listed: bytes, tmp_
     assert not (here / ".m.zckpt-naming").exists()
 
 
-def test_files_of_several_directories_are_not_named_together(tmp_path: Path) -> None:
+def test_files_of_several_directories_are_not_named_together(tmp_path):
     (tmp_path / "d").mkdir()
     with (
         pytest.raises(TargetError, match="several directories"),
@@ -292,13 +290,13 @@ def test_files_of_several_directories_are_not_named_together(tmp_path: Path) -> 
 # --- what who opens it is told
 
 
-def test_opening_a_target_that_a_kill_left_nameless_says_where_it_is(tmp_path: Path) -> None:
+def test_opening_a_target_that_a_kill_left_nameless_says_where_it_is(tmp_path):
     (tmp_path / ".t.zckpt-old").mkdir()
     with pytest.raises(SourceError, match=rf"what was there is {tmp_path}/\.t\.zckpt-old"):
         open_checkpoint(tmp_path / "t")
 
 
-def test_opening_a_file_whose_companion_is_not_named_yet_warns(tmp_path: Path) -> None:
+def test_opening_a_file_whose_companion_is_not_named_yet_warns(tmp_path):
     model = tmp_path / "m.safetensors"
     write_target(plan([safetensors_layout.lay_out(model.name, [])]), model)
     assert open_checkpoint(model).warnings == []

@@ -18,7 +18,7 @@ OURS = Owned(lambda name: name in ("a.bin", "zero/b.bin"))
 
 
 @pytest.fixture(params=["FIFO", "socket", "character device", "link to a file", "link to a directory", "broken link"])
-def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def odd(request, tmp_path, monkeypatch) -> Iterator[Path]:
     """Something that is neither a regular file nor a directory."""
     path = tmp_path / "t"
     (tmp_path / "file").write_text("precious")
@@ -43,7 +43,7 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("directory", [False, True])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_what_is_no_file_and_no_directory_stays(overwrite: bool, directory: bool, odd: Path) -> None:
+def test_what_is_no_file_and_no_directory_stays(overwrite, directory, odd):
     before = odd.lstat()
     with pytest.raises(TargetExistsError) as caught:
         write(odd, directory=directory, overwrite=overwrite)
@@ -61,7 +61,7 @@ def write(path: Path, *, directory: bool, overwrite: bool) -> None:
 @pytest.mark.parametrize(
     "foreign", ["src/train.py", "notes.txt", "a.bin.bak", "zero/notes.txt", ".git/", "zero/cache/", "b.bin"]
 )
-def test_a_directory_with_anything_else_in_it_stays(foreign: str, tmp_path: Path) -> None:
+def test_a_directory_with_anything_else_in_it_stays(foreign, tmp_path):
     write(tmp_path / "t", directory=True, overwrite=False)
     path = tmp_path / "t" / foreign
     path.parent.mkdir(exist_ok=True)
@@ -73,7 +73,7 @@ def test_a_directory_with_anything_else_in_it_stays(foreign: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_a_link_in_a_directory_is_something_else_whatever_its_name(kind: str, tmp_path: Path) -> None:
+def test_a_link_in_a_directory_is_something_else_whatever_its_name(kind, tmp_path):
     write(tmp_path / "t", directory=True, overwrite=False)
     (tmp_path / "elsewhere").mkdir()
     name = "a.bin" if kind == "file" else "zero"
@@ -83,7 +83,7 @@ def test_a_link_in_a_directory_is_something_else_whatever_its_name(kind: str, tm
         write(tmp_path / "t", directory=True, overwrite=True)
 
 
-def test_a_directory_of_the_format_or_an_empty_one_is_replaced(tmp_path: Path) -> None:
+def test_a_directory_of_the_format_or_an_empty_one_is_replaced(tmp_path):
     (tmp_path / "t").mkdir()
     write(tmp_path / "t", directory=True, overwrite=True)
     (tmp_path / "t" / "zero").mkdir()
@@ -94,7 +94,7 @@ def test_a_directory_of_the_format_or_an_empty_one_is_replaced(tmp_path: Path) -
     assert (tmp_path / "t" / "a.bin").read_text() == "new"
 
 
-def test_names_are_not_enough_where_a_format_has_a_mark(tmp_path: Path) -> None:
+def test_names_are_not_enough_where_a_format_has_a_mark(tmp_path):
     marked = Owned(OURS.is_own, lambda path: (path / "a.bin").read_text() == "ours")
     (tmp_path / "t").mkdir()
     check_target(tmp_path / "t", overwrite=True, owned=marked)
@@ -105,7 +105,7 @@ def test_names_are_not_enough_where_a_format_has_a_mark(tmp_path: Path) -> None:
     check_target(tmp_path / "t", overwrite=True, owned=marked)
 
 
-def test_what_is_put_there_while_a_run_writes_is_not_removed(tmp_path: Path) -> None:
+def test_what_is_put_there_while_a_run_writes_is_not_removed(tmp_path):
     write(tmp_path / "t", directory=True, overwrite=False)
     made = written([tmp_path / "t"], overwrite=True, owned=OURS)
     (made.__enter__()[0] / "a.bin").write_text("newer")
@@ -118,9 +118,7 @@ def test_what_is_put_there_while_a_run_writes_is_not_removed(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("directory", [False, True])
 @pytest.mark.parametrize("way", ["mkdir", "write_bytes"])
-def test_what_appears_in_the_last_moment_is_not_replaced_unasked(
-    way: str, directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_appears_in_the_last_moment_is_not_replaced_unasked(way, directory, tmp_path, monkeypatch):
     """Between the last look and the rename; an empty directory would be replaced by a plain rename of another."""
     from zckpt.storage import durable
 

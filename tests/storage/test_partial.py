@@ -23,7 +23,7 @@ def write(path: Path, *, directory: bool) -> None:
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_a_link_is_not_followed(directory: bool, tmp_path: Path) -> None:
+def test_a_link_is_not_followed(directory, tmp_path):
     """Else a linked file would be overwritten, a linked directory emptied, and the target be a link."""
     precious = tmp_path / "elsewhere" / "precious"
     precious.parent.mkdir()
@@ -37,7 +37,7 @@ def test_a_link_is_not_followed(directory: bool, tmp_path: Path) -> None:
     assert not os.path.lexists(tmp_path / "t")
 
 
-def test_another_name_of_a_file_is_removed_and_the_file_left_alone(tmp_path: Path) -> None:
+def test_another_name_of_a_file_is_removed_and_the_file_left_alone(tmp_path):
     (tmp_path / "precious").write_text("precious")
     os.link(tmp_path / "precious", partial_name(tmp_path / "t"))
     write(tmp_path / "t", directory=False)
@@ -46,7 +46,7 @@ def test_another_name_of_a_file_is_removed_and_the_file_left_alone(tmp_path: Pat
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_a_fifo_is_refused_and_does_not_hang(directory: bool, tmp_path: Path) -> None:
+def test_a_fifo_is_refused_and_does_not_hang(directory, tmp_path):
     os.mkfifo(partial_name(tmp_path / "t"))
     with pytest.raises(TargetError, match="cannot be created: found a FIFO in its place; remove it"):
         write(tmp_path / "t", directory=directory)
@@ -54,7 +54,7 @@ def test_a_fifo_is_refused_and_does_not_hang(directory: bool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_what_another_user_has_put_there_is_refused(directory: bool, tmp_path: Path) -> None:
+def test_what_another_user_has_put_there_is_refused(directory, tmp_path):
     partial = partial_name(tmp_path / "t")
     partial.mkdir() if directory else partial.write_text("theirs")
     try:
@@ -67,9 +67,7 @@ def test_what_another_user_has_put_there_is_refused(directory: bool, tmp_path: P
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_a_file_system_without_locks_is_written_to(
-    directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_written_to(directory, tmp_path, monkeypatch):
     """Then a run whose temporary name another one took fails at its end, and writes nothing."""
 
     def without_locks(descriptor: int, operation: int) -> None:
@@ -87,7 +85,7 @@ def test_a_file_system_without_locks_is_written_to(
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_a_link_that_takes_the_place_of_what_is_written_is_not_named(directory: bool, tmp_path: Path) -> None:
+def test_a_link_that_takes_the_place_of_what_is_written_is_not_named(directory, tmp_path):
     """Nobody but this user could do that; the link is what is renamed, and what it points to stays."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("precious")

@@ -29,7 +29,7 @@ def names(directory: Path) -> list[str]:
 
 
 def train(
-    rank: int, world_size: int, directory: Path, steps: int, options: dict[str, Any], terminated: int | None
+    rank, world_size, directory: Path, steps: int, options: dict[str, Any], terminated: int | None
 ) -> dict[str, Any]:
     """Resume, train up to a step, and let the last rank be told to end before one."""
     training = Training.of(BY_NAME["zero2-plain-float32"])
@@ -58,7 +58,7 @@ def train(
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_a_run_that_is_ended_resumes_where_it_was(async_: bool, tmp_path: Path) -> None:
+def test_a_run_that_is_ended_resumes_where_it_was(async_, tmp_path):
     options = {"keep": 2, "every": 2, "async_": async_}
     whole = run(train, 2, tmp_path / "whole", 9, options, None)[0]
     assert whole["names"] == [RECORD, "latest", "step-00000006", "step-00000008"]
@@ -89,7 +89,7 @@ def damage(checkpoint: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "short", "document"])
-def test_what_is_not_sound_is_passed_over_and_named(how: str, tmp_path: Path) -> None:
+def test_what_is_not_sound_is_passed_over_and_named(how, tmp_path):
     run(train, 2, tmp_path, 4, {"every": 1, "keep": None}, None)
     damage(tmp_path / "step-00000004", how)
     damage(tmp_path / "step-00000003", how)
@@ -109,7 +109,7 @@ def test_what_is_not_sound_is_passed_over_and_named(how: str, tmp_path: Path) ->
         zckpt.Checkpointer(tmp_path, on_sigterm=False).resume()
 
 
-def flipped(rank: int, world_size: int, directory: Path) -> list[int | None]:
+def flipped(rank, world_size, directory: Path) -> list[int | None]:
     training = Training.of(BY_NAME["zero2-plain-float32"])
     checkpointer = zckpt.Checkpointer(directory, on_sigterm=False)
     both = {"model": training.model, "optimizer": training.optimizer}
@@ -119,7 +119,7 @@ def flipped(rank: int, world_size: int, directory: Path) -> list[int | None]:
     return [one and one.step for one in found]
 
 
-def test_a_flipped_bit_is_found_unless_nothing_is_to_be_verified(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_unless_nothing_is_to_be_verified(tmp_path):
     run(train, 2, tmp_path, 2, {"every": 1}, None)
     path = tmp_path / "step-00000002"
     damage(path, "bit")
@@ -139,7 +139,7 @@ def damage_weights(path: Path) -> None:
         file.write_bytes(data)
 
 
-def test_the_last_sound_one_is_never_removed(tmp_path: Path) -> None:
+def test_the_last_sound_one_is_never_removed(tmp_path):
     model = torch.nn.Linear(2, 2)
     checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
     for step in (1, 2, 3):
@@ -158,7 +158,7 @@ def test_the_last_sound_one_is_never_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == [RECORD, "latest", "step-00000005", "step-00000009"]
 
 
-def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own(tmp_path: Path) -> None:
+def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own(tmp_path):
     model = torch.nn.Linear(2, 2)
     checkpointer = zckpt.Checkpointer(tmp_path / "new", on_sigterm=False)
     assert checkpointer.resume(model=model) is None
@@ -174,12 +174,12 @@ def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"every": 0}, {"keep": -1}])
-def test_unusable_numbers_are_refused(options: dict[str, int], tmp_path: Path) -> None:
+def test_unusable_numbers_are_refused(options, tmp_path):
     with pytest.raises(UsageError, match="must be at least 1"):
         zckpt.Checkpointer(tmp_path, **options)
 
 
-def save_in_background_and_fail(rank: int, world_size: int, directory: Path) -> list[str]:
+def save_in_background_and_fail(rank, world_size, directory: Path) -> list[str]:
     training = Training.of(BY_NAME["zero2-plain-float32"])
     training.train([0])
     before = training.state()
@@ -199,7 +199,7 @@ def save_in_background_and_fail(rank: int, world_size: int, directory: Path) -> 
     return names(directory)
 
 
-def test_a_save_that_fails_in_the_background_does_not_become_the_latest(tmp_path: Path) -> None:
+def test_a_save_that_fails_in_the_background_does_not_become_the_latest(tmp_path):
     assert run(save_in_background_and_fail, 2, tmp_path)[0] == [
         ".step-00000002.zckpt-partial", RECORD, "latest", "step-00000001",
     ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def made(spec: Spec, kind: str) -> tuple[torch.nn.Module, torch.nn.Module, torch
     return inner, model, torch.optim.AdamW(groups, lr=1.0)
 
 
-def load_all(rank: int, world_size: int, kind: str, forms: list[str], every: int) -> int:
+def load_all(rank, world_size, kind: str, forms: list[str], every: int) -> int:
     checked = 0
     for number, (source, below) in list(enumerate(SOURCES.items()))[::every]:
         spec = SPECS.get(source.rpartition("/")[2], Spec("other"))
@@ -161,7 +160,7 @@ def check_hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimiz
         [(2, "ddp", FORMS[1:] + FORMS[:1], 1), (3, "fsdp", FORMS[2:] + FORMS[:2], 1)],
     ),
 )
-def test_load_of_any_checkpoint_gives_the_truth(world_size: int, kind: str, forms: list[str], every: int) -> None:
+def test_load_of_any_checkpoint_gives_the_truth(world_size, kind, forms, every):
     told = run(load_all, world_size, kind, forms, every)
     assert told[0] > 20 * (len(SOURCES) // every)
 
@@ -172,7 +171,7 @@ KINDS = {"adamw-fsdp-float32": "nested", "adamw-ddp-float32": "flat", "sgd-compi
 SAVED, MORE = 3, 2
 
 
-def save_all(rank: int, world_size: int, directory: Path) -> dict[str, list[float]]:
+def save_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
     """Train, save with `dcp.save` or `dcp.async_save`, keep the truth beside it, and train on."""
     losses = {}
     for number, (name, form) in enumerate(KINDS.items()):
@@ -196,7 +195,7 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, list[floa
     return losses
 
 
-def check_saved(rank: int, world_size: int, directories: list[Path]) -> list[dict[str, list[float]]]:
+def check_saved(rank, world_size, directories: list[Path]) -> list[dict[str, list[float]]]:
     """Hold what was saved against the truth, resume it in each way, and train on."""
     told = []
     for directory in directories:
@@ -256,14 +255,12 @@ def save_at(world_size: int, directory: Path) -> tuple[Path, dict[str, list[floa
 
 
 @pytest.fixture(scope="module")
-def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> dict[int, tuple[Path, dict[str, list[float]]]]:
+def saved(shared) -> dict[int, tuple[Path, dict[str, list[float]]]]:
     return {n: shared(f"test_dcp-at{n}", partial(save_at, n)) for n in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_is_saved_is_the_truth_and_goes_on(
-    world_size: int, saved: dict[int, tuple[Path, dict[str, list[float]]]]
-) -> None:
+def test_what_is_saved_is_the_truth_and_goes_on(world_size, saved):
     told = run(check_saved, world_size, [directory for directory, _ in saved.values()])[0]
     for (at, (_, expected)), found in zip(saved.items(), told, strict=True):
         for name, losses in found.items():
@@ -274,7 +271,7 @@ def test_what_is_saved_is_the_truth_and_goes_on(
             )
 
 
-def failures(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+def failures(rank, world_size, directory: Path) -> dict[str, str]:
     """Do what cannot be done; return what each attempt raised."""
     training = Training.of(BY_NAME["adamw-fsdp-float32"])
     model, optimizer = get_state_dict(training.model, training.optimizer)
@@ -316,7 +313,7 @@ def failures(rank: int, world_size: int, directory: Path) -> dict[str, str]:
     return told
 
 
-def test_errors_are_one_clear_line(tmp_path: Path) -> None:
+def test_errors_are_one_clear_line(tmp_path):
     told = run(failures, 2, tmp_path)[1]
     for what, expected in {
         "missing": "Missing key in checkpoint state_dict: model.no.such",
@@ -339,7 +336,7 @@ def test_errors_are_one_clear_line(tmp_path: Path) -> None:
     assert told["left"] == "one there"
 
 
-def save_twice(rank: int, world_size: int, directory: Path) -> None:
+def save_twice(rank, world_size, directory: Path) -> None:
     """Save again with planners that keep their plans, over what is there, and to where `checkpoint_id` says."""
     weight = torch.full((3, 2), 1.0)
     state = {"model": {"w": weight, "b": torch.arange(3.0)}, "step": 0}
@@ -362,7 +359,7 @@ def save_twice(rank: int, world_size: int, directory: Path) -> None:
         assert torch.equal(found["model"]["c"], torch.ones(1))  # which the checkpoint has not
 
 
-def test_kept_plans_overwriting_and_checkpoint_ids(tmp_path: Path) -> None:
+def test_kept_plans_overwriting_and_checkpoint_ids(tmp_path):
     run(save_twice, 2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
@@ -370,7 +367,7 @@ def test_kept_plans_overwriting_and_checkpoint_ids(tmp_path: Path) -> None:
 ROWS, COLUMNS = 1500, 700
 
 
-def read_own_part(rank: int, world_size: int, source: Path) -> tuple[int, int]:
+def read_own_part(rank, world_size, source: Path) -> tuple[int, int]:
     """Load a sharded tensor; return the bytes that were read by this process, and those that it needs."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = fully_shard(torch.nn.Linear(COLUMNS, ROWS, bias=False), mesh=mesh)
@@ -392,13 +389,13 @@ def bytes_read() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads")
-def test_a_rank_reads_the_bytes_of_its_own_chunks(tmp_path: Path) -> None:
+def test_a_rank_reads_the_bytes_of_its_own_chunks(tmp_path):
     torch.save({"weight": torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)}, tmp_path / "m.pt")
     for read, own in run(read_own_part, 3, tmp_path / "m.pt"):
         assert own <= read < own + (150 << 10)  # the structure, its checksums, and what ranks say to each other
 
 
-def test_what_is_saved_converts_to_other_formats(saved: dict[int, tuple[Path, Any]], tmp_path: Path) -> None:
+def test_what_is_saved_converts_to_other_formats(saved, tmp_path):
     for name in KINDS:
         source = saved[3][0] / name
         for to in ("dcp", "consolidated", "deepspeed", "universal"):
@@ -411,10 +408,10 @@ def test_what_is_saved_converts_to_other_formats(saved: dict[int, tuple[Path, An
                 assert_same_slots(mine, its, parameter.name)
 
 
-def test_a_whole_checkpoint_becomes_a_torch_file(tmp_path: Path) -> None:
+def test_a_whole_checkpoint_becomes_a_torch_file(tmp_path):
     """As `dcp_to_torch_save` does: a state dict made of what the checkpoint has."""
     planner = default_planner._EmptyStateDictLoadPlanner()
-    state: dict[str, Any] = {}
+    state = {}
     _load_state_dict(state, zckpt.dcp.Reader(FIXTURES / "s2_bf16_dp2_client"), planner=planner, no_dist=True)
     truth = Truth(FIXTURES / "s2_bf16_dp2_client")
     for name, expected in truth.weights.items():
@@ -444,7 +441,7 @@ class Fused(torch.nn.Linear):
         state[f"{prefix}weight"] = torch.cat([state.pop(f"{prefix}first"), state.pop(f"{prefix}last")])
 
 
-def test_an_optimizer_keeps_names_that_the_models_state_dict_has_not(tmp_path: Path) -> None:
+def test_an_optimizer_keeps_names_that_the_models_state_dict_has_not(tmp_path):
     def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
         torch.manual_seed(steps)
         model = torch.nn.Sequential(Fused(), torch.nn.Linear(4, 2))

@@ -66,7 +66,7 @@ def optimizers(model: nn.Module) -> list[Any]:
     ]
 
 
-def load_everywhere(rank: int, world_size: int, wrap: bool, empty: bool, stage: int, folder: Path) -> None:
+def load_everywhere(rank, world_size, wrap: bool, empty: bool, stage: int, folder: Path) -> None:
     model = trained(wrap, empty, stage, folder)
     for index in range(3):
         other = Net(empty=empty)
@@ -77,26 +77,26 @@ def load_everywhere(rank: int, world_size: int, wrap: bool, empty: bool, stage: 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_trained_parameters_of_no_elements_need_no_state(stage: int, tmp_path: Path) -> None:
+def test_trained_parameters_of_no_elements_need_no_state(stage, tmp_path):
     run(load_everywhere, 2, False, True, stage, tmp_path)
 
 
-def test_what_the_engine_saved_of_a_compiled_model_is_loaded_into_the_bare_one(tmp_path: Path) -> None:
+def test_what_the_engine_saved_of_a_compiled_model_is_loaded_into_the_bare_one(tmp_path):
     run(load_everywhere, 2, True, False, 2, tmp_path)
 
 
-def save_compiled(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
+def save_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:
     return [one.detach().clone() for one in trained(True, False, 2, folder).parameters()]
 
 
-def resume_compiled(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
+def resume_compiled(rank, world_size, folder: Path) -> list[torch.Tensor]:
     model = Net(empty=False)
     engine = engine_of(compiled(model), 2)
     assert engine.load_checkpoint(str(folder))[0] is not None
     return [one.detach().clone() for one in model.parameters()]
 
 
-def test_resharding_gives_the_engine_the_names_that_it_has(tmp_path: Path) -> None:
+def test_resharding_gives_the_engine_the_names_that_it_has(tmp_path):
     expected = run(save_compiled, 2, tmp_path / "run")[0]
     zckpt.reshard(tmp_path / "run", tmp_path / "resharded", world_size=3, verify=True)
     checkpoint = zckpt.open(tmp_path / "resharded")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.interop
 SPECS = [Spec("bf16", stage=2, dtype="bf16", world_size=3), Spec("fp32", stage=1, dtype="fp32", world_size=2)]
 
 
-def save(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[zero.Slots, list[float]]:
+def save(rank, world_size, spec: Spec, path: Path) -> tuple[zero.Slots, list[float]]:
     model, optimizer = zero.build(spec)
     zero.losses(model, optimizer, spec, range(1, zero.STEPS + 1))
     saving = zckpt.save(path, model=model, optimizer=optimizer, step=zero.STEPS, async_=True)
@@ -32,7 +32,7 @@ def save(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[zero.Slots
 
 
 @pytest.mark.parametrize(("spec", "world_size"), each(SPECS, [1, 2, 4]))
-def test_stock_deepspeed_resumes_what_was_saved_in_training(spec: Spec, world_size: int, tmp_path: Path) -> None:
+def test_stock_deepspeed_resumes_what_was_saved_in_training(spec, world_size, tmp_path):
     ours = run(save, spec.world_size, spec, tmp_path / "saved")
     stage = 3 if world_size == 4 else spec.stage
     target = tmp_path / "run"

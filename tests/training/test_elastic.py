@@ -88,17 +88,17 @@ def workers_of(agent: subprocess.Popen[bytes]) -> list[int]:
 
 
 @pytest.fixture
-def elastic(tmp_path: Path) -> Iterator[Run]:
+def elastic(tmp_path) -> Iterator[Run]:
     made = Run(tmp_path)
     yield made
     made.end()
 
 
-def unbroken(rank: int, world_size: int, steps: int) -> list[float]:
+def unbroken(rank, world_size, steps: int) -> list[float]:
     return Training.of(BY_NAME["zero2-plain-float32"]).train(range(steps))
 
 
-def test_ranks_that_are_killed_and_added_go_on_where_the_run_was(elastic: Run) -> None:
+def test_ranks_that_are_killed_and_added_go_on_where_the_run_was(elastic):
     agent = elastic.start(2)
     elastic.until(lambda steps: steps and steps[-1]["step"] >= EVERY + 2, "trained")
     os.kill(workers_of(agent)[1], signal.SIGKILL)  # then the agent starts all again
@@ -118,7 +118,7 @@ def test_ranks_that_are_killed_and_added_go_on_where_the_run_was(elastic: Run) -
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Iterator[Path]:
+def memory(tmp_path) -> Iterator[Path]:
     """A directory in memory, which is there as long as the test is."""
     within = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
     made = Path(tempfile.mkdtemp(dir=within, prefix="zckpt-test-"))
@@ -142,7 +142,7 @@ def assert_none_is_lost(before: dict[str, Any], steps: list[dict[str, Any]], *, 
     assert first >= before["step"] - sending
 
 
-def test_workers_that_are_killed_lose_no_step(elastic: Run, memory: Path) -> None:
+def test_workers_that_are_killed_lose_no_step(elastic, memory):
     agent = elastic.start(2, memory=memory / "a")
     for number in range(2):
         known = elastic.until(lambda steps: steps and steps[-1]["step"] >= steps[-1]["first"] + 3, "trained")
@@ -156,7 +156,7 @@ def test_workers_that_are_killed_lose_no_step(elastic: Run, memory: Path) -> Non
     assert not list((memory / "a").rglob("*.safetensors"))
 
 
-def test_agents_that_are_lost_and_added_lose_no_step(elastic: Run, memory: Path) -> None:
+def test_agents_that_are_lost_and_added_lose_no_step(elastic, memory):
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
     first = elastic.start(2, port=port, memory=memory / "a")

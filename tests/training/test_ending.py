@@ -38,7 +38,7 @@ def told() -> Iterator[list[int]]:
 # --- one process
 
 
-def test_the_handler_that_was_there_is_called_at_once_and_put_back(told: list[int], tmp_path: Path) -> None:
+def test_the_handler_that_was_there_is_called_at_once_and_put_back(told, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with zckpt.Checkpointer(tmp_path) as checkpointer:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -55,7 +55,7 @@ def leave(number: int, frame: FrameType | None) -> None:
 
 
 @pytest.mark.usefixtures("told")
-def test_a_handler_that_leaves_does_so_after_the_save(tmp_path: Path) -> None:
+def test_a_handler_that_leaves_does_so_after_the_save(tmp_path):
     signal.signal(signal.SIGTERM, leave)
     with zckpt.Checkpointer(tmp_path) as checkpointer:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -69,7 +69,7 @@ def test_a_handler_that_leaves_does_so_after_the_save(tmp_path: Path) -> None:
         unsaved.close()
 
 
-def test_those_that_are_closed_in_another_order_leave_the_others_alone(told: list[int], tmp_path: Path) -> None:
+def test_those_that_are_closed_in_another_order_leave_the_others_alone(told, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     first, second = zckpt.Checkpointer(tmp_path / "a"), zckpt.Checkpointer(tmp_path / "b")
     first.close()
@@ -119,14 +119,12 @@ def statuses(directory: Path) -> list[int]:
     return [status_of(ends, directory, how) for how in ("saved", "unsaved", "error", "forked")]
 
 
-def test_what_no_save_has_answered_takes_effect_at_close(tmp_path: Path) -> None:
+def test_what_no_save_has_answered_takes_effect_at_close(tmp_path):
     """One that is saved goes on, one that is not ends, an error is not lost; and what is forked ends as any process."""
     assert forked(statuses, tmp_path) == [3, -signal.SIGTERM, 4, 3]
 
 
-def test_what_is_no_longer_kept_is_removed_while_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_longer_kept_is_removed_while_training_goes_on(tmp_path, monkeypatch):
     goes_on, real = threading.Event(), module.unsound
     monkeypatch.setattr(module, "unsound", lambda path: real(path) if goes_on.wait(60) else "waited in vain")
     checkpointer = zckpt.Checkpointer(tmp_path, every=1, keep=2, on_sigterm=False)
@@ -139,7 +137,7 @@ def test_what_is_no_longer_kept_is_removed_while_training_goes_on(
     assert sorted(one.name for one in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
 
 
-def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path, monkeypatch):
     def refused(self: RunPlace, checkpoint: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -155,7 +153,7 @@ def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path: Path, monke
 # --- several ranks
 
 
-def first_runs_ahead(rank: int, world_size: int, directory: Path) -> bool:
+def first_runs_ahead(rank, world_size, directory: Path) -> bool:
     """Let the first rank make all of its calls before the others make any."""
     torch.set_num_threads(1)
     checkpointer = zckpt.Checkpointer(directory / "run", every=STEPS)
@@ -169,11 +167,11 @@ def first_runs_ahead(rank: int, world_size: int, directory: Path) -> bool:
     return True
 
 
-def test_no_rank_waits_for_another_where_nothing_is_due(tmp_path: Path) -> None:
+def test_no_rank_waits_for_another_where_nothing_is_due(tmp_path):
     assert run(first_runs_ahead, 2, tmp_path) == [True, True]
 
 
-def told_in_the_middle(rank: int, world_size: int, directory: Path, who: list[int]) -> int:
+def told_in_the_middle(rank, world_size, directory: Path, who: list[int]) -> int:
     """Train up to SIGTERM, ranks meeting every five steps only; return the last step."""
     checkpointer = zckpt.Checkpointer(directory / "run", keep=1)
     for step in range(1, STEPS):
@@ -190,13 +188,13 @@ def told_in_the_middle(rank: int, world_size: int, directory: Path, who: list[in
 
 
 @pytest.mark.parametrize("who", [[0], [2], [0, 1, 2]])
-def test_all_ranks_end_in_the_same_step(who: list[int], tmp_path: Path) -> None:
+def test_all_ranks_end_in_the_same_step(who, tmp_path):
     [last] = set(run(told_in_the_middle, 3, tmp_path, who))
     assert 20 <= last < 2000
     assert zckpt.open(tmp_path / "run").step == last
 
 
-def told_in_the_last_step(rank: int, world_size: int, directory: Path) -> list[int]:
+def told_in_the_last_step(rank, world_size, directory: Path) -> list[int]:
     """Let one rank be told when the others have made all of their calls, and closed."""
     found: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _frame: found.append(number))
@@ -213,7 +211,7 @@ def told_in_the_last_step(rank: int, world_size: int, directory: Path) -> list[i
     return found
 
 
-def test_who_is_told_when_all_is_done_waits_for_nobody(tmp_path: Path) -> None:
+def test_who_is_told_when_all_is_done_waits_for_nobody(tmp_path):
     assert run(told_in_the_last_step, 3, tmp_path) == [[], [signal.SIGTERM], []]
     assert not list((tmp_path / "run").glob("step-*"))
 

@@ -6,10 +6,8 @@ Of (from, to, ranks then, ranks now), 1296, every (from, to) comes once, and wit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,13 +30,13 @@ CELLS: list[Cell] = [
 ]
 
 
-def test_cells_make_all_pairs() -> None:
+def test_cells_make_all_pairs():
     every = [set(ENGINES), set(ENGINES), set(RANKS), set(RANKS)]
     for one, other in itertools.combinations(range(4), 2):
         assert {(cell[one], cell[other]) for cell in CELLS} == set(itertools.product(every[one], every[other]))
 
 
-def save_all(rank: int, world_size: int, directory: Path) -> dict[str, list[float]]:
+def save_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
     """Train in every engine that is gone on from at this number of ranks; save; keep the truth beside it."""
     losses = {}
     for name in dict.fromkeys(source for source, _, ranks, _ in CELLS if ranks == world_size):
@@ -56,9 +54,7 @@ def save_at(world_size: int, directory: Path) -> tuple[Path, dict[str, list[floa
     return directory, run(save_all, world_size, directory)[0]
 
 
-def load_all(
-    rank: int, world_size: int, cells: list[tuple[str, str, Path]]
-) -> list[tuple[list[str], list[float]] | str]:
+def load_all(rank, world_size, cells: list[tuple[str, str, Path]]) -> list[tuple[list[str], list[float]] | str]:
     """Load into each engine; return what differs, and the next losses, or the error."""
     found: list[tuple[list[str], list[float]] | str] = []
     for source, target, directory in cells:
@@ -70,9 +66,7 @@ def load_all(
 
 
 @pytest.mark.parametrize("world_size", RANKS)
-def test_every_engine_goes_on_from_every_other(
-    world_size: int, shared: Callable[[str, Callable[[Path], Any]], Any]
-) -> None:
+def test_every_engine_goes_on_from_every_other(world_size, shared):
     saved = {ranks: shared(f"test_every_engine-at{ranks}", partial(save_at, ranks)) for ranks in RANKS}
     cells = [cell for cell in CELLS if cell[3] == world_size]
     told = run(load_all, world_size, [(source, target, saved[ranks][0]) for source, target, ranks, _ in cells])[0]
@@ -84,7 +78,7 @@ def test_every_engine_goes_on_from_every_other(
     assert not wrong, "\n".join(wrong)
 
 
-def save_clipped(rank: int, world_size: int, directory: Path) -> dict[str, list[float]]:
+def save_clipped(rank, world_size, directory: Path) -> dict[str, list[float]]:
     losses = {}
     for name in ("ds0", "ds3"):
         engine = Engine(name, seed=0, lr=1e-2, clips=True)
@@ -94,7 +88,7 @@ def save_clipped(rank: int, world_size: int, directory: Path) -> dict[str, list[
     return losses
 
 
-def load_clipped(rank: int, world_size: int, directory: Path) -> list[tuple[str, list[float]]]:
+def load_clipped(rank, world_size, directory: Path) -> list[tuple[str, list[float]]]:
     found = []
     for source in ("ds0", "ds3"):
         zckpt.convert(directory / source, directory / f"{source}-1", to="deepspeed", world_size=1, stage=1)
@@ -105,7 +99,7 @@ def load_clipped(rank: int, world_size: int, directory: Path) -> list[tuple[str,
     return found
 
 
-def test_gradients_are_clipped_as_usual_where_no_file_says_how(tmp_path: Path) -> None:
+def test_gradients_are_clipped_as_usual_where_no_file_says_how(tmp_path):
     expected = run(save_clipped, 2, tmp_path)[0]
     for source, losses in run(load_clipped, 1, tmp_path)[0]:
         assert losses == pytest.approx(expected[source], rel=2e-6)

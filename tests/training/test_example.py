@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import train_and_resume
@@ -47,7 +46,7 @@ def example(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Called:
+def called(monkeypatch, capsys) -> Called:
     """Call the example in this process: its status, and what it printed. For what ends before any rank is started."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
@@ -57,7 +56,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return call
 
 
-def test_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+def test_killed_run_goes_on_with_fewer_ranks(tmp_path):
     png = tmp_path / "pictures" / "curves.png"
     done = example("--quick", "--seed", 7, "--directory", tmp_path / "run", "--png", png)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,9 +73,7 @@ def test_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--steps", 3), ("--quick",)])
-def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(
-    arguments: tuple[object, ...], called: Called, tmp_path: Path
-) -> None:
+def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(arguments, called, tmp_path):
     (tmp_path / "checkpoint").touch()
     status, out, error = called(*arguments, "--directory", tmp_path)
     assert (status, out) == (2, "")
@@ -86,7 +83,7 @@ def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(
 
 
 @pytest.mark.nightly
-def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
+def test_example_without_agreement_or_matplotlib(tmp_path):
     program, place = tmp_path / "program.py", tmp_path / "run"
     program.write_text(PROGRAM)
     paths = os.pathsep.join([str(ROOT / "examples"), environment()["PYTHONPATH"]])
@@ -102,9 +99,7 @@ def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
     assert not list(place.glob("*.png"))
 
 
-def test_what_is_told_without_agreement_or_matplotlib(
-    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_told_without_agreement_or_matplotlib(called, tmp_path, monkeypatch):
     """Of runs as they come back from their ranks, one of which took a wrong turn."""
     losses = {step: 1 / step for step in range(1, train_and_resume.QUICK_STEPS + 1)}
     found = iter([
@@ -126,7 +121,7 @@ def test_what_is_told_without_agreement_or_matplotlib(
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_a_picture_that_is_there_is_not_replaced(called: Called, tmp_path: Path) -> None:
+def test_a_picture_that_is_there_is_not_replaced(called, tmp_path):
     (tmp_path / "thesis.png").write_bytes(b"precious")
     status, out, error = called("--quick", "--directory", tmp_path / "run", "--png", tmp_path / "thesis.png")
     assert (status, out) == (4, "")
@@ -135,7 +130,7 @@ def test_a_picture_that_is_there_is_not_replaced(called: Called, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-def test_run_that_agrees_has_no_disagreements() -> None:
+def test_run_that_agrees_has_no_disagreements():
     assert list(disagreements(WHOLE, PARTS, STEPS)) == []
 
 
@@ -143,9 +138,7 @@ def test_run_that_agrees_has_no_disagreements() -> None:
     ("index", "step", "factor", "wrong"),
     [(0, 2, 1 + 1e-9, True), (1, 7, 1 + 1e-9, False), (1, 7, 1.02, True), (1, 7, float("nan"), True)],
 )
-def test_loss_of_as_many_ranks_must_be_equal_and_of_fewer_near(
-    index: int, step: int, factor: float, wrong: bool
-) -> None:
+def test_loss_of_as_many_ranks_must_be_equal_and_of_fewer_near(index, step, factor, wrong):
     part = PARTS[index]
     changed = replace(part, losses={**part.losses, step: part.losses[step] * factor})
     parts = [changed if one is part else one for one in PARTS]
@@ -161,5 +154,5 @@ def test_loss_of_as_many_ranks_must_be_equal_and_of_fewer_near(
         (PARTS[:1], "no loss of step 6"),
     ],
 )
-def test_what_did_not_happen_is_said(parts: list[Part], words: str) -> None:
+def test_what_did_not_happen_is_said(parts, words):
     assert any(words in one for one in disagreements(WHOLE, parts, STEPS))

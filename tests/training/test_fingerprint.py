@@ -17,7 +17,7 @@ pytestmark = pytest.mark.interop
 NAMES = ["zero2-plain-bfloat16", "zero1-plain-float32", "adamw-fsdp-float32", "redundancy-ddp-float32"]
 
 
-def save_all(rank: int, world_size: int, directory: Path) -> None:
+def save_all(rank, world_size, directory: Path) -> None:
     for name in NAMES:
         training = Training.of(BY_NAME[name])
         training.train(range(3))
@@ -30,7 +30,7 @@ def save_all(rank: int, world_size: int, directory: Path) -> None:
         zckpt.save(directory / "none", optimizer=training.optimizer, format="deepspeed", fingerprint=True)
 
 
-def load_and_save_all(rank: int, world_size: int, directory: Path) -> None:
+def load_and_save_all(rank, world_size, directory: Path) -> None:
     for name in NAMES:
         training = Training.of(BY_NAME[name], seed=5)
         zckpt.load(directory / name / "first", model=training.model, optimizer=training.optimizer)
@@ -38,7 +38,7 @@ def load_and_save_all(rank: int, world_size: int, directory: Path) -> None:
         checkpointer.save(3, model=training.model, optimizer=training.optimizer)
 
 
-def test_it_is_recorded_and_stays(tmp_path: Path) -> None:
+def test_it_is_recorded_and_stays(tmp_path):
     run(save_all, 2, tmp_path)
     run(load_and_save_all, 3, tmp_path)
     for name in NAMES:

@@ -30,7 +30,7 @@ def said(kind: type[Exception], save: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def replace_and_refuse(rank: int, world_size: int, directory: Path, form: str) -> list[str]:
+def replace_and_refuse(rank, world_size, directory: Path, form: str) -> list[str]:
     training = Training.of(BY_NAME[TRAININGS[form]])
     training.train([0])
     both = {"model": training.model, "optimizer": training.optimizer}
@@ -57,7 +57,7 @@ def replace_and_refuse(rank: int, world_size: int, directory: Path, form: str) -
 
 
 @pytest.mark.parametrize("form", TRAININGS)
-def test_a_checkpoint_of_the_same_format_is_replaced_and_nothing_else(form: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_same_format_is_replaced_and_nothing_else(form, tmp_path):
     for told in run(replace_and_refuse, 2, tmp_path, form):
         assert "holds other files, which replacing it would remove" in told[0]
         assert "notes.txt" in told[0]
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_the_same_format_is_replaced_and_nothing_else(form: str,
     assert {path.name for path in tmp_path.iterdir()} == {"c", "latest"}
 
 
-def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path):
     zckpt.save(tmp_path / "c", model=torch.nn.Linear(2, 2))
     zckpt.convert(tmp_path / "c", tmp_path / "d", to="dcp")
     with pytest.raises(TargetExistsError, match=r"\.metadata"):
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path: Path) -> None:
     assert zckpt.open(tmp_path / "d").format == "dcp"
 
 
-def test_dcp_replaces_a_checkpoint_of_zckpts_format_and_nothing_else(tmp_path: Path) -> None:
+def test_dcp_replaces_a_checkpoint_of_zckpts_format_and_nothing_else(tmp_path):
     def save(name: str) -> None:
         dcp.save({"model": {"w": torch.ones(3)}}, storage_writer=zckpt.dcp.Writer(tmp_path / name, overwrite=True))
 

@@ -29,7 +29,7 @@ PAIRS = [
 """How a model is wrapped that is saved, at how many ranks, and into what it is loaded."""
 
 
-def train_and_save(rank: int, world_size: int, wrap: str, folder: Path) -> tuple[Found, list[float]]:
+def train_and_save(rank, world_size, wrap: str, folder: Path) -> tuple[Found, list[float]]:
     torch.set_num_threads(1)
     model, optimizer, scheduler = trained(wrap, world_size, seed=0)
     zckpt.save(folder / "saved", model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
@@ -44,7 +44,7 @@ def trained(wrap: str, world_size: int, seed: int) -> tuple[nn.Module, torch.opt
     return model, optimizer, scheduler
 
 
-def load_and_train(rank: int, world_size: int, wrap: str, folder: Path) -> tuple[Found, list[float]]:
+def load_and_train(rank, world_size, wrap: str, folder: Path) -> tuple[Found, list[float]]:
     torch.set_num_threads(1)
     model, optimizer, scheduler = made(wrap, world_size, seed=1)
     model(torch.zeros(1, 3, dtype=torch.int64))  # leaves whole parameters in memory, which are old afterwards
@@ -55,9 +55,7 @@ def load_and_train(rank: int, world_size: int, wrap: str, folder: Path) -> tuple
 
 
 @pytest.mark.parametrize(("wrap", "ranks", "into", "other"), PAIRS)
-def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(
-    wrap: str, ranks: int, into: str, other: int, tmp_path: Path
-) -> None:
+def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(wrap, ranks, into, other, tmp_path):
     [(expected, losses), *_] = run(train_and_save, ranks, wrap, tmp_path)
     [(found, then), *_] = run(load_and_train, other, into, tmp_path)
     same = {key for key in expected if "frozen" not in key or key.startswith("weight/")}  # a unit is trained as a whole
@@ -88,7 +86,7 @@ def plain_run(folder: Path) -> tuple[Found, list[float]]:
     return found, [step(net, optimizer, scheduler, STEPS + number) for number in range(2)]
 
 
-def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path: Path) -> None:
+def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path):
     expected, _ = plain_run(tmp_path)
     found, _ = run(load_and_train, 2, "fsdp1", tmp_path)[0]
     for key, one in expected.items():
@@ -141,7 +139,7 @@ def own_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return found
 
 
-def several_groups(rank: int, world_size: int, folder: Path) -> None:
+def several_groups(rank, world_size, folder: Path) -> None:
     model, optimizer = pieces(0)
     data = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
     for _ in range(2):
@@ -165,7 +163,7 @@ def several_groups(rank: int, world_size: int, folder: Path) -> None:
     assert all(torch.equal(after[key], one) for key, one in own_state(model, optimizer).items() if "gone" not in key)
 
 
-def test_units_beside_parameters_that_are_in_none(tmp_path: Path) -> None:
+def test_units_beside_parameters_that_are_in_none(tmp_path):
     run(several_groups, 3, tmp_path)
     opened = zckpt.open(tmp_path / "saved")
     assert [sorted(group.parameters) for group in opened.param_groups] == [
@@ -174,7 +172,7 @@ def test_units_beside_parameters_that_are_in_none(tmp_path: Path) -> None:
     assert opened.parameters["body.0.weight"].shape == (3, 5)
 
 
-def refused(rank: int, world_size: int, folder: Path) -> None:
+def refused(rank, world_size, folder: Path) -> None:
     model, optimizer, _ = made("fsdp1", world_size)
     with pytest.raises(UsageError, match="give the model that the optimizer was made for"):
         zckpt.save(folder / "saved", optimizer=optimizer)
@@ -193,7 +191,7 @@ def refused(rank: int, world_size: int, folder: Path) -> None:
         zckpt.load(folder / "steps", model=model, optimizer=optimizer, strict=False)
 
 
-def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_told_is_refused(tmp_path):
     run(refused, 2, tmp_path)
     assert not (tmp_path / "saved").exists()
 

@@ -66,7 +66,7 @@ def trainer_of(world_size: int, output: Path, *, deepspeed: bool) -> Any:
     return Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=rows)
 
 
-def train(rank: int, world_size: int, output: Path, resumes: bool) -> dict[str, Trained]:
+def train(rank, world_size, output: Path, resumes: bool) -> dict[str, Trained]:
     """Train to the last step, without and with DeepSpeed."""
     from transformers import TrainerCallback
 
@@ -92,7 +92,7 @@ def train(rank: int, world_size: int, output: Path, resumes: bool) -> dict[str, 
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
+def whole(tmp_path_factory) -> tuple[Path, dict[str, Trained]]:
     """Trainings of 2 processes that nothing happened to, and what they have saved halfway."""
     output = tmp_path_factory.mktemp("whole")
     trained = run(train, 2, output, False)[0]
@@ -102,9 +102,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tra
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_trainer_resumes_at_another_number_of_processes(
-    world_size: int, whole: tuple[Path, dict[str, Trained]], tmp_path: Path
-) -> None:
+def test_trainer_resumes_at_another_number_of_processes(world_size, whole, tmp_path):
     saved, expected = whole
     output = tmp_path / "output"
     shutil.copytree(saved, output)
@@ -124,7 +122,7 @@ def test_trainer_resumes_at_another_number_of_processes(
         assert (output / kind / f"checkpoint-{STEPS}" / "trainer_state.json").is_file()
 
 
-def resume_in_place(rank: int, world_size: int, output: Path) -> dict[int, float]:
+def resume_in_place(rank, world_size, output: Path) -> dict[int, float]:
     """Go on with the Trainer and DeepSpeed from the directory as it is; return the losses of all steps."""
     trainer = trainer_of(world_size, output, deepspeed=True)
     with any_world_size() as loading:
@@ -133,7 +131,7 @@ def resume_in_place(rank: int, world_size: int, output: Path) -> dict[int, float
     return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
 
 
-def test_trainer_resumes_in_place_without_a_copy(whole: tuple[Path, dict[str, Trained]], tmp_path: Path) -> None:
+def test_trainer_resumes_in_place_without_a_copy(whole, tmp_path):
     saved, expected = whole
     output = tmp_path / "output"
     shutil.copytree(saved / "deepspeed", output)
@@ -144,16 +142,14 @@ def test_trainer_resumes_in_place_without_a_copy(whole: tuple[Path, dict[str, Tr
     assert not [path for path in output.iterdir() if not path.name.startswith("checkpoint-")]
 
 
-def resume_without_deepspeed(rank: int, world_size: int, output: Path) -> dict[int, float]:
+def resume_without_deepspeed(rank, world_size, output: Path) -> dict[int, float]:
     """Go on with the plain Trainer; return the losses of all steps."""
     trainer = trainer_of(world_size, output, deepspeed=False)
     trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED}"))
     return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
 
 
-def test_plain_trainer_goes_on_with_what_deepspeed_saved(
-    whole: tuple[Path, dict[str, Trained]], tmp_path: Path
-) -> None:
+def test_plain_trainer_goes_on_with_what_deepspeed_saved(whole, tmp_path):
     saved, expected = whole
     target = tmp_path / f"checkpoint-{SAVED}"
     done = zckpt.convert(saved / "deepspeed" / target.name, target, to="transformers-trainer", verify=True)
@@ -185,9 +181,7 @@ def files(directory: Path) -> dict[str, bytes]:
         ),
     ],
 )
-def test_reshard_keeps_all_that_the_trainer_has(
-    world_size: int, states: dict[str, str], note: str | None, tmp_path: Path
-) -> None:
+def test_reshard_keeps_all_that_the_trainer_has(world_size, states, note, tmp_path):
     source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
     (source / "zero_to_fp32.py").write_text("print()\n")
     (source / "adapter").mkdir()
@@ -209,14 +203,14 @@ def test_reshard_keeps_all_that_the_trainer_has(
             assert_same(opened.read(name, slot), value, f"{slot}/{name}")
 
 
-def test_random_states_of_one_process_become_those_of_the_first(tmp_path: Path) -> None:
+def test_random_states_of_one_process_become_those_of_the_first(tmp_path):
     zckpt.reshard(CHECKPOINT, tmp_path / "one", world_size=1)
     zckpt.reshard(tmp_path / "one", tmp_path / "two", world_size=2)
     states = {path.name: path.read_bytes() for path in (tmp_path / "two").glob("rng*")}
     assert states == {"rng_state_0.pth": (CHECKPOINT / "rng_state_0.pth").read_bytes()}
 
 
-def test_random_states_of_another_node_come_along(tmp_path: Path) -> None:
+def test_random_states_of_another_node_come_along(tmp_path):
     here = Path(shutil.copytree(CHECKPOINT, tmp_path / "here"))
     there = tmp_path / "there"
     (there / "global_step4").mkdir(parents=True)
@@ -234,12 +228,12 @@ def test_random_states_of_another_node_come_along(tmp_path: Path) -> None:
     assert warning.startswith(f"{there / 'rng_state_0.pth'} has other bytes than {here / 'rng_state_0.pth'}, which is")
 
 
-def test_tag_directory_comes_out_alone(tmp_path: Path) -> None:
+def test_tag_directory_comes_out_alone(tmp_path):
     zckpt.reshard(CHECKPOINT / "global_step4", tmp_path / "new", world_size=1)
     assert {name.rpartition("_")[2] for name in files(tmp_path / "new")} == {"states.pt"}
 
 
-def test_other_checkpoints_beside_it_are_left_out(tmp_path: Path) -> None:
+def test_other_checkpoints_beside_it_are_left_out(tmp_path):
     source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
     shutil.copytree(source / "global_step4", source / "global_step2")
     done = zckpt.reshard(source, tmp_path / "new", world_size=1)
@@ -247,7 +241,7 @@ def test_other_checkpoints_beside_it_are_left_out(tmp_path: Path) -> None:
     assert any("global_step2" in note for note in done.notes)
 
 
-def test_copy_is_replaced_but_not_what_somebody_put_there(tmp_path: Path) -> None:
+def test_copy_is_replaced_but_not_what_somebody_put_there(tmp_path):
     target = tmp_path / "new"
     zckpt.reshard(CHECKPOINT, target, world_size=2)
     zckpt.reshard(CHECKPOINT, target, world_size=1, overwrite=True)
@@ -262,25 +256,25 @@ def test_copy_is_replaced_but_not_what_somebody_put_there(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def output(tmp_path: Path) -> Path:
+def output(tmp_path) -> Path:
     """A Trainer's output directory."""
     shutil.copytree(CHECKPOINT, tmp_path / "out" / "checkpoint-4")
     return tmp_path / "out"
 
 
-def test_checkpoint_of_as_many_processes_is_taken_as_it_is(output: Path) -> None:
+def test_checkpoint_of_as_many_processes_is_taken_as_it_is(output):
     assert prepare_resume(output / "checkpoint-4", world_size=2) == str(output / "checkpoint-4")
     assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
 
 
-def test_checkpoint_without_deepspeed_is_taken_as_it_is(output: Path) -> None:
+def test_checkpoint_without_deepspeed_is_taken_as_it_is(output):
     shutil.rmtree(output / "checkpoint-4" / "global_step4")
     (output / "checkpoint-4" / "latest").unlink()
     assert prepare_resume(output, world_size=5) == str(output / "checkpoint-4")
     assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
 
 
-def test_copy_is_made_once(output: Path) -> None:
+def test_copy_is_made_once(output):
     made = prepare_resume(output, world_size=3)
     assert made == str(output / "_resharded-3" / "checkpoint-4")
     first = {path: path.stat().st_ino for path in Path(made).rglob("*")}
@@ -290,7 +284,7 @@ def test_copy_is_made_once(output: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["source", "unfinished", "removed"])
-def test_copy_is_made_again_where_it_may_not_be_of_this_checkpoint(how: str, output: Path) -> None:
+def test_copy_is_made_again_where_it_may_not_be_of_this_checkpoint(how, output):
     made = Path(prepare_resume(output, world_size=3) or "")
     (made / "scheduler.pt").write_bytes(b"of another run")
     if how == "source":
@@ -304,12 +298,12 @@ def test_copy_is_made_again_where_it_may_not_be_of_this_checkpoint(how: str, out
     assert json.loads(made.with_name("checkpoint-4.json").read_text())["latest"][0] == len("global_step4")
 
 
-def test_newest_checkpoint_of_an_output_directory_is_taken(output: Path) -> None:
+def test_newest_checkpoint_of_an_output_directory_is_taken(output):
     shutil.copytree(output / "checkpoint-4", output / "checkpoint-10")
     assert prepare_resume(output, world_size=2) == str(output / "checkpoint-10")
 
 
-def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(output: Path) -> None:
+def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(output):
     shutil.copytree(output / "checkpoint-4", output / "checkpoint-6")
     (output / "checkpoint-6" / "trainer_state.json").unlink()
     with pytest.warns(UserWarning, match="checkpoint-6"):
@@ -318,23 +312,23 @@ def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(output: Path) -
         prepare_resume(output / "checkpoint-6", world_size=2)
 
 
-def test_output_directory_without_checkpoints_has_none(tmp_path: Path) -> None:
+def test_output_directory_without_checkpoints_has_none(tmp_path):
     assert prepare_resume(tmp_path, world_size=2) is None
     assert prepare_resume(tmp_path / "absent", world_size=2) is None
 
 
-def test_checkpoint_that_is_not_there_is_an_error(output: Path) -> None:
+def test_checkpoint_that_is_not_there_is_an_error(output):
     with pytest.raises(SourceError, match="checkpoint-5"):
         prepare_resume(output / "checkpoint-5", world_size=2)
 
 
-def test_processes_that_are_not_joined_cannot_wait(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_are_not_joined_cannot_wait(output, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="TrainingArguments"):
         prepare_resume(output)
 
 
-def prepare(rank: int, world_size: int, *outputs: Path) -> list[str | None]:
+def prepare(rank, world_size, *outputs: Path) -> list[str | None]:
     told: list[str | None] = []
     for output in outputs:
         try:
@@ -344,7 +338,7 @@ def prepare(rank: int, world_size: int, *outputs: Path) -> list[str | None]:
     return told
 
 
-def test_all_processes_are_told_the_same(output: Path, tmp_path: Path) -> None:
+def test_all_processes_are_told_the_same(output, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(output, damaged)
     (shard,) = (damaged / "checkpoint-4" / "global_step4").glob("*rank_1_mp*")

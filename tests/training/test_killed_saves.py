@@ -34,9 +34,7 @@ def save_third_again(here: Path) -> None:
         pytest.param("save_third_again", False, marks=pytest.mark.nightly),
     ],
 )
-def test_whenever_a_save_is_killed_the_run_goes_on_and_nothing_is_left(
-    act: str, without_exchange: bool, tmp_path: Path
-) -> None:
+def test_whenever_a_save_is_killed_the_run_goes_on_and_nothing_is_left(act, without_exchange, tmp_path):
     left = killed("three", act, tmp_path, without_exchange=without_exchange, module=__name__)
     assert len(left) > 30
     found = []

@@ -59,7 +59,7 @@ def flipped(one: Sum, rank: int) -> Iterator[None]:
     dist.barrier()
 
 
-def damage_each(rank: int, world_size: int, path: Path, source: str, family: str, most: int) -> tuple[int, int]:
+def damage_each(rank, world_size, path: Path, source: str, family: str, most: int) -> tuple[int, int]:
     """Damage one record after the other; return how many were refused, and how many a load does not depend on."""
     truth, refused, unread = Truth(FIXTURES / source), 0, 0
     every = records(path)
@@ -86,9 +86,7 @@ CASES = [
 
 @pytest.mark.parametrize("most", [AT_MOST, pytest.param(1000, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(("source", "to", "family", "world_size"), CASES)
-def test_every_record_that_is_damaged_is_refused_or_not_needed(
-    source: str, to: str | None, family: str, world_size: int, most: int, tmp_path: Path
-) -> None:
+def test_every_record_that_is_damaged_is_refused_or_not_needed(source, to, family, world_size, most, tmp_path):
     path = tmp_path / "x"
     if to is None:
         shutil.copytree(FIXTURES / source, path)
@@ -100,7 +98,7 @@ def test_every_record_that_is_damaged_is_refused_or_not_needed(
     assert refused > 2 * unread
 
 
-def load_by_dcp(rank: int, world_size: int, path: Path, source: str, members: list[int] | None) -> int:
+def load_by_dcp(rank, world_size, path: Path, source: str, members: list[int] | None) -> int:
     """Damage one record after the other for `dcp.load`; return how many were refused by all that load."""
     refused = 0
     group = None if members is None else dist.new_group(members)
@@ -124,7 +122,7 @@ def load_by_dcp(rank: int, world_size: int, path: Path, source: str, members: li
 
 
 @pytest.mark.parametrize("members", [None, [1, 2]])
-def test_ranks_of_dcp_put_together_what_they_read(members: list[int] | None, tmp_path: Path) -> None:
+def test_ranks_of_dcp_put_together_what_they_read(members, tmp_path):
     zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "x", to="zckpt", world_size=2)
     told = run(load_by_dcp, 3, tmp_path / "x", "s2_bf16_dp4", members)
     assert all(count >= 4 for rank, count in enumerate(told) if members is None or rank in members), told
@@ -160,7 +158,7 @@ def test_state_that_is_damaged_changes_nothing_and_weights_leave_the_optimizer(r
     assert same(everything(model, optimizer)[:-1], everything(other, its)[:-1])
 
 
-def load_of_another_rank(rank: int, world_size: int, path: Path, source: str) -> str:
+def load_of_another_rank(rank, world_size, path: Path, source: str) -> str:
     """Load what has one rank's file under two names; return the refusal. Nothing is changed by it."""
     _, model, optimizer, _ = build(source, "adamw")
     before = everything(model, optimizer)
@@ -174,7 +172,7 @@ def load_of_another_rank(rank: int, world_size: int, path: Path, source: str) ->
     return str(told.value)
 
 
-def test_one_ranks_file_under_two_names_is_not_loaded(tmp_path: Path) -> None:
+def test_one_ranks_file_under_two_names_is_not_loaded(tmp_path):
     run_directory = Path(shutil.copytree(FIXTURES / "s3_bf16_dp3", tmp_path / "run"))
     one, other = sorted((run_directory / "global_step5").glob("*_optim_states.pt"))[:2]
     shutil.copyfile(one, other)

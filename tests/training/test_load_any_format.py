@@ -32,7 +32,7 @@ SOURCES = [
 FAMILIES = ["zero1", "zero2", "redundancy", "adamw", "fsdp"]
 
 
-def load_fixture(rank: int, world_size: int, every: int) -> int:
+def load_fixture(rank, world_size, every: int) -> int:
     """Load sources into families, of all pairs one in `every`; check every slot of every parameter; return how many."""
     checked = 0
     for row, source in enumerate(SOURCES):
@@ -120,12 +120,12 @@ def state_of(optimizer: Any, name: str, parameter: torch.Tensor, slot: str) -> t
 
 
 @pytest.mark.parametrize(("world_size", "every"), some([(1, 2), (3, 2)], [(1, 1), (3, 1)]))
-def test_every_family_gets_the_state_that_was_saved(world_size: int, every: int) -> None:
+def test_every_family_gets_the_state_that_was_saved(world_size, every):
     told = run(load_fixture, world_size, every)
     assert sum(told) > 50 * world_size / every * len(SOURCES)
 
 
-def load_state_of_ranks(rank: int, world_size: int, source: str) -> str:
+def load_state_of_ranks(rank, world_size, source: str) -> str:
     """Load a checkpoint with state that is each rank's own, with an optimizer and without; return the refusal."""
     model = models.build_model(SPECS[source])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -140,6 +140,6 @@ def load_state_of_ranks(rank: int, world_size: int, source: str) -> str:
     return str(raised.value)
 
 
-def test_state_that_was_each_ranks_own_is_refused_by_name_and_the_model_is_loaded_without() -> None:
+def test_state_that_was_each_ranks_own_is_refused_by_name_and_the_model_is_loaded_without():
     (said,) = run(load_state_of_ranks, 1, "own_lamb_s2_fp32_dp2")
     assert "trust_ratio, weight_norm, adam_norm" in said

@@ -82,7 +82,7 @@ def cut_after(step: str, path: Path, rank: int) -> Iterator[None]:
         yield
 
 
-def cut_files(rank: int, world_size: int, family: str, step_taken: str, folder: Path) -> None:
+def cut_files(rank, world_size, family: str, step_taken: str, folder: Path) -> None:
     model, optimizer = build(family, 1)
     step(model, optimizer)
     path = folder / family
@@ -103,17 +103,17 @@ def cut_files(rank: int, world_size: int, family: str, step_taken: str, folder: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_file_that_is_too_short_is_found_before_anything_is_changed(family: str, tmp_path: Path) -> None:
+def test_a_file_that_is_too_short_is_found_before_anything_is_changed(family, tmp_path):
     run(cut_files, 2, family, "restore", tmp_path)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_state_that_cannot_be_read_changes_nothing(family: str, tmp_path: Path) -> None:
+def test_state_that_cannot_be_read_changes_nothing(family, tmp_path):
     run(cut_files, 2, family, "check", tmp_path)
 
 
 @pytest.mark.parametrize("family", ["redundancy", "adamw"])
-def test_weights_that_cannot_be_read_leave_the_optimizer_as_it_was_and_say_so(family: str, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_read_leave_the_optimizer_as_it_was_and_say_so(family, tmp_path):
     run(cut_files, 2, family, "read", tmp_path)
 
 
@@ -134,7 +134,7 @@ def test_an_optimizer_by_itself_is_loaded_on_all_ranks_or_none(rank, world_size,
     files.load(its, tmp_path / family / "step1", model=other)
 
 
-def test_dcp_finds_a_file_that_is_too_short_before_anything_is_changed(tmp_path: Path) -> None:
+def test_dcp_finds_a_file_that_is_too_short_before_anything_is_changed(tmp_path):
     class Cutting(zckpt.dcp.Reader):
         def read_metadata(self, *args: object, **options: object) -> Any:
             found = super().read_metadata(*args, **options)
@@ -159,7 +159,7 @@ def single(seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
 
 
-def test_elements_that_cannot_be_cast_are_found_before_anything_is_changed(tmp_path: Path) -> None:
+def test_elements_that_cannot_be_cast_are_found_before_anything_is_changed(tmp_path):
     model, _ = single()
     model.register_buffer("count", torch.zeros(3))
     torch.save({"model": model.state_dict()}, tmp_path / "f.pt")
@@ -181,9 +181,7 @@ def test_elements_that_cannot_be_cast_are_found_before_anything_is_changed(tmp_p
     ],
 )
 @pytest.mark.parametrize("to", [None, "zckpt", "dcp", "consolidated", "zero-redundancy", "universal"])
-def test_keys_of_the_users_that_are_called_as_ours_are_the_users(
-    extra: dict[str, Any], to: str | None, tmp_path: Path
-) -> None:
+def test_keys_of_the_users_that_are_called_as_ours_are_the_users(extra, to, tmp_path):
     model, optimizer = single()
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
@@ -201,7 +199,7 @@ def test_keys_of_the_users_that_are_called_as_ours_are_the_users(
 
 
 @pytest.mark.parametrize("to", [None, "zckpt", "dcp", "consolidated", "zero-redundancy"])
-def test_what_save_kept_is_ours_whatever_the_user_calls_his_own(to: str | None, tmp_path: Path) -> None:
+def test_what_save_kept_is_ours_whatever_the_user_calls_his_own(to, tmp_path):
     model, optimizer = single()
     extra = {"extra": "hello", "random_states": 7}
     state = torch.get_rng_state()
@@ -215,7 +213,7 @@ def test_what_save_kept_is_ours_whatever_the_user_calls_his_own(to: str | None, 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_a_scheduler_takes_of_another_programs_file_is_not_extra(tmp_path: Path) -> None:
+def test_what_a_scheduler_takes_of_another_programs_file_is_not_extra(tmp_path):
     model, optimizer = single()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     scheduler.last_epoch = 5
@@ -228,7 +226,7 @@ def test_what_a_scheduler_takes_of_another_programs_file_is_not_extra(tmp_path: 
     assert "no state of a grad_scaler" in str(told[0].message)
 
 
-def test_a_scheduler_that_does_not_take_its_state_says_what_has_become_of_the_rest(tmp_path: Path) -> None:
+def test_a_scheduler_that_does_not_take_its_state_says_what_has_become_of_the_rest(tmp_path):
     class Broken:
         def state_dict(self) -> dict[str, Any]:
             return {"x": 1}
@@ -242,7 +240,7 @@ def test_a_scheduler_that_does_not_take_its_state_says_what_has_become_of_the_re
         zckpt.load(tmp_path / "step1", model=model, optimizer=optimizer, scheduler=Broken())
 
 
-def test_random_states_that_no_generator_takes_are_found_before_anything_is_changed(tmp_path: Path) -> None:
+def test_random_states_that_no_generator_takes_are_found_before_anything_is_changed(tmp_path):
     model, optimizer = single()
     zckpt.save(tmp_path / "step1", model=model, optimizer=optimizer)
     checkpoint = zckpt.open(tmp_path / "step1")
@@ -274,7 +272,7 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(rank, world_size, form, tmp_p
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def scaled_without_zero(rank: int, world_size: int, folder: Path) -> None:
+def scaled_without_zero(rank, world_size, folder: Path) -> None:
     spec = SPECS["s0_fp16_dp2"]
     for source in (FIXTURES / spec.name, folder / "whole", folder / "universal"):
         for load in (
@@ -291,13 +289,13 @@ def scaled_without_zero(rank: int, world_size: int, folder: Path) -> None:
             assert vars(optimizer.loss_scaler).items() >= (counted | patience).items()
 
 
-def test_a_dynamic_loss_scale_of_stage_0_goes_on_with_the_patience_that_the_optimizer_has(tmp_path: Path) -> None:
+def test_a_dynamic_loss_scale_of_stage_0_goes_on_with_the_patience_that_the_optimizer_has(tmp_path):
     zckpt.convert(FIXTURES / "s0_fp16_dp2", tmp_path / "whole", to="consolidated")
     zckpt.convert(tmp_path / "whole", tmp_path / "universal", to="universal")
     run(scaled_without_zero, 1, tmp_path)
 
 
-def divided(rank: int, world_size: int, kind: str) -> list[float]:
+def divided(rank, world_size, kind: str) -> list[float]:
     """Go on from stage 0 under ZeRO-1: as it is, without its loss scale, and with gradients as stage 0 has them."""
     spec = SPECS["s0_fp16_dp2"]
     model = build_model(spec).half()
@@ -318,7 +316,7 @@ def divided(rank: int, world_size: int, kind: str) -> list[float]:
     return losses
 
 
-def test_losses_after_stage_0_in_fp16_differ_by_its_divided_gradients_and_not_by_the_scale() -> None:
+def test_losses_after_stage_0_in_fp16_differ_by_its_divided_gradients_and_not_by_the_scale():
     expected = Truth(FIXTURES / "s0_fp16_dp2").facts["mean_losses_next"][:2]
     found = {kind: run(divided, 2, kind)[0] for kind in ("as it is", "without scale", "divided")}
     assert found["as it is"] == found["without scale"]

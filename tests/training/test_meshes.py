@@ -71,7 +71,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Found:
     return found
 
 
-def save(rank: int, world_size: int, degrees: tuple[int, int] | None, folder: Path) -> tuple[Found, list[float]]:
+def save(rank, world_size, degrees: tuple[int, int] | None, folder: Path) -> tuple[Found, list[float]]:
     model, optimizer = made(degrees, 0)
     for number in range(2):
         train(model, optimizer, number)
@@ -79,7 +79,7 @@ def save(rank: int, world_size: int, degrees: tuple[int, int] | None, folder: Pa
     return state(model, optimizer), [train(model, optimizer, number) for number in (2, 3)]
 
 
-def load(rank: int, world_size: int, degrees: tuple[int, int] | None, folder: Path) -> tuple[Found, list[float]]:
+def load(rank, world_size, degrees: tuple[int, int] | None, folder: Path) -> tuple[Found, list[float]]:
     model, optimizer = made(degrees, 1)
     with zckpt.Checkpointer(folder / f"run at {world_size}", on_sigterm=False) as checkpointer:
         zckpt.load(folder / "saved", model=model, optimizer=optimizer)
@@ -93,9 +93,7 @@ def load(rank: int, world_size: int, degrees: tuple[int, int] | None, folder: Pa
 @pytest.mark.parametrize(
     ("degrees", "others"), some([((2, 2), [(1, 3), None]), ((1, 2), [(2, 2)])], [((3, 1), [(2, 2)])])
 )
-def test_a_mesh_of_two_dimensions_resumes_on_any_other(
-    degrees: tuple[int, int], others: list[tuple[int, int] | None], tmp_path: Path
-) -> None:
+def test_a_mesh_of_two_dimensions_resumes_on_any_other(degrees, others, tmp_path):
     [(expected, losses), *_] = run(save, degrees[0] * degrees[1], degrees, tmp_path)
     for other in others:
         ranks = 1 if other is None else other[0] * other[1]
@@ -109,7 +107,7 @@ def test_a_mesh_of_two_dimensions_resumes_on_any_other(
         assert slot == "step" or torch.equal(opened.read(name, slot), one), key
 
 
-def not_in_the_plan(rank: int, world_size: int, folder: Path) -> None:
+def not_in_the_plan(rank, world_size, folder: Path) -> None:
     model, optimizer = made((2, 2), 0, norm=True)
     train(model, optimizer, 0)
     zckpt.save(folder / "saved", model=model, optimizer=optimizer)
@@ -125,7 +123,7 @@ def not_in_the_plan(rank: int, world_size: int, folder: Path) -> None:
         zckpt.save(folder / "other", model=model, optimizer=optimizer)
 
 
-def test_what_a_mesh_of_one_dimension_has_beside_another_is_saved_if_it_is_the_same(tmp_path: Path) -> None:
+def test_what_a_mesh_of_one_dimension_has_beside_another_is_saved_if_it_is_the_same(tmp_path):
     """Only bytes say whether ranks of the other dimension have the same, or something else of the same name."""
     run(not_in_the_plan, 4, tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == ["saved"]
@@ -139,7 +137,7 @@ def in_backward(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     return model, {name: one._in_backward_optimizers[0] for name, one in model.named_parameters()}
 
 
-def test_optimizers_that_step_in_backward_are_saved_by_name(tmp_path: Path) -> None:
+def test_optimizers_that_step_in_backward_are_saved_by_name(tmp_path):
     model, optimizers = in_backward(0)
     for number in range(2):
         train(model, None, number)

@@ -54,7 +54,7 @@ CHOICES: dict[str, Chosen] = {
 
 @pytest.mark.parametrize("form", ["file", "lightning", "dcp"])
 @pytest.mark.parametrize("choice", CHOICES)
-def test_equal_layers_of_which_the_first_are_frozen(choice: str, form: str, tmp_path: Path) -> None:
+def test_equal_layers_of_which_the_first_are_frozen(choice, form, tmp_path):
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(CHOICES[choice](model), lr=0.1)
     step(model, optimizer)
@@ -72,7 +72,7 @@ def test_equal_layers_of_which_the_first_are_frozen(choice: str, form: str, tmp_
     assert its.param_groups[0]["lr"] == 0.1
 
 
-def test_names_of_the_saved_optimizer_may_be_told(tmp_path: Path) -> None:
+def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
     model = build()
     names = [name for name, _ in model.named_parameters()][::-1]
     optimizer = torch.optim.AdamW([model.get_parameter(name) for name in names], lr=0.1)
@@ -86,7 +86,7 @@ def test_names_of_the_saved_optimizer_may_be_told(tmp_path: Path) -> None:
         zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names[:-1])
 
 
-def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_path):
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
     step(model, optimizer)
@@ -100,7 +100,7 @@ def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_pat
     assert not its.state
 
 
-def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path: Path) -> None:
+def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -112,7 +112,7 @@ def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path: 
     assert same(slots(model, optimizer), slots(other, its))
 
 
-def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+def test_groups_of_other_sizes_are_refused(tmp_path):
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(model[1:].parameters(), lr=0.1)
     step(model, optimizer)
@@ -124,7 +124,7 @@ def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
     assert its.param_groups[0]["lr"] == 0.5
 
 
-def test_an_optimizers_file_by_itself_is_loaded_by_its_order(tmp_path: Path) -> None:
+def test_an_optimizers_file_by_itself_is_loaded_by_its_order(tmp_path):
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
@@ -152,7 +152,7 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
         torch.save(model.state_dict(), tmp_path / "ranks" / "model.pt")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "whole.pt")
     dist.barrier()
-    every: list[Any] = [None] * world_size
+    every = [None] * world_size
     dist.all_gather_object(every, slots(model, optimizer.optim))
     expected = {name: value for one in every for name, value in one.items()}
     assert len(expected) == len(trained)
@@ -174,7 +174,7 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
             assert made.param_groups[0]["lr"] == 0.1
 
 
-def frozen_in_groups(rank: int, world_size: int, path: Path) -> None:
+def frozen_in_groups(rank, world_size, path: Path) -> None:
     other = build(2, frozen=1)
     optimizer = ZeroOptimizer(other.named_parameters(), torch.optim.AdamW, lr=0.5, stage=1)
     zckpt.load(path, model=other, optimizer=optimizer)
@@ -183,7 +183,7 @@ def frozen_in_groups(rank: int, world_size: int, path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_frozen_parameters_in_a_group_need_no_state(tmp_path: Path) -> None:
+def test_frozen_parameters_in_a_group_need_no_state(tmp_path):
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)

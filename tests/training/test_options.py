@@ -33,7 +33,7 @@ pytestmark = pytest.mark.interop
 # --- what is written, and by whom
 
 
-def bytes_of_ranks(rank: int, world_size: int, directory: Path) -> None:
+def bytes_of_ranks(rank, world_size, directory: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 1000), nn.Linear(1000, 3))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -42,7 +42,7 @@ def bytes_of_ranks(rank: int, world_size: int, directory: Path) -> None:
     zckpt.save(directory / "replicated", model=model, optimizer=optimizer)
 
 
-def test_what_all_ranks_have_is_written_once_and_evenly(tmp_path: Path) -> None:
+def test_what_all_ranks_have_is_written_once_and_evenly(tmp_path):
     run(bytes_of_ranks, 3, tmp_path)
     files = sorted((tmp_path / "replicated").glob("rank-*"))
     sizes = [path.stat().st_size for path in files]
@@ -68,14 +68,14 @@ class Counting(nn.Module):
         self.more = state
 
 
-def of_the_first(rank: int, world_size: int, directory: Path) -> tuple[float, float, Any]:
+def of_the_first(rank, world_size, directory: Path) -> tuple[float, float, Any]:
     zckpt.save(directory / "c", model=Counting(rank + 5), extra={"rank": rank})
     model = Counting(99)
     restored = zckpt.load(directory / "c", model=model)
     return model.seen.min().item(), model.seen.max().item(), (model.more, restored.extra)
 
 
-def test_buffers_and_extra_are_those_of_the_first_rank(tmp_path: Path) -> None:
+def test_buffers_and_extra_are_those_of_the_first_rank(tmp_path):
     assert run(of_the_first, 3, tmp_path) == [(5.0, 5.0, ({"start": 5}, {"rank": 0}))] * 3
 
 
@@ -91,7 +91,7 @@ EXTRA = {
 }  # fmt: skip
 
 
-def beside(rank: int, world_size: int, directory: Path) -> tuple[dict[Any, Any], dict[str, Any]]:
+def beside(rank, world_size, directory: Path) -> tuple[dict[Any, Any], dict[str, Any]]:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
@@ -114,7 +114,7 @@ def beside(rank: int, world_size: int, directory: Path) -> tuple[dict[Any, Any],
     return restored.extra, {"notes": restored.notes}
 
 
-def test_what_is_beside_comes_back(tmp_path: Path) -> None:
+def test_what_is_beside_comes_back(tmp_path):
     for found, more in run(beside, 2, tmp_path):
         assert list(found) == list(EXTRA)
         assert more == {"notes": []}
@@ -131,7 +131,7 @@ def test_what_is_beside_comes_back(tmp_path: Path) -> None:
         assert found["half"].view(torch.int16).tolist() == EXTRA["half"].view(torch.int16).tolist()  # type: ignore[attr-defined]
 
 
-def random_numbers(rank: int, world_size: int, directory: Path, what: str) -> tuple[Any, list[str]]:
+def random_numbers(rank, world_size, directory: Path, what: str) -> tuple[Any, list[str]]:
     model = nn.Linear(1, 1)
     torch.manual_seed(100 + rank)
     if what == "save":
@@ -141,7 +141,7 @@ def random_numbers(rank: int, world_size: int, directory: Path, what: str) -> tu
     return torch.rand(2).tolist(), restored.notes
 
 
-def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
     saved = run(random_numbers, 2, tmp_path, "save")
     loaded = run(random_numbers, 3, tmp_path, "load")
     assert [numbers for numbers, _ in loaded[:2]] == [numbers for numbers, _ in saved]
@@ -153,7 +153,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
 # --- models that differ
 
 
-def differ(rank: int, world_size: int, directory: Path) -> list[Any]:
+def differ(rank, world_size, directory: Path) -> list[Any]:
     torch.manual_seed(0)
     saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 4), "c": nn.Linear(2, 2)})
     optimizer = ZeroOptimizer(list(saved.named_parameters()), torch.optim.AdamW, lr=0.5)
@@ -177,7 +177,7 @@ def differ(rank: int, world_size: int, directory: Path) -> list[Any]:
     return [restored.missing, restored.unexpected, restored.reshaped, restored.notes]
 
 
-def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(tmp_path: Path) -> None:
+def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(tmp_path):
     for missing, unexpected, reshaped, notes in run(differ, 2, tmp_path):
         assert missing == ["d.weight", "d.bias"]
         assert unexpected == ["c.weight", "c.bias"]
@@ -217,7 +217,7 @@ def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size, tmp_
         dist.barrier()
 
 
-def in_a_subgroup(rank: int, world_size: int, directory: Path) -> list[str]:
+def in_a_subgroup(rank, world_size, directory: Path) -> list[str]:
     pair = dist.new_group([0, 2])
     other = dist.new_group([1])
     if rank == 1:
@@ -241,7 +241,7 @@ def in_a_subgroup(rank: int, world_size: int, directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "pair").iterdir())
 
 
-def test_a_part_of_the_world_saves_and_loads(tmp_path: Path) -> None:
+def test_a_part_of_the_world_saves_and_loads(tmp_path):
     first, _, third = run(in_a_subgroup, 3, tmp_path)
     names = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
     assert first == third == names
@@ -290,7 +290,7 @@ def square(parameter: Any) -> torch.Tensor:
     return parameter.local_value().square().sum()
 
 
-def with_workers(rank: int, world_size: int, directory: Path) -> bool:
+def with_workers(rank, world_size, directory: Path) -> bool:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/rpc", num_worker_threads=8)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
     done = rank != 0 or save_with_workers(world_size, directory)
@@ -336,14 +336,14 @@ def save_with_workers(world_size: int, directory: Path) -> bool:
     return True
 
 
-def test_workers_save_what_lives_with_them(tmp_path: Path) -> None:
+def test_workers_save_what_lives_with_them(tmp_path):
     assert all(run(with_workers, 3, tmp_path, fresh=True))
 
 
 # --- one process
 
 
-def test_one_process_without_a_group_saves_and_loads(tmp_path: Path) -> None:
+def test_one_process_without_a_group_saves_and_loads(tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
@@ -361,7 +361,7 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path: Path) -> None:
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
 
 
-def test_a_model_alone_has_no_optimizer_to_load(tmp_path: Path) -> None:
+def test_a_model_alone_has_no_optimizer_to_load(tmp_path):
     model = nn.Linear(2, 2)
     zckpt.save(tmp_path / "c", model=model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -383,7 +383,7 @@ class Noting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path: Path) -> None:
+def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path):
     model = torch.nn.Linear(3, 2)
     optimizer = Noting(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
@@ -397,7 +397,7 @@ def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path: Pat
         assert torch.equal(other.state[parameter]["momentum_buffer"], momentum)
 
 
-def test_extra_is_as_it_was_when_an_asynchronous_save_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_is_as_it_was_when_an_asynchronous_save_returned(tmp_path, monkeypatch):
     is_changed = threading.Event()
 
     def write_later(*args: Any, **options: Any) -> None:

@@ -112,7 +112,7 @@ def state(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Fo
     return found
 
 
-def save(rank: int, world_size: int, degrees: tuple[int, int, int], folder: Path) -> Found:
+def save(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> Found:
     parts, optimizers = made(degrees, 1.0)
     train(parts, optimizers)
     saving = zckpt.save(folder / "saved", model=parts, optimizer=optimizers, step=2, async_=True, fingerprint=True)
@@ -123,7 +123,7 @@ def save(rank: int, world_size: int, degrees: tuple[int, int, int], folder: Path
     return found
 
 
-def load(rank: int, world_size: int, degrees: tuple[int, int, int], folder: Path) -> Found:
+def load(rank, world_size, degrees: tuple[int, int, int], folder: Path) -> Found:
     parts, optimizers = made(degrees, 2.0)
     restored = zckpt.load(folder / "saved", model=parts, optimizer=optimizers)
     assert not restored.missing + restored.unexpected
@@ -143,9 +143,7 @@ def load(rank: int, world_size: int, degrees: tuple[int, int, int], folder: Path
         pytest.param((2, 2, 2), [(3, 1, 1), (1, 2, 2)], marks=pytest.mark.nightly),
     ],
 )
-def test_parts_are_saved_as_the_whole_and_loaded_into_any_parts(
-    degrees: tuple[int, int, int], others: list[tuple[int, int, int]], tmp_path: Path
-) -> None:
+def test_parts_are_saved_as_the_whole_and_loaded_into_any_parts(degrees, others, tmp_path):
     of_ranks = run(save, degrees[0] * degrees[1] * degrees[2], degrees, tmp_path)
     expected = {key: value for one in of_ranks for key, value in one.items()}
     opened = zckpt.open(tmp_path / "saved")
@@ -164,7 +162,7 @@ def test_parts_are_saved_as_the_whole_and_loaded_into_any_parts(
         assert [key for key in expected if not torch.equal(both[key], expected[key])] == [], other
 
 
-def in_backward(rank: int, world_size: int, folder: Path) -> None:
+def in_backward(rank, world_size, folder: Path) -> None:
     """Each rank has optimizers of other names: those of its parameters."""
     [part] = parts = [Part([rank])]
     optimizers = {name: torch.optim.Adam([one], lr=0.1) for name, one in part.named_parameters()}
@@ -183,7 +181,7 @@ def in_backward(rank: int, world_size: int, folder: Path) -> None:
     dist.barrier()
 
 
-def refused(rank: int, world_size: int, folder: Path) -> None:
+def refused(rank, world_size, folder: Path) -> None:
     def save(match: str, kind: type[Exception], parts: list[nn.Module], optimizer: Any = None) -> None:
         with pytest.raises(kind, match=match):
             zckpt.save(folder / "refused", model=parts, optimizer=optimizer)
@@ -207,7 +205,7 @@ def refused(rank: int, world_size: int, folder: Path) -> None:
         zckpt.load(folder / "saved", model=[part], broadcast=True)
 
 
-def test_optimizers_by_name_and_what_is_refused(tmp_path: Path) -> None:
+def test_optimizers_by_name_and_what_is_refused(tmp_path):
     run(in_backward, 2, tmp_path / "named")
     run(refused, 2, tmp_path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["named", "saved"]

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,7 @@ SAVED, MORE = 3, 2
 Losses = dict[str, list[float]]
 
 
-def save_all(rank: int, world_size: int, directory: Path) -> Losses:
+def save_all(rank, world_size, directory: Path) -> Losses:
     """Train, save, keep the truth beside it, and train on."""
     losses = {}
     for number, kind in enumerate(KINDS):
@@ -52,7 +50,7 @@ def save_all(rank: int, world_size: int, directory: Path) -> Losses:
     return losses
 
 
-def resume_all(rank: int, world_size: int, directories: list[Path], names: list[list[str]]) -> list[Losses]:
+def resume_all(rank, world_size, directories: list[Path], names: list[list[str]]) -> list[Losses]:
     """Resume the kinds that are named for each directory; check the state, and train on."""
     return [
         {name: resume(BY_NAME[name], BY_NAME[name], directory) for name in its}
@@ -83,7 +81,7 @@ def save_at(world_size: int, directory: Path) -> tuple[Path, dict[str, list[floa
 
 
 @pytest.fixture(scope="module")
-def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> dict[int, tuple[Path, Losses]]:
+def saved(shared) -> dict[int, tuple[Path, Losses]]:
     return {n: shared(f"test_resume-at{n}", partial(save_at, n)) for n in WORLD_SIZES}
 
 
@@ -104,7 +102,7 @@ def chosen(at: int, world_size: int) -> list[str]:
     ]
 
 
-def test_every_run_resumes_all_pairs() -> None:
+def test_every_run_resumes_all_pairs():
     resumed = {(at, to, name) for at in WORLD_SIZES for to in WORLD_SIZES for name in chosen(at, to)}
     assert {(at, to) for at, to, _ in resumed} == set(itertools.product(WORLD_SIZES, WORLD_SIZES))
     assert {(at, name) for at, _, name in resumed} == set(itertools.product(WORLD_SIZES, BY_NAME))
@@ -114,9 +112,7 @@ def test_every_run_resumes_all_pairs() -> None:
 
 @pytest.mark.parametrize("every", some([False], [True]), ids=["pairs", "product"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_resume_goes_on_as_if_nothing_had_happened(
-    world_size: int, every: bool, saved: dict[int, tuple[Path, Losses]]
-) -> None:
+def test_resume_goes_on_as_if_nothing_had_happened(world_size, every, saved):
     directories = [directory for directory, _ in saved.values()]
     names = [list(BY_NAME) if every else chosen(at, world_size) for at in saved]
     resumed = run(resume_all, world_size, directories, names)[0]
@@ -127,7 +123,7 @@ def test_resume_goes_on_as_if_nothing_had_happened(
             assert_close(BY_NAME[name], losses, expected[name], f"{name} from {at} to {world_size} ranks")
 
 
-def resume_others(rank: int, world_size: int, directory: Path) -> Losses:
+def resume_others(rank, world_size, directory: Path) -> Losses:
     """Resume each optimizer's checkpoint with another one of the same rule."""
     adamw = [kind for kind in KINDS if kind.optimizer != "sgd" and kind.dtype != BF16]
     return {
@@ -138,7 +134,7 @@ def resume_others(rank: int, world_size: int, directory: Path) -> Losses:
     }
 
 
-def test_one_optimizer_resumes_what_another_saved(saved: dict[int, tuple[Path, Losses]]) -> None:
+def test_one_optimizer_resumes_what_another_saved(saved):
     directory, expected = saved[3]
     for pair, losses in run(resume_others, 2, directory)[0].items():
         name, resumed = pair.split()

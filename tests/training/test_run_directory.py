@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,7 +97,7 @@ def content(path: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("make", FOREIGN)
-def test_what_no_checkpointer_wrote_is_never_removed(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_what_no_checkpointer_wrote_is_never_removed(make, tmp_path):
     """Whatever its name and its step: older than what is kept, or newer."""
     for step in (1, 350, 99999999):
         make(tmp_path / name_of(step)) if make is not link or step == 1 else None
@@ -111,7 +110,7 @@ def test_what_no_checkpointer_wrote_is_never_removed(make: Callable[[Path], None
 
 
 @pytest.mark.parametrize("make", FOREIGN)
-def test_what_no_checkpointer_wrote_is_not_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_what_no_checkpointer_wrote_is_not_replaced(make, tmp_path):
     make(tmp_path / name_of(2))
     before = content(tmp_path / name_of(2))
     run = saved(tmp_path, 1)
@@ -121,7 +120,7 @@ def test_what_no_checkpointer_wrote_is_not_replaced(make: Callable[[Path], None]
     assert (tmp_path / "latest").read_text() == name_of(1)
 
 
-def test_a_copy_of_ours_under_another_name_stays(tmp_path: Path) -> None:
+def test_a_copy_of_ours_under_another_name_stays(tmp_path):
     run = saved(tmp_path, 1, keep=1)
     shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(9))
     run.save(2, model=model_of(2))
@@ -129,7 +128,7 @@ def test_a_copy_of_ours_under_another_name_stays(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [3, 9]
 
 
-def test_what_takes_the_place_of_ours_stays(tmp_path: Path) -> None:
+def test_what_takes_the_place_of_ours_stays(tmp_path):
     """Under our name, from another run: its id is another."""
     run = saved(tmp_path, 1, keep=1)
     shutil.rmtree(tmp_path / name_of(1))
@@ -138,7 +137,7 @@ def test_what_takes_the_place_of_ours_stays(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2]
 
 
-def test_ours_with_something_of_the_users_in_it_stays_and_is_told(tmp_path: Path) -> None:
+def test_ours_with_something_of_the_users_in_it_stays_and_is_told(tmp_path):
     run = saved(tmp_path, 1, keep=1)
     (tmp_path / name_of(1) / "notes.txt").write_text("precious")
     with pytest.warns(UserWarning, match=r"step-00000001 is not removed: .*notes\.txt"):
@@ -149,7 +148,7 @@ def test_ours_with_something_of_the_users_in_it_stays_and_is_told(tmp_path: Path
     assert steps_in(tmp_path) == [3]
 
 
-def test_a_run_of_an_earlier_zckpt_is_resumed_and_left_alone(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_zckpt_is_resumed_and_left_alone(tmp_path):
     saved(tmp_path, 1, 2)
     (tmp_path / RECORD).unlink()
     assert resumed(tmp_path) == 2
@@ -158,7 +157,7 @@ def test_a_run_of_an_earlier_zckpt_is_resumed_and_left_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["text", "list", "version", "names", "directory", "link"])
-def test_a_record_that_is_none_is_told_at_once_and_not_replaced(how: str, tmp_path: Path) -> None:
+def test_a_record_that_is_none_is_told_at_once_and_not_replaced(how, tmp_path):
     saved(tmp_path, 1)
     path = tmp_path / RECORD
     texts = {
@@ -180,7 +179,7 @@ def test_a_record_that_is_none_is_told_at_once_and_not_replaced(how: str, tmp_pa
     assert steps_in(tmp_path) == [1]
 
 
-def test_a_directory_whose_latest_is_another_programs_is_refused(tmp_path: Path) -> None:
+def test_a_directory_whose_latest_is_another_programs_is_refused(tmp_path):
     deepspeeds(tmp_path / "global_step5")
     (tmp_path / "latest").write_text("global_step5")
     with pytest.raises(TargetExistsError, match="global_step5"):
@@ -192,7 +191,7 @@ def test_a_directory_whose_latest_is_another_programs_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3, None])
-def test_after_a_rollback_what_is_saved_is_kept_and_resumed_from(keep: int | None, tmp_path: Path) -> None:
+def test_after_a_rollback_what_is_saved_is_kept_and_resumed_from(keep, tmp_path):
     saved(tmp_path, 100, 200, 300, 400, 500, keep=None)
     run = checkpointer(tmp_path, keep=keep)
     model = model_of(0)
@@ -207,13 +206,13 @@ def test_after_a_rollback_what_is_saved_is_kept_and_resumed_from(keep: int | Non
         assert zckpt.open(tmp_path).step == step
 
 
-def test_latest_leads_also_if_it_was_written_by_hand(tmp_path: Path) -> None:
+def test_latest_leads_also_if_it_was_written_by_hand(tmp_path):
     saved(tmp_path, 100, 200, 300, keep=None)
     (tmp_path / "latest").write_text(f"{name_of(200)}\n")
     assert resumed(tmp_path) == 200
 
 
-def test_where_latest_is_not_sound_what_was_saved_before_it_is_next(tmp_path: Path) -> None:
+def test_where_latest_is_not_sound_what_was_saved_before_it_is_next(tmp_path):
     saved(tmp_path, 500, 300, 400, keep=None)
     another_runs(tmp_path / name_of(900))
     for step, following in ((400, 300), (300, 500)):
@@ -228,7 +227,7 @@ def test_where_latest_is_not_sound_what_was_saved_before_it_is_next(tmp_path: Pa
 
 
 @pytest.mark.parametrize("said", ["", ".", "..", "../elsewhere", "step-00000009", "x" * 300, "x" * 5000, "a\0b"])
-def test_a_latest_that_names_nothing_is_passed_over(said: str, tmp_path: Path) -> None:
+def test_a_latest_that_names_nothing_is_passed_over(said, tmp_path):
     saved(tmp_path / "run", 1, 2)
     another_runs(tmp_path / "elsewhere")
     (tmp_path / "run" / "latest").write_text(said)
@@ -237,9 +236,7 @@ def test_a_latest_that_names_nothing_is_passed_over(said: str, tmp_path: Path) -
         assert resumed(tmp_path / "run") == 2
 
 
-def test_a_save_that_was_killed_before_it_could_say_so_is_resumed_from_and_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_was_killed_before_it_could_say_so_is_resumed_from_and_pruned(tmp_path, monkeypatch):
     run = saved(tmp_path, 1, 2, keep=2)
 
     def killed(checkpointer: zckpt.Checkpointer, written: object) -> None:
@@ -255,13 +252,13 @@ def test_a_save_that_was_killed_before_it_could_say_so_is_resumed_from_and_prune
     assert steps_in(tmp_path) == [3, 4]
 
 
-def test_a_directory_that_waited_while_its_successor_was_named_is_resumed_from(tmp_path: Path) -> None:
+def test_a_directory_that_waited_while_its_successor_was_named_is_resumed_from(tmp_path):
     saved(tmp_path, 1, 2)
     (tmp_path / name_of(2)).rename(tmp_path / f".{name_of(2)}.zckpt-old")
     assert resumed(tmp_path) == 2
 
 
-def test_what_a_killed_save_has_left_is_gone_when_a_run_resumes_unless_it_may_be_alive(tmp_path: Path) -> None:
+def test_what_a_killed_save_has_left_is_gone_when_a_run_resumes_unless_it_may_be_alive(tmp_path):
     saved(tmp_path, 1, 2)
     left, others = (tmp_path / f".{name_of(step)}.zckpt-partial" for step in (3, 4))
     for one, name in ((left, "rank-00000-of-00001.safetensors"), (others, "notes.txt")):
@@ -279,7 +276,7 @@ def test_what_a_killed_save_has_left_is_gone_when_a_run_resumes_unless_it_may_be
 # --- save
 
 
-def test_save_does_not_remove_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_save_does_not_remove_what_is_no_checkpoint(tmp_path):
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "project" / "src" / "train.py").write_text("precious")
     with pytest.raises(TargetExistsError, match=r"holds other files, .*src/train\.py"):
@@ -288,7 +285,7 @@ def test_save_does_not_remove_what_is_no_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
 
 
-def test_save_replaces_a_checkpoint_and_not_one_with_something_in_it(tmp_path: Path) -> None:
+def test_save_replaces_a_checkpoint_and_not_one_with_something_in_it(tmp_path):
     path = tmp_path / "c"
     zckpt.save(path, model=model_of(1), fingerprint=True)
     zckpt.save(path, model=model_of(2), overwrite=True)
@@ -300,7 +297,7 @@ def test_save_replaces_a_checkpoint_and_not_one_with_something_in_it(tmp_path: P
 
 
 @pytest.mark.parametrize("content", ["{}", '{"format": "another"}', ""])
-def test_save_does_not_replace_a_directory_that_only_has_a_name_of_ours(content: str, tmp_path: Path) -> None:
+def test_save_does_not_replace_a_directory_that_only_has_a_name_of_ours(content, tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "checkpoint.json").write_text(content)
     with pytest.raises(TargetExistsError, match=r"checkpoint\.json"):
@@ -308,13 +305,13 @@ def test_save_does_not_replace_a_directory_that_only_has_a_name_of_ours(content:
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.gguf"])
-def test_save_makes_no_directory_with_the_name_of_a_file(name: str, tmp_path: Path) -> None:
+def test_save_makes_no_directory_with_the_name_of_a_file(name, tmp_path):
     with pytest.raises(UsageError, match="a directory is written, and its name ends as a file's"):
         zckpt.save(tmp_path / name, model=model_of(1))
     assert not any(tmp_path.iterdir())
 
 
-def test_save_does_not_follow_a_link_in_its_temporary_name(tmp_path: Path) -> None:
+def test_save_does_not_follow_a_link_in_its_temporary_name(tmp_path):
     notes(tmp_path / "elsewhere")
     (tmp_path / ".c.zckpt-partial").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(TargetError, match="a symbolic link in its place"):
@@ -322,7 +319,7 @@ def test_save_does_not_follow_a_link_in_its_temporary_name(tmp_path: Path) -> No
     assert (tmp_path / "elsewhere" / "notes.txt").read_text() == "precious"
 
 
-def test_a_plain_directory_that_is_called_as_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_a_plain_directory_that_is_called_as_a_checkpoint_is_none(tmp_path):
     notes(tmp_path / "step-00000001")
     assert resumed(tmp_path) is None
     saved(tmp_path, 2)
@@ -330,7 +327,7 @@ def test_a_plain_directory_that_is_called_as_a_checkpoint_is_none(tmp_path: Path
     assert (tmp_path / "step-00000001" / "notes.txt").is_file()
 
 
-def test_what_only_has_a_temporary_name_of_ours_stays_and_is_named(tmp_path: Path) -> None:
+def test_what_only_has_a_temporary_name_of_ours_stays_and_is_named(tmp_path):
     saved(tmp_path, 1, 3)
     every = [".step-00000002.zckpt-partial", ".step-00000003.zckpt-old", ".step-00000001.zckpt-removed"]
     for name in every:

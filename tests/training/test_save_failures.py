@@ -41,7 +41,7 @@ class Table(torch.nn.Module):
         self.weight = torch.nn.Parameter(values * (step + 1))
 
 
-def save_and_be_killed(rank: int, world_size: int, directory: Path, victim: int, share: float) -> None:
+def save_and_be_killed(rank, world_size, directory: Path, victim: int, share: float) -> None:
     """Save step 1, and step 2, in the middle of which one rank is killed."""
     checkpointer = zckpt.Checkpointer(directory, on_sigterm=False)
     started = time.monotonic()
@@ -74,7 +74,7 @@ def kill(directory: Path, victim: int, share: float) -> int:
 
 
 @pytest.mark.parametrize("kills", some([8], [50]))
-def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(kills: int, tmp_path: Path) -> None:
+def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(kills, tmp_path):
     chance = random.Random(7)
     shares = [0.0, 2.0, *(chance.random() * 1.2 for _ in range(kills))]  # at once, when all is done, and in between
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -91,7 +91,7 @@ def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved
 # --- failing
 
 
-def fail_on(rank: int, directory: Path, failure: str) -> Any:
+def fail_on(rank, directory: Path, failure: str) -> Any:
     """Make saving fail on the last rank; return what undoes it."""
     if failure == "no space":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -109,7 +109,7 @@ def remove_when_there(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def fail(rank: int, world_size: int, directory: Path, failure: str, async_: bool, name: str) -> str:
+def fail(rank, world_size, directory: Path, failure: str, async_: bool, name: str) -> str:
     training = Training.of(BY_NAME[name])
     training.train(range(2))
     before = training.state()
@@ -143,7 +143,7 @@ def fail(rank: int, world_size: int, directory: Path, failure: str, async_: bool
 
 @pytest.mark.parametrize("failure", ["no space", "vanished"])
 @pytest.mark.parametrize("async_", [False, True])
-def test_a_failure_of_one_rank_is_one_of_all(failure: str, async_: bool, tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_is_one_of_all(failure, async_, tmp_path):
     directory = tmp_path / "run"
     told = run(fail, 2, directory, failure, async_, "zero2-plain-float32", fresh=True)
     assert all("cannot be written" in said or "gone" in said for said in told)
@@ -151,7 +151,7 @@ def test_a_failure_of_one_rank_is_one_of_all(failure: str, async_: bool, tmp_pat
         assert sorted(path.name for path in directory.iterdir()) == ["first", "fourth"]
 
 
-def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
+def refuse(rank, world_size, directory: Path) -> list[str]:
     training = Training.of(BY_NAME["adamw-ddp-float32"])
     both = {"model": training.model, "optimizer": training.optimizer}
     said = []
@@ -177,7 +177,7 @@ def refuse(rank: int, world_size: int, directory: Path) -> list[str]:
     return said
 
 
-def test_what_cannot_be_saved_is_refused_in_a_line_on_all_ranks(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_refused_in_a_line_on_all_ranks(tmp_path):
     for said in run(refuse, 2, tmp_path):
         assert "cannot be written" in said[0]
         assert "extra['thing'] is a builtins.object" in said[1]

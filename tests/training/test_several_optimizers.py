@@ -132,7 +132,7 @@ def groups(checkpoint: zckpt.OpenedCheckpoint) -> list[tuple[str | None, float, 
     return [(one.optimizer, one.hyperparameters["lr"], one.parameters) for one in checkpoint.param_groups]  # type: ignore[misc]
 
 
-def save_all(rank: int, world_size: int, directory: Path) -> dict[str, list[float]]:
+def save_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
     losses = {}
     for number, kind in enumerate(KINDS):
         training = Training(kind)
@@ -149,7 +149,7 @@ def save_all(rank: int, world_size: int, directory: Path) -> dict[str, list[floa
     return losses
 
 
-def resume_all(rank: int, world_size: int, directory: Path) -> dict[str, list[float]]:
+def resume_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
     losses = {}
     for kind in KINDS:
         training = Training(kind, seed=1)
@@ -172,15 +172,13 @@ def resume_all(rank: int, world_size: int, directory: Path) -> dict[str, list[fl
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+def saved(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
     directory = tmp_path_factory.mktemp("several")
     return directory, run(save_all, 2, directory)[0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_several_optimizers_go_on_as_if_nothing_had_happened(
-    world_size: int, saved: tuple[Path, dict[str, list[float]]]
-) -> None:
+def test_several_optimizers_go_on_as_if_nothing_had_happened(world_size, saved):
     directory, expected = saved
     for kind, losses in run(resume_all, world_size, directory)[0].items():
         if world_size == 2:
@@ -189,9 +187,7 @@ def test_several_optimizers_go_on_as_if_nothing_had_happened(
         assert all(math.isclose(a, b, rel_tol=close) for a, b in zip(losses, expected[kind], strict=True)), kind
 
 
-def test_every_tool_sees_which_optimizer_a_group_is_of(
-    saved: tuple[Path, dict[str, list[float]]], tmp_path: Path
-) -> None:
+def test_every_tool_sees_which_optimizer_a_group_is_of(saved, tmp_path):
     directory, _ = saved
     expected = [
         ("matrices", 0.02, ["first.weight"]),
@@ -230,7 +226,7 @@ def of(model: nn.Module, *kinds: Any) -> list[Any]:
     return [kind([parameter], lr=0.1) for kind, parameter in zip(kinds, model.parameters(), strict=False)]
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
     adam, sgd = torch.optim.Adam, torch.optim.SGD
     model = nn.ModuleDict({"gen": nn.Linear(2, 3), "disc": nn.Linear(3, 1)})
     gen, disc = (adam(model[name].parameters(), lr=0.1) for name in ("gen", "disc"))
@@ -270,7 +266,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_groups_of_a_checkpoint_that_does_not_name_optimizers_are_taken_in_order(tmp_path: Path) -> None:
+def test_groups_of_a_checkpoint_that_does_not_name_optimizers_are_taken_in_order(tmp_path):
     from torch.distributed.checkpoint import FileSystemWriter, save
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -293,7 +289,7 @@ def test_groups_of_a_checkpoint_that_does_not_name_optimizers_are_taken_in_order
             assert all(torch.equal(torch.as_tensor(old.state[a][key]), new.state[b][key]) for key in old.state[a])
 
 
-def test_a_run_is_resumed_with_several_optimizers(tmp_path: Path) -> None:
+def test_a_run_is_resumed_with_several_optimizers(tmp_path):
     model = nn.ModuleDict({"gen": nn.Linear(2, 3), "disc": nn.Linear(3, 1)})
     optimizer = {name: torch.optim.Adam(part.parameters(), lr=0.1) for name, part in model.items()}
     model["disc"](model["gen"](torch.ones(1, 2))).sum().backward()

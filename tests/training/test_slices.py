@@ -93,9 +93,7 @@ class Run:
         }
 
 
-def saved(
-    rank: int, world_size: int, tp: int, path: Path, dtype: torch.dtype, async_: bool
-) -> tuple[Found, list[float]]:
+def saved(rank, world_size, tp: int, path: Path, dtype: torch.dtype, async_: bool) -> tuple[Found, list[float]]:
     run_ = Run(tp, world_size // tp, dtype=dtype)
     run_.train(0, STEPS)
     saving = zckpt.save(
@@ -112,7 +110,7 @@ def saved(
     return run_.state(), run_.train(STEPS, AFTER)
 
 
-def loaded(rank: int, world_size: int, tp: int, path: Path, dtype: torch.dtype) -> tuple[Found, list[float]]:
+def loaded(rank, world_size, tp: int, path: Path, dtype: torch.dtype) -> tuple[Found, list[float]]:
     run_ = Run(tp, world_size // tp, seed=2, dtype=dtype)
     restored = zckpt.load(path, model=run_.model, optimizer=run_.optimizer, tp_rules=run_.rules)
     assert (restored.step, restored.missing, restored.unexpected) == (STEPS, [], [])
@@ -136,7 +134,7 @@ def assert_is_saved(path: Path, expected: Found) -> None:
     assert zckpt.verify(path, deep=True).sound
 
 
-def two_ranks(rank: int, world_size: int, path: Path) -> tuple[Found, list[float], list[float]]:
+def two_ranks(rank, world_size, path: Path) -> tuple[Found, list[float], list[float]]:
     """Save slices, go on from them, and meet the refusals; AdamW on one rank has its turn elsewhere."""
     first = Run(2, 1)
     first.train(0, STEPS)
@@ -191,7 +189,7 @@ def two_ranks(rank: int, world_size: int, path: Path) -> tuple[Found, list[float
     return state, unbroken, last.train(STEPS, AFTER)
 
 
-def test_slices_of_two_ranks_are_whole_parameters_to_one(tmp_path: Path) -> None:
+def test_slices_of_two_ranks_are_whole_parameters_to_one(tmp_path):
     (state, unbroken, again), (_, _, other) = run(two_ranks, 2, tmp_path)
     assert again == other == unbroken
     assert_is_saved(tmp_path / "slices", state)
@@ -200,7 +198,7 @@ def test_slices_of_two_ranks_are_whole_parameters_to_one(tmp_path: Path) -> None
     assert losses == pytest.approx(unbroken, rel=1e-5)
 
 
-def test_boxes_of_slices_along_any_dimension_are_the_whole() -> None:
+def test_boxes_of_slices_along_any_dimension_are_the_whole():
     """Two parts along the second of three dimensions, each cut for two ranks, of which each has three flat ranges."""
     info = {"parameter_with_sub_params": [{"patterns": ["w"], "shape": [3, [8, 4], 2], "partition_dim": 1}]}
     whole = torch.arange(3 * 12 * 2.0).view(3, 12, 2)
@@ -222,7 +220,7 @@ def test_boxes_of_slices_along_any_dimension_are_the_whole() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_slices_are_loaded_at_any_degrees(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_slices_are_loaded_at_any_degrees(dtype, tmp_path):
     degrees = [(2, 2), (1, 2), (2, 1), (1, 1)] + [(4, 1), (1, 3)] * (dtype == torch.float32)
     for number, (tp, dp) in enumerate(degrees):
         path = tmp_path / f"{tp}_{dp}"
@@ -237,7 +235,7 @@ def test_slices_are_loaded_at_any_degrees(dtype: torch.dtype, tmp_path: Path) ->
                     assert losses == pytest.approx(unbroken, rel=1e-4)
 
 
-def checkpointed(rank: int, world_size: int, path: Path) -> tuple[list[float], list[float]]:
+def checkpointed(rank, world_size, path: Path) -> tuple[list[float], list[float]]:
     one = Run(2, world_size // 2)
     options: dict[str, Any] = {"every": 2, "replicate": True, "replicate_in": path.parent, "tp_rules": one.rules}
     checkpointer = zckpt.Checkpointer(path, **options)
@@ -254,6 +252,6 @@ def checkpointed(rank: int, world_size: int, path: Path) -> tuple[list[float], l
 
 
 @pytest.mark.nightly
-def test_a_checkpointer_saves_and_keeps_slices(tmp_path: Path) -> None:
+def test_a_checkpointer_saves_and_keeps_slices(tmp_path):
     for unbroken, again in run(checkpointed, 4, tmp_path / "run"):
         assert again == unbroken

@@ -28,7 +28,7 @@ def everything(training: Training) -> dict[str, Any]:
 
 
 def train(
-    rank: int, world_size: int, directory: Path, nodes: list[str], steps: list[int], options: dict[str, Any]
+    rank, world_size, directory: Path, nodes: list[str], steps: list[int], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Resume and train up to each of some steps, each time as if killed before; each rank on its node."""
     spare.PIECE_NBYTES = 3000  # several for each file
@@ -54,11 +54,11 @@ def train(
     return told
 
 
-def unbroken(rank: int, world_size: int, steps: int, fsdp: bool) -> list[float]:
+def unbroken(rank, world_size, steps: int, fsdp: bool) -> list[float]:
     return Training.of(FSDP if fsdp else ZERO, seed=3).train(range(steps))
 
 
-def test_each_rank_sends_to_the_next_node() -> None:
+def test_each_rank_sends_to_the_next_node():
     assert neighbours(["a", "a"]) == [None, None]
     assert neighbours(["a", "a", "b", "b"]) == [2, 3, 0, 1]
     assert neighbours(["a", "a", "b", "c"]) == [2, 2, 3, 0]
@@ -66,7 +66,7 @@ def test_each_rank_sends_to_the_next_node() -> None:
 
 
 @pytest.mark.parametrize("fsdp", some([False], [True]))
-def test_no_step_is_lost_with_a_node(fsdp: bool, tmp_path: Path) -> None:
+def test_no_step_is_lost_with_a_node(fsdp, tmp_path):
     options = {"every": 2, "fsdp": fsdp, "fingerprint": True}
     [before, again] = run(train, 3, tmp_path, ["a", "b", "b"], [3, 5], options)[1]
     assert (before["first"], again["first"]) == (0, 3)
@@ -101,7 +101,7 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
     training = Training.of(ZERO)
     run_directory, within = tmp_path / "run", tmp_path / "memory"
     within.mkdir()
-    options: dict[str, Any] = {"replicate": True, "replicate_in": within}
+    options = {"replicate": True, "replicate_in": within}
 
     def resumed(**more: Any) -> tuple[zckpt.Checkpointer, int]:
         made = zckpt.Checkpointer(run_directory, **options, **more)
@@ -166,7 +166,7 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
         resumed()
 
 
-def fail(rank: int, world_size: int, directory: Path) -> list[str]:
+def fail(rank, world_size, directory: Path) -> list[str]:
     """Keep one step, then fail to keep another on one rank; all raise, and the step before is still there."""
     training = Training.of(ZERO)
     within = directory / f"node{rank}"
@@ -192,7 +192,7 @@ def fail(rank: int, world_size: int, directory: Path) -> list[str]:
     return said
 
 
-def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(tmp_path: Path) -> None:
+def test_a_step_that_cannot_be_kept_is_told_on_all_ranks(tmp_path):
     said = run(fail, 2, tmp_path)
     assert all(len(one) == 1 for one in said), said
 
@@ -204,7 +204,7 @@ def test_an_error_waits_for_what_is_sent(rank, world_size, tmp_path):
     training = Training.of(ZERO)
     within = tmp_path / f"node{rank}"
     within.mkdir()
-    options: dict[str, Any] = {"replicate": True, "replicate_in": within, "on_sigterm": False}
+    options = {"replicate": True, "replicate_in": within, "on_sigterm": False}
     runs = [zckpt.Checkpointer(tmp_path / name, **options) for name in "ab"]
     for number in (1, 2):
         for checkpointer in runs:

@@ -122,7 +122,7 @@ def floats(optimizer: Any) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def save(rank: int, _: int, path: Path, kind: str, cls: str) -> tuple[Any, Any, list[float]]:
+def save(rank, _: int, path: Path, kind: str, cls: str) -> tuple[Any, Any, list[float]]:
     net, optimizer = made(kind, cls)
     train(net, optimizer, range(STEPS))
     saving = zckpt.save(path, model=net, optimizer=optimizer, step=STEPS, async_=True)
@@ -133,7 +133,7 @@ def save(rank: int, _: int, path: Path, kind: str, cls: str) -> tuple[Any, Any, 
     return *found, losses
 
 
-def load(rank: int, _: int, path: Path, kind: str, cls: str) -> tuple[Any, Any, list[float], list[str]]:
+def load(rank, _: int, path: Path, kind: str, cls: str) -> tuple[Any, Any, list[float], list[str]]:
     net, optimizer = made(kind, cls, seed=1)
     restored = zckpt.load(path, model=net, optimizer=optimizer, random_states=False)
     found = pieces(optimizer), floats(optimizer)
@@ -158,7 +158,7 @@ def same(found: Any, expected: Any) -> list[str]:
         *(("fsdp2", 2, cls) for cls in CLASSES),
     ],
 )
-def test_at_the_same_ranks_codes_come_back_and_losses_go_on(cls: str, kind: str, ranks: int, tmp_path: Path) -> None:
+def test_at_the_same_ranks_codes_come_back_and_losses_go_on(cls, kind, ranks, tmp_path):
     saved = run(save, ranks, tmp_path / "saved", kind, cls)
     loaded = run(load, ranks, tmp_path / "saved", kind, cls)
     for (expected, _, losses), (found, _, then, notes) in zip(saved, loaded, strict=True):
@@ -172,9 +172,7 @@ def test_at_the_same_ranks_codes_come_back_and_losses_go_on(cls: str, kind: str,
     ("kind", "ranks", "into", "other", "cls"),
     [("fsdp2", 2, "fsdp2", 4, "AdamW8bit"), ("ddp", 2, "fsdp2", 3, "AdamW4bit")],
 )
-def test_to_more_ranks_values_are_the_same(
-    cls: str, kind: str, ranks: int, into: str, other: int, tmp_path: Path
-) -> None:
+def test_to_more_ranks_values_are_the_same(cls, kind, ranks, into, other, tmp_path):
     [(_, expected, losses), *_] = run(save, ranks, tmp_path / "saved", kind, cls)
     for _, found, then, notes in run(load, other, tmp_path / "saved", into, cls):
         assert same(found, expected) == []
@@ -183,7 +181,7 @@ def test_to_more_ranks_values_are_the_same(
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls: str, tmp_path: Path) -> None:
+def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls, tmp_path):
     [(_, expected, losses), *_] = run(save, 2, tmp_path / "saved", "fsdp2", cls)
     opened = zckpt.open(tmp_path / "saved")
     for number, name in enumerate(dict(Net().named_parameters())):

@@ -90,7 +90,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tens
     return weights + [whole(optimizer.state[one]["exp_avg"]) for one in model.parameters()]
 
 
-def save_all(rank: int, model: str, wrappers: list[str], folder: Path) -> dict[str, list[torch.Tensor]]:
+def save_all(rank, model: str, wrappers: list[str], folder: Path) -> dict[str, list[torch.Tensor]]:
     """Save from each wrapper, by torch into a file and by zckpt; return what was saved."""
     saved = {}
     for name in wrappers:
@@ -106,7 +106,7 @@ def save_all(rank: int, model: str, wrappers: list[str], folder: Path) -> dict[s
     return saved
 
 
-def pairs_of(rank: int, world_size: int, model: str, wrappers: list[str], folder: Path) -> int:
+def pairs_of(rank, world_size, model: str, wrappers: list[str], folder: Path) -> int:
     """Load what was saved from each wrapper into the bare model, itself and the next; that of the bare one into all.
 
     Returns
@@ -139,9 +139,7 @@ def pairs_of(rank: int, world_size: int, model: str, wrappers: list[str], folder
         ("only", ["bare", "ddp", "compile-ddp"], 16),
     ],
 )
-def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(
-    model: str, wrappers: list[str], pairs: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(model, wrappers, pairs, tmp_path):
     assert run(pairs_of, 2, model, wrappers, tmp_path) == [pairs, pairs]
 
 
@@ -204,7 +202,7 @@ def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_an
 
 
 @pytest.fixture
-def wrapped(tmp_path: Path) -> Path:
+def wrapped(tmp_path) -> Path:
     """A file of a compiled model in DataParallel, whose optimizer has names of its own."""
     torch.manual_seed(1)
     model = nn.DataParallel(compiled(Net()))
@@ -220,27 +218,27 @@ def wrapped(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_consolidate_writes_names_that_the_bare_model_takes(wrapped: Path) -> None:
+def test_consolidate_writes_names_that_the_bare_model_takes(wrapped):
     zckpt.consolidate(wrapped / "wrapped.pt", wrapped / "model.pt")
     model = Net()
     model.load_state_dict(torch.load(wrapped / "model.pt"))
     assert torch.equal(model.head.weight, torch.load(wrapped / "bare.pt")["model"]["head.weight"])
 
 
-def test_what_was_left_out_is_kept(wrapped: Path) -> None:
+def test_what_was_left_out_is_kept(wrapped):
     checkpoint = zckpt.open(wrapped / "wrapped.pt")
     assert checkpoint.wrapped["head.weight"] == "module._orig_mod.head.weight"
     assert torch.equal(checkpoint.read("head.weight"), checkpoint.read("module._orig_mod.head.weight"))
     assert zckpt.open(wrapped / "bare.pt").wrapped == {}
 
 
-def test_wrapped_and_bare_are_equal(wrapped: Path) -> None:
+def test_wrapped_and_bare_are_equal(wrapped):
     assert zckpt.diff(wrapped / "wrapped.pt", wrapped / "bare.pt").equal
     prints = [zckpt.fingerprint(wrapped / name).text for name in ("wrapped.pt", "bare.pt")]
     assert prints[0] == prints[1]
 
 
-def test_names_may_be_given_with_what_a_wrapper_put_there(wrapped: Path) -> None:
+def test_names_may_be_given_with_what_a_wrapper_put_there(wrapped):
     told = torch.load(wrapped / "wrapped.pt")
     names = told["optimizer"]["param_groups"][0].pop("param_names")
     torch.save(told, wrapped / "numbered.pt")
@@ -248,7 +246,7 @@ def test_names_may_be_given_with_what_a_wrapper_put_there(wrapped: Path) -> None
         assert zckpt.open(wrapped / "numbered.pt", names=listed).param_groups[0].parameters[-1] == "head.bias"
 
 
-def test_dcp_reads_and_writes_bare_names(wrapped: Path) -> None:
+def test_dcp_reads_and_writes_bare_names(wrapped):
     source = torch.load(wrapped / "wrapped.pt")["model"]
     dcp.save({"model": source}, checkpoint_id=str(wrapped / "of torch"))
     dcp.save({"model": source}, storage_writer=zckpt.dcp.Writer(wrapped / "ours"))
@@ -261,7 +259,7 @@ def test_dcp_reads_and_writes_bare_names(wrapped: Path) -> None:
             assert all(torch.equal(state["model"][key], value) for key, value in keys.items())
 
 
-def test_dcp_gives_no_tensor_to_two_keys(wrapped: Path) -> None:
+def test_dcp_gives_no_tensor_to_two_keys(wrapped):
     bare = torch.load(wrapped / "bare.pt")["model"]
     state = {"model": {**bare, "module.n": torch.ones(3)}}
     with pytest.raises(CheckpointException, match="would both be n"):

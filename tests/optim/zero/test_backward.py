@@ -295,7 +295,7 @@ def test_by_a_closure(rank, world_size):
     for stage in STAGES:
         model, twin, ours = beside_unsharded(stage=stage)
         for step in range(3):
-            told: list[torch.Tensor] = []
+            told = []
             assert ours.step(partial(_closure, ours, model, step, rank, told)) is told[0]
             assert len(told) == 1
             twin.train(losses(step, world_size), world_size)

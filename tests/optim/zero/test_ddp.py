@@ -132,7 +132,7 @@ def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
     model, ours = pair(dtype, ddp, **options)
     other = DDP(Net(dtype), process_group=group_of_ranks(), **ddp)
     if dtype == torch.float32:
-        theirs: torch.optim.Optimizer = torch.optim.SGD(groups(other.module), **SGD)
+        theirs = torch.optim.SGD(groups(other.module), **SGD)
     else:
         theirs = WithMasters(groups(other.module), **SGD)
     start = bits(model)

@@ -202,7 +202,7 @@ def differences(case: Case, world_size: int) -> list[str]:
     return found
 
 
-def compare(rank: int, world_size: int, cases: list[Case]) -> list[str]:
+def compare(rank, world_size, cases: list[Case]) -> list[str]:
     return [line for case in cases for line in differences(case, world_size)]
 
 
@@ -279,7 +279,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("world_size", CASES)
-def test_numbers_are_those_of_deepspeed(world_size: int) -> None:
+def test_numbers_are_those_of_deepspeed(world_size):
     """What is plain at one rank and two, all else at one stage of both in turn; over the first of its steps."""
     cases = [
         case for number, case in enumerate(CASES[world_size])
@@ -290,7 +290,7 @@ def test_numbers_are_those_of_deepspeed(world_size: int) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", CASES)
-def test_numbers_stay_those_of_deepspeed(world_size: int) -> None:
+def test_numbers_stay_those_of_deepspeed(world_size):
     check(world_size, CASES[world_size])
 
 
@@ -311,7 +311,7 @@ CLOSE = [
 
 
 @pytest.mark.parametrize("cases", some([CLOSE[0::4] + CLOSE[3::4]], [CLOSE]), ids=["in turns", "all"])
-def test_numbers_are_close_to_those_of_deepspeed_where_sums_or_scales_come_in_another_order(cases: list[Case]) -> None:
+def test_numbers_are_close_to_those_of_deepspeed_where_sums_or_scales_come_in_another_order(cases):
     check(3, cases)
 
 

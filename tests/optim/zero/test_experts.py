@@ -88,7 +88,7 @@ def merged(optimizer: ZeroOptimizer, spec: Spec) -> Slots:
     }
 
 
-def save_run(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+def save_run(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
     model, optimizer = build(spec)
     losses(model, optimizer, spec, range(1, STEPS + 1))
     info = tensor_parallel.universal_info(spec) if spec.tensor_parallel > 1 else None
@@ -106,7 +106,7 @@ def native(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("spec", [*EXPERTS, *PARTS], ids=lambda spec: spec.name)
-def test_deepspeed_and_zckpt_read_what_we_save(spec: Spec, tmp_path: Path) -> None:
+def test_deepspeed_and_zckpt_read_what_we_save(spec, tmp_path):
     path = tmp_path / "run" / f"global_step{STEPS}"
     path.parent.mkdir()
     ours = run(save_run, spec.world_size, spec, path)
@@ -134,7 +134,7 @@ def assert_same(found: Slots, state: Slots) -> None:
             assert torch.equal(found[slot][name].float(), value.float()), f"{slot}/{name}"
 
 
-def load_run(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+def load_run(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
     model, optimizer = build(spec, models.MODEL_SEED + 1)
     if path.name == "saved":
         restored = zckpt.load(path, model=model, optimizer=optimizer)
@@ -144,7 +144,7 @@ def load_run(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots,
     return merged(optimizer, spec), losses(model, optimizer, spec, after())
 
 
-def test_experts_are_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
+def test_experts_are_loaded_by_any_number_of_ranks(tmp_path):
     two, four, one = EXPERTS
     path = tmp_path / "run" / "global_step3"
     path.parent.mkdir()
@@ -163,7 +163,7 @@ def test_experts_are_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
                 assert torch.equal(truth.read(name, "master" if slot == "fp32" else slot), value), name
 
 
-def load_part(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+def load_part(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
     """From this rank's own file; by name, nothing says which part is whose."""
     model, optimizer = build(spec, models.MODEL_SEED + 1)
     with pytest.raises(zckpt.ZckptError, match="which part of a tensor is this rank's, no name says"):
@@ -173,7 +173,7 @@ def load_part(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots
     return merged(optimizer, spec), losses(model, optimizer, spec, after())
 
 
-def test_parts_are_loaded_from_the_file_of_each_rank(tmp_path: Path) -> None:
+def test_parts_are_loaded_from_the_file_of_each_rank(tmp_path):
     path = tmp_path / "run" / "global_step3"
     path.parent.mkdir()
     spec = PARTS[0]
@@ -186,7 +186,7 @@ def test_parts_are_loaded_from_the_file_of_each_rank(tmp_path: Path) -> None:
 # --- refusals
 
 
-def strange_experts(rank: int, world_size: int, path: Path) -> list[str]:
+def strange_experts(rank, world_size, path: Path) -> list[str]:
     groups = {"e": dist.new_group([rank]) if world_size == 1 else [dist.new_group([r]) for r in range(2)][rank]}
     found = []
     for name in ("experts.0.weight", "moe.deepspeed_moe.experts.deepspeed_experts.0.weight"):
@@ -204,7 +204,7 @@ def strange_experts(rank: int, world_size: int, path: Path) -> list[str]:
     return found
 
 
-def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_refused(tmp_path):
     for told in run(strange_experts, 2, tmp_path):
         assert "experts.0.weight is an expert's, and its name does not say of which expert" in told[0]
         assert told[1] == told[0]
@@ -212,7 +212,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["deepspeed_52", "latest", "zckpt_52"]
 
 
-def places(rank: int, world_size: int) -> list[Any]:
+def places(rank, world_size) -> list[Any]:
     every = list(range(6))
     found: list[Any] = []
     for sharing in ([0, 2, 4], [1, 3, 5], [0, 1, 2], [3, 4, 5], [2], every, [0, 3], [2, 3], [0, 1, 4], [1, 2]):
@@ -224,7 +224,7 @@ def places(rank: int, world_size: int) -> list[Any]:
     return found
 
 
-def test_places_of_experts() -> None:
+def test_places_of_experts():
     *known, strange, between = run(places, 1)[0]
     assert known == [
         (0, 2, False), (1, 2, False), (0, 2, True), (1, 2, True), (2, 6, False), (0, 1, False), (0, 3, False),

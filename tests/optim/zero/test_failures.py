@@ -309,7 +309,7 @@ def test_rank_that_has_joined_while_another_fails(rank, world_size):
     model = Fragile()
     ours = make(model, process_group=patient())
     before = bits(model)
-    told: list[str] = []
+    told = []
     with Join([ours]):
         for step in range(0 if rank == 1 else 4):
             if rank == 0 and step == 1:
@@ -458,6 +458,6 @@ def test_process_group_of_others(rank, world_size):
         assert ZeroOptimizer([one()], SGD, process_group=group, lr=1.0).world_size == 1
 
 
-def test_no_process_group() -> None:
+def test_no_process_group():
     with pytest.raises(ValueError, match=r"no process group: call torch\.distributed\.init_process_group first"):
         ZeroOptimizer([one()], SGD, lr=1.0)

@@ -78,14 +78,14 @@ def after() -> range:
     return range(STEPS + 1, STEPS + STEPS_AFTER + 1)
 
 
-def save_run(rank: int, world_size: int, spec: Spec, path: Path, options: dict[str, Any]) -> tuple[Slots, list[float]]:
+def save_run(rank, world_size, spec: Spec, path: Path, options: dict[str, Any]) -> tuple[Slots, list[float]]:
     model, optimizer = build(spec, **options)
     losses(model, optimizer, spec, range(1, STEPS + 1))
     files.save(optimizer, path, model=model, step=STEPS)
     return full(optimizer), losses(model, optimizer, spec, after())
 
 
-def resume_in_deepspeed(rank: int, world_size: int, spec: Spec, run_directory: Path) -> tuple[Slots, Any, list[float]]:
+def resume_in_deepspeed(rank, world_size, spec: Spec, run_directory: Path) -> tuple[Slots, Any, list[float]]:
     engine = build_engine(spec, seed=models.MODEL_SEED + 1)
     path, _ = engine.load_checkpoint(str(run_directory))
     assert path is not None
@@ -120,7 +120,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("spec", "options"), CASES, ids=[spec.name for spec, _ in CASES])
-def test_deepspeed_trains_on_with_what_we_save(spec: Spec, options: dict[str, Any], tmp_path: Path) -> None:
+def test_deepspeed_trains_on_with_what_we_save(spec, options, tmp_path):
     path = tmp_path / "run" / f"global_step{STEPS}"
     path.parent.mkdir()
     ours = run(save_run, spec.world_size, spec, path, options)
@@ -136,7 +136,7 @@ def test_deepspeed_trains_on_with_what_we_save(spec: Spec, options: dict[str, An
                 assert_same(found[slot][name], value.float(), f"{slot}/{name}")
 
 
-def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
+def test_the_loss_scale_goes_along(tmp_path):
     spec = Spec("fp16", stage=2, dtype="fp16", world_size=2)
     path = tmp_path / "run" / "global_step3"
     path.parent.mkdir()
@@ -165,7 +165,7 @@ def like(path: Path, **options: Any) -> ZeroOptimizer:
     return ZeroOptimizer(made, optimizer_class, lr=1.0, **options)
 
 
-def load_checkpoint(rank: int, world_size: int, path: Path) -> tuple[Slots, dict[str, torch.Tensor], list[float]]:
+def load_checkpoint(rank, world_size, path: Path) -> tuple[Slots, dict[str, torch.Tensor], list[float]]:
     optimizer = like(path)
     files.load(optimizer, path)
     weights = {name: p.detach().clone() for name, p in optimizer.names().items()}
@@ -177,7 +177,7 @@ NAMES = ["s2_bf16_dp4", "s3_bf16_dp3", "s1_fp32_dp3", "s2_bf16_dp2_rr", "s1_bf16
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])
-def test_checkpoints_of_deepspeed_are_loaded_at_any_number_of_ranks(world_size: int) -> None:
+def test_checkpoints_of_deepspeed_are_loaded_at_any_number_of_ranks(world_size):
     names = NAMES[::2] if world_size == 5 else NAMES
     for name, results in zip(names, run(load_several, world_size, names)[0], strict=True):
         truth = Truth(FIXTURES / name)
@@ -191,12 +191,12 @@ def test_checkpoints_of_deepspeed_are_loaded_at_any_number_of_ranks(world_size: 
                 assert_same(slots[slot][parameter].float(), value, f"{name}: {slot}/{parameter}")
 
 
-def load_several(rank: int, world_size: int, names: list[str]) -> list[Any]:
+def load_several(rank, world_size, names: list[str]) -> list[Any]:
     found = [load_checkpoint(rank, world_size, FIXTURES / name) for name in names]
     return found if rank == 0 else []
 
 
-def load_files(rank: int, world_size: int, path: Path, spec: Spec) -> bool:
+def load_files(rank, world_size, path: Path, spec: Spec) -> bool:
     """Load DeepSpeed's own state dicts, read with torch.load, and train on beside its engine."""
     import deepspeed  # noqa: F401  # whose classes the files name
 
@@ -226,7 +226,7 @@ def load_files(rank: int, world_size: int, path: Path, spec: Spec) -> bool:
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr"])
-def test_state_dicts_of_deepspeed_train_on(name: str) -> None:
+def test_state_dicts_of_deepspeed_train_on(name):
     from tests.deepspeed_engine import SPECS
 
     spec = SPECS[name]
@@ -236,14 +236,14 @@ def test_state_dicts_of_deepspeed_train_on(name: str) -> None:
 # --- state dicts
 
 
-def keep_states(rank: int, world_size: int, spec: Spec, path: Path) -> Slots:
+def keep_states(rank, world_size, spec: Spec, path: Path) -> Slots:
     model, optimizer = build(spec)
     losses(model, optimizer, spec, range(1, STEPS + 1))
     torch.save(optimizer.state_dict(), path / f"{rank}.pt")
     return full(optimizer)
 
 
-def restore_states(rank: int, world_size: int, spec: Spec, path: Path, saved_by: int) -> Slots | str:
+def restore_states(rank, world_size, spec: Spec, path: Path, saved_by: int) -> Slots | str:
     states = [torch.load(path / f"{r}.pt", weights_only=False) for r in range(saved_by)]
     _, optimizer = build(spec, seed=models.MODEL_SEED + 1)
     before = full_masters(optimizer)
@@ -270,7 +270,7 @@ def gathered_masters(optimizer: ZeroOptimizer, group: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-def test_state_dicts_at_other_numbers_of_ranks(elastic: bool, tmp_path: Path) -> None:
+def test_state_dicts_at_other_numbers_of_ranks(elastic, tmp_path):
     spec = Spec("states", stage=2, dtype="bf16", world_size=3, elastic=elastic)
     expected = run(keep_states, 3, spec, tmp_path)[0]
     for world_size in (1, 2, 3, 4):
@@ -324,7 +324,7 @@ def test_refused_states(rank, world_size):
 # --- the tools
 
 
-def load_and_train(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+def load_and_train(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
     model, optimizer = build(spec, seed=models.MODEL_SEED + 1)
     reference, _ = build(spec)
     model.load_state_dict(reference.state_dict())  # what is frozen
@@ -332,7 +332,7 @@ def load_and_train(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[
     return full(optimizer), losses(model, optimizer, spec, after())
 
 
-def test_tools_treat_it_like_any_other(tmp_path: Path) -> None:
+def test_tools_treat_it_like_any_other(tmp_path):
     spec = Spec("tools", stage=2, dtype="fp32", world_size=4)
     path = tmp_path / "run" / "global_step3"
     path.parent.mkdir()
@@ -361,7 +361,7 @@ def test_tools_treat_it_like_any_other(tmp_path: Path) -> None:
         assert means == pytest.approx(trained, abs=2e-5)  # sums are taken in another order
 
 
-def refusals(rank: int, world_size: int, path: Path) -> list[str]:
+def refusals(rank, world_size, path: Path) -> list[str]:
     model, optimizer = build(Spec("small", world_size=world_size))
     other = ZeroOptimizer([("strange", torch.nn.Parameter(torch.ones(3)))], torch.optim.SGD, lr=0.1)
     unnamed = ZeroOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
@@ -379,7 +379,7 @@ def refusals(rank: int, world_size: int, path: Path) -> list[str]:
     return found
 
 
-def test_refusals_reach_all_ranks(tmp_path: Path) -> None:
+def test_refusals_reach_all_ranks(tmp_path):
     for found in run(refusals, 2, tmp_path):
         assert "param groups" in found[0]
         assert "has no name" in found[1]

@@ -101,7 +101,7 @@ def test_fixed_scale_stays(rank, world_size):
     assert ours.dynamic is theirs.dynamic is False
 
 
-def test_scalers_of_strange_numbers_are_refused() -> None:
+def test_scalers_of_strange_numbers_are_refused():
     for strange in ({"scale_factor": 1.0}, {"scale_window": 0}, {"delayed_shift": 0}, {"min_scale": 0.0}):
         with pytest.raises(ValueError, match="a dynamic loss scale needs"):
             DynamicLossScaler(**strange)
@@ -160,7 +160,7 @@ def test_small_gradients(rank, world_size):
 def test_powers_of_two_change_nothing(rank, world_size):
     """In float32, bit for bit; clipping and norm are of what is not scaled."""
     models = [Net(), Net()]
-    scales: list[Any] = [1.0, DynamicLossScaler(2.0**4, scale_window=1)]
+    scales = [1.0, DynamicLossScaler(2.0**4, scale_window=1)]
     both = [make(m, loss_scale=s, clip_grad=0.1) for m, s in zip(models, scales, strict=True)]
     for step in range(5):
         for model, ours in zip(models, both, strict=True):
@@ -239,7 +239,7 @@ def test_scale_in_state(rank, world_size):
             for step, overflows in enumerate((True, False, False, True, False, True)):
                 ours.backward(loss_of(model, step, rank) * (math.inf if overflows else 1.0))
                 ours.step()
-            states: list[Any] = [None] * world_size
+            states = [None] * world_size
             torch.distributed.all_gather_object(states, ours.state_dict())
             assert states[0]["dynamic_loss_scale"] == scaler.dynamic
             for fresh in (1.0, DynamicLossScaler(4.0)):

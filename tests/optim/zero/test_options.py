@@ -129,7 +129,7 @@ def layered(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Layers,
     )
 
 
-def warmed(rank: int, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Layers, ZeroOptimizer]:
+def warmed(rank, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Layers, ZeroOptimizer]:
     """Return them after a first window, in which the order of gradients is agreed on."""
     model, ours = layered(dtype, **options)
     for _ in range(options.get("gradient_accumulation_steps", 1)):
@@ -139,7 +139,7 @@ def warmed(rank: int, dtype: torch.dtype = torch.float32, **options: Any) -> tup
 
 
 @of("stage", 2)
-def stage_2_reduces_while_backward_runs_and_stage_1_afterwards(rank: int, world_size: int) -> None:
+def stage_2_reduces_while_backward_runs_and_stage_1_afterwards(rank, world_size) -> None:
     """Not overlapped; all the buckets but the last are reduced before the last gradient is made."""
     for stage in (1, 2):
         model, ours = warmed(rank, stage=stage, overlap_comm=False)
@@ -156,7 +156,7 @@ def stage_2_reduces_while_backward_runs_and_stage_1_afterwards(rank: int, world_
 
 
 @of("stage", 2)
-def stage_2_reduces_in_every_backward_and_stage_1_in_the_last(rank: int, world_size: int) -> None:
+def stage_2_reduces_in_every_backward_and_stage_1_in_the_last(rank, world_size) -> None:
     for stage in (1, 2):
         model, ours = warmed(rank, stage=stage, gradient_accumulation_steps=3)
         counts = []
@@ -169,7 +169,7 @@ def stage_2_reduces_in_every_backward_and_stage_1_in_the_last(rank: int, world_s
 
 
 @of("stage", 2)
-def memory_held_between_two_backwards_is_whole_or_a_partition(rank: int, world_size: int) -> None:
+def memory_held_between_two_backwards_is_whole_or_a_partition(rank, world_size) -> None:
     for stage in (1, 2):
         model, ours = layered(stage=stage, gradient_accumulation_steps=2)
         ours.backward(model.loss(rank))
@@ -181,7 +181,7 @@ def memory_held_between_two_backwards_is_whole_or_a_partition(rank: int, world_s
 
 
 @of("reduce_bucket_size", 2)
-def buckets_are_filled_with_whole_parameters(rank: int, world_size: int) -> None:
+def buckets_are_filled_with_whole_parameters(rank, world_size) -> None:
     for stage in (1, 2):
         for size, wanted in (
             (1, [EACH] * 4),
@@ -197,7 +197,7 @@ def buckets_are_filled_with_whole_parameters(rank: int, world_size: int) -> None
 
 
 @of("allgather_bucket_size", 2)
-def weights_are_gathered_in_pieces(rank: int, world_size: int) -> None:
+def weights_are_gathered_in_pieces(rank, world_size) -> None:
     for size, wanted in ((ALL, [72, 72]), (ALL // 2, [36] * 4), (100, [50, 50, 22, 22]), (1, [1] * ALL)):
         model, ours = warmed(rank, allgather_bucket_size=size)
         ours.backward(model.loss(rank, 1))
@@ -208,7 +208,7 @@ def weights_are_gathered_in_pieces(rank: int, world_size: int) -> None:
 
 
 @of("reduce_scatter", 2)
-def gradients_are_reduced_to_owners_or_on_all_ranks(rank: int, world_size: int) -> None:
+def gradients_are_reduced_to_owners_or_on_all_ranks(rank, world_size) -> None:
     """A bucket with parts of two ranks is two reductions, of one part each."""
     for scatter in (False, True):
         model, ours = warmed(rank, reduce_scatter=scatter, reduce_bucket_size=ALL)
@@ -219,7 +219,7 @@ def gradients_are_reduced_to_owners_or_on_all_ranks(rank: int, world_size: int) 
 
 
 @of("reduce_scatter", 2)
-def what_is_reduced_to_an_owner_others_do_not_get(rank: int, world_size: int) -> None:
+def what_is_reduced_to_an_owner_others_do_not_get(rank, world_size) -> None:
     """Half as many elements come back: those of other ranks' partitions are not averaged here."""
     for scatter in (False, True):
         model, ours = warmed(rank, reduce_scatter=scatter, reduce_bucket_size=ALL, overlap_comm=False)
@@ -233,7 +233,7 @@ def what_is_reduced_to_an_owner_others_do_not_get(rank: int, world_size: int) ->
 
 
 @of("overlap_comm", 2)
-def a_bucket_is_sent_before_the_last_one_has_arrived(rank: int, world_size: int) -> None:
+def a_bucket_is_sent_before_the_last_one_has_arrived(rank, world_size) -> None:
     """With two buffers: the wait for one comes when the third is about to be sent, or backward has ended."""
     for stage in (1, 2):
         for overlap, wanted in (
@@ -247,7 +247,7 @@ def a_bucket_is_sent_before_the_last_one_has_arrived(rank: int, world_size: int)
 
 
 @of("overlap_comm", 2)
-def stage_1_reduces_while_backward_runs_if_it_overlaps(rank: int, world_size: int) -> None:
+def stage_1_reduces_while_backward_runs_if_it_overlaps(rank, world_size) -> None:
     for overlap in (False, True):
         model, ours = warmed(rank, stage=1, overlap_comm=overlap)
         held: list[int] = []
@@ -258,14 +258,14 @@ def stage_1_reduces_while_backward_runs_if_it_overlaps(rank: int, world_size: in
 
 
 @of("overlap_comm", 2)
-def buffers_are_one_or_two(rank: int, world_size: int) -> None:
+def buffers_are_one_or_two(rank, world_size) -> None:
     for overlap in (False, True):
         _, ours = warmed(rank, overlap_comm=overlap, reduce_bucket_size=2 * EACH)
         assert len(ours._reducer._buffers) == 1 + overlap
 
 
 @of("communication_data_type", 3)
-def gradients_are_sent_in_the_type_wanted(rank: int, world_size: int) -> None:
+def gradients_are_sent_in_the_type_wanted(rank, world_size) -> None:
     """The first rank's gradient is 256 times the others': their units are lost in bfloat16, and not in float32."""
     for sent in (None, torch.float32):
         parameter = torch.nn.Parameter(torch.zeros(12, dtype=torch.bfloat16))
@@ -284,7 +284,7 @@ FLOAT16_LIMIT = 65504.0
 
 
 @of("gradient_predivide_factor", 2)
-def what_is_divided_before_does_not_overflow(rank: int, world_size: int) -> None:
+def what_is_divided_before_does_not_overflow(rank, world_size) -> None:
     """The sum of two large gradients does, in float16; that of their halves does not. Nor do small ones vanish."""
     tiny = 2.0**-24  # the least float16 above 0: its half is 0
     for factor, value, wanted in (
@@ -310,7 +310,7 @@ def what_is_divided_before_does_not_overflow(rank: int, world_size: int) -> None
 
 
 @of("ignore_unused_parameters", 2)
-def unused_parameters_are_zero_or_an_error_on_all_ranks(rank: int, world_size: int) -> None:
+def unused_parameters_are_zero_or_an_error_on_all_ranks(rank, world_size) -> None:
     for stage in (1, 2):
         for ignore in (True, False):
             model = Net()
@@ -328,7 +328,7 @@ def unused_parameters_are_zero_or_an_error_on_all_ranks(rank: int, world_size: i
 
 
 @of("gradient_accumulation_steps", 2)
-def a_step_is_due_after_so_many_backwards(rank: int, world_size: int) -> None:
+def a_step_is_due_after_so_many_backwards(rank, world_size) -> None:
     for stage in (1, 2):
         for count in (1, 3):
             model, ours = layered(stage=stage, gradient_accumulation_steps=count)
@@ -342,7 +342,7 @@ def a_step_is_due_after_so_many_backwards(rank: int, world_size: int) -> None:
 
 
 @of("gradient_accumulation_dtype", 2)
-def many_small_gradients_are_not_lost(rank: int, world_size: int) -> None:
+def many_small_gradients_are_not_lost(rank, world_size) -> None:
     """Units added to 256 vanish in bfloat16 and are kept in float32, before and after the reduction."""
     for stage in (1, 2):
         for dtype in (None, torch.float32):
@@ -371,7 +371,7 @@ def flat_gradient(model: torch.nn.Module) -> torch.Tensor:
 
 @of("clip_grad", 2)
 @of("norm_type", 2)
-def gradients_are_clipped_by_their_norm(rank: int, world_size: int) -> None:
+def gradients_are_clipped_by_their_norm(rank, world_size) -> None:
     for norm_type in (2.0, math.inf):
         for clip in (0.0, 0.05, 1e6):
             model, twin, ours = beside_unsharded(clip_grad=clip, norm_type=norm_type)
@@ -388,7 +388,7 @@ def gradients_are_clipped_by_their_norm(rank: int, world_size: int) -> None:
 
 
 @of("norm_type", 3)
-def the_largest_magnitude_may_be_on_any_rank_and_not_finite(rank: int, world_size: int) -> None:
+def the_largest_magnitude_may_be_on_any_rank_and_not_finite(rank, world_size) -> None:
     for where in range(6):
         for value, wanted in ((-7.0, 7.0), (math.inf, math.inf), (math.nan, math.inf)):
             parameter = torch.nn.Parameter(torch.zeros(6))
@@ -428,7 +428,7 @@ def grid() -> tuple[dist.ProcessGroup, Halves]:
 
 @of("model_parallel", 4)
 @of("process_group", 4)
-def norms_are_those_of_the_whole_model_and_count_each_parameter_once(rank: int, world_size: int) -> None:
+def norms_are_those_of_the_whole_model_and_count_each_parameter_once(rank, world_size) -> None:
     data, together = grid()
     for norm_type in (2.0, math.inf):
         for model_parallel in (None, together):
@@ -457,7 +457,7 @@ def norms_are_those_of_the_whole_model_and_count_each_parameter_once(rank: int, 
 
 
 @of("model_parallel", 4)
-def an_overflow_in_one_part_of_the_model_skips_the_step_of_all(rank: int, world_size: int) -> None:
+def an_overflow_in_one_part_of_the_model_skips_the_step_of_all(rank, world_size) -> None:
     data, together = grid()
     for model_parallel in (None, together):
         parameter = torch.nn.Parameter(torch.zeros(6))
@@ -479,7 +479,7 @@ def an_overflow_in_one_part_of_the_model_skips_the_step_of_all(rank: int, world_
 
 
 @of("process_group", 3)
-def only_the_ranks_of_the_group_train_together(rank: int, world_size: int) -> None:
+def only_the_ranks_of_the_group_train_together(rank, world_size) -> None:
     pair = dist.new_group([0, 2])
     alone = dist.new_group([1])
     model = Net()
@@ -497,7 +497,7 @@ def only_the_ranks_of_the_group_train_together(rank: int, world_size: int) -> No
 
 
 @of("expert_data_parallel_groups", 4)
-def experts_are_reduced_and_partitioned_over_the_ranks_that_hold_them(rank: int, world_size: int) -> None:
+def experts_are_reduced_and_partitioned_over_the_ranks_that_hold_them(rank, world_size) -> None:
     """Ranks 0 and 2 hold one expert, 1 and 3 the other; gradients are divided by all ranks, as DeepSpeed does."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     mine = pairs[rank % 2]
@@ -531,7 +531,7 @@ def experts_are_reduced_and_partitioned_over_the_ranks_that_hold_them(rank: int,
 
 
 @of("offload", 2)
-def offloaded_training_is_the_same_bit_for_bit(rank: int, world_size: int) -> None:
+def offloaded_training_is_the_same_bit_for_bit(rank, world_size) -> None:
     """On the CPU there is nothing to move; what changes is when stage 1 has a partition's memory for gradients."""
     for stage in (1, 2):
         for optimizer_class in (torch.optim.SGD, torch.optim.AdamW):
@@ -557,7 +557,7 @@ def offloaded_training_is_the_same_bit_for_bit(rank: int, world_size: int) -> No
 
 
 @of("elastic_checkpoint", 3)
-def elastic_state_has_no_padding(rank: int, world_size: int) -> None:
+def elastic_state_has_no_padding(rank, world_size) -> None:
     for elastic in (False, True):
         model = Net()
         ours = make(model, torch.optim.AdamW, elastic_checkpoint=elastic)
@@ -575,7 +575,7 @@ def elastic_state_has_no_padding(rank: int, world_size: int) -> None:
 
 
 @of("loss_scale", 2)
-def the_loss_is_scaled_and_the_step_is_not(rank: int, world_size: int) -> None:
+def the_loss_is_scaled_and_the_step_is_not(rank, world_size) -> None:
     """By a power of two, so that nothing is rounded; what float16 cannot hold unscaled is not lost."""
     found = []
     for scale in (1.0, 1024.0):
@@ -593,13 +593,13 @@ def the_loss_is_scaled_and_the_step_is_not(rank: int, world_size: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def in_turn(rank: int, world_size: int, checks: list[Check]) -> None:
+def in_turn(rank, world_size, checks: list[Check]) -> None:
     for check in checks:
         check(rank, world_size)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_option_changes_what_it_should(world_size: int) -> None:
+def test_every_option_changes_what_it_should(world_size):
     """In one group of processes, because to start one takes longer than most checks."""
     checks = {check: None for its in OPTIONS.values() for size, check in its if size == world_size}
     run(in_turn, world_size, list(checks))
@@ -610,7 +610,7 @@ IN_TEST_WEIGHTS = {"broadcast_weights"}
 IN_TEST_PER_TENSOR = {"allow_per_tensor"}
 
 
-def test_every_option_has_a_test() -> None:
+def test_every_option_has_a_test():
     parameters = inspect.signature(ZeroOptimizer).parameters.values()
     options = {parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
     assert options == set(OPTIONS) | IN_TEST_PARTITION | IN_TEST_WEIGHTS | IN_TEST_PER_TENSOR

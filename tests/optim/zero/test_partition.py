@@ -50,7 +50,7 @@ def make(groups: Sequence[Sequence[torch.Tensor]], **options: Any) -> ZeroOptimi
     return ZeroOptimizer(named, torch.optim.SGD, **{"lr": 1.0, **options})
 
 
-def is_cut_as_it_should_be(rank: int, world_size: int, shapes: Shapes, dtype: torch.dtype, **options: bool) -> None:
+def is_cut_as_it_should_be(rank, world_size, shapes: Shapes, dtype: torch.dtype, **options: bool) -> None:
     """Check one group's buffer and this rank's part of it from first principles."""
     parameters = parameters_of(shapes, dtype)
     values = [p.detach().clone() for p in parameters]
@@ -100,7 +100,7 @@ def is_cut_as_it_should_be(rank: int, world_size: int, shapes: Shapes, dtype: to
     assert not owned
 
 
-def any_shapes(rank: int, world_size: int) -> None:
+def any_shapes(rank, world_size) -> None:
     """All ranks draw the same examples, because hypothesis is derandomized."""
     shape = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -113,7 +113,7 @@ def any_shapes(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", some([1, 3], [4]))
-def test_any_group_is_cut_as_partition_says(world_size: int) -> None:
+def test_any_group_is_cut_as_partition_says(world_size):
     run(any_shapes, world_size)
 
 
@@ -126,7 +126,7 @@ def step_with(ours: ZeroOptimizer, parameters: Sequence[torch.Tensor], rank: int
     ours.step()
 
 
-def more_ranks_than_elements(rank: int, world_size: int) -> None:
+def more_ranks_than_elements(rank, world_size) -> None:
     """Ranks that own nothing but padding step along, and get the others' weights."""
     paddings: list[tuple[Shapes, tuple[int, ...]]] = [
         ([(1,)], (1, 2, 2)),
@@ -146,7 +146,7 @@ def more_ranks_than_elements(rank: int, world_size: int) -> None:
                     assert torch.equal(parameter.detach(), start - (1 + world_size) / 2)
 
 
-def padding_stays_zero(rank: int, world_size: int) -> None:
+def padding_stays_zero(rank, world_size) -> None:
     """Also of an optimizer that moves what has no gradient, if it is not zero."""
     for dtype in (torch.float32, torch.bfloat16):
         parameters = parameters_of(ODD, dtype)
@@ -168,7 +168,7 @@ def padding_stays_zero(rank: int, world_size: int) -> None:
             assert held[~own].all()
 
 
-def parameters_stay_views(rank: int, world_size: int) -> None:
+def parameters_stay_views(rank, world_size) -> None:
     """After steps, and after something has put a parameter elsewhere: what it was set to is then what it is."""
     parameters = parameters_of(ODD)
     turned = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).t())
@@ -195,7 +195,7 @@ def parameters_stay_views(rank: int, world_size: int) -> None:
     assert (parameters[2] == 9.0 - (1 + world_size) / 2).all()
 
 
-def groups_have_their_own_buffers(rank: int, world_size: int) -> None:
+def groups_have_their_own_buffers(rank, world_size) -> None:
     """And their own types, and steps with their own rates."""
     one, two = parameters_of([(5,), (3,)]), parameters_of([(4,), (1,)], torch.bfloat16)
     ours = make([one, two])
@@ -210,7 +210,7 @@ def groups_have_their_own_buffers(rank: int, world_size: int) -> None:
         make([[one[0], two[0]]])
 
 
-def turns_deal_parameters_to_ranks(rank: int, world_size: int) -> None:
+def turns_deal_parameters_to_ranks(rank, world_size) -> None:
     """Of equal parameters, each of the first has another owner; otherwise the first rank owns all of them."""
     shapes = [(4,)] * (2 * world_size)
     for turns in (False, True):
@@ -219,7 +219,7 @@ def turns_deal_parameters_to_ranks(rank: int, world_size: int) -> None:
         assert first == ([rank, rank + world_size] if turns else [2 * rank, 2 * rank + 1])
 
 
-def frozen_parameters_are_left_out(rank: int, world_size: int) -> None:
+def frozen_parameters_are_left_out(rank, world_size) -> None:
     """They keep their memory and values; unfrozen, they can be added, and those that were there go on as before."""
     parameters = parameters_of(ODD)
     frozen = parameters[2].requires_grad_(False)
@@ -254,7 +254,7 @@ def frozen_parameters_are_left_out(rank: int, world_size: int) -> None:
     ours.step()
 
 
-def half_masters_are_of_the_models_type(rank: int, world_size: int) -> None:
+def half_masters_are_of_the_models_type(rank, world_size) -> None:
     """A step that is less than half of the last bit is lost in them, and kept in float32."""
     for half in (False, True):
         parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))

@@ -58,14 +58,14 @@ def classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
 
 
 @pytest.mark.parametrize("name", classes())
-def test_table_is_what_the_classes_do(name: str) -> None:
+def test_table_is_what_the_classes_do(name):
     made = classes()[name]
     cls = made.func if isinstance(made, partial) else made
     assert is_per_tensor(cls) == (not is_elementwise(made))
 
 
 @pytest.mark.interop
-def test_names_of_deepspeed() -> None:
+def test_names_of_deepspeed():
     """They run on GPUs only, or within its engine; what they are called is what the table has."""
     from deepspeed.ops.lamb import FusedLamb
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon

@@ -59,7 +59,7 @@ def train(kind: str, *, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_pieces_give_what_the_whole_gives(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_give_what_the_whole_gives(kind, monkeypatch):
     whole, state, _ = train(kind)
     monkeypatch.setattr(stepping, "PIECE", PIECE)
     pieces, its, _ = train(kind)
@@ -68,14 +68,14 @@ def test_pieces_give_what_the_whole_gives(kind: str, monkeypatch: pytest.MonkeyP
     assert its["param_groups"] == state["param_groups"]
 
 
-def test_only_what_must_be_converted_is_stepped_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_must_be_converted_is_stepped_in_pieces(monkeypatch):
     monkeypatch.setattr(stepping, "PIECE", PIECE)
     assert train("counting")[2].seen == [32, 32, 32, 4] * 3
     assert train("counting", dtype=torch.float32)[2].seen == [NUMEL] * 3
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_step_that_fails_leaves_the_master_whole(monkeypatch: pytest.MonkeyPatch, *, is_first: bool) -> None:
+def test_a_step_that_fails_leaves_the_master_whole(monkeypatch, *, is_first):
     monkeypatch.setattr(stepping, "PIECE", PIECE)
     master = torch.nn.Parameter(torch.ones(NUMEL))
     group = group_of(master)
@@ -103,7 +103,7 @@ def test_a_step_that_fails_leaves_the_master_whole(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("order", [2.0, float("inf")])
-def test_norm_in_pieces(order: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_in_pieces(order, monkeypatch):
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(stepping, "NORM_PIECE", PIECE)
     expected = torch.linalg.vector_norm(values, order, dtype=torch.float64)

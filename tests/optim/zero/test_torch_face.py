@@ -136,7 +136,7 @@ def test_changed_hyperparameters(rank, world_size):
 def test_hooks_of_a_step(rank, world_size):
     model = Net()
     ours = make(model)
-    seen: list[Any] = []
+    seen = []
     before = bits(model)
     ours.register_step_pre_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
     ours.register_step_post_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
@@ -149,7 +149,7 @@ def test_hooks_of_state_dicts(rank, world_size):
     model = Net()
     ours = make(model)
     stepped(ours, model, 0, rank)
-    seen: list[Any] = []
+    seen = []
     ours.register_state_dict_pre_hook(lambda _: seen.append("before"))
     ours.register_state_dict_post_hook(lambda _, state: {**state, "note": 7})
     ours.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["note"]))

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.interop
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def seeded(rank: int, dtype: torch.dtype = torch.float32, *, freeze: bool = True) -> Net:
+def seeded(rank, dtype: torch.dtype = torch.float32, *, freeze: bool = True) -> Net:
     """Return a model whose weights each rank has drawn for itself; one layer may be frozen."""
     net = Net(dtype)
     generator = torch.Generator().manual_seed(rank)

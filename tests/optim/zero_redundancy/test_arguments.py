@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,13 @@ import torch.distributed as dist
 from zckpt.optim import ZeroRedundancyOptimizer
 
 
-def test_no_process_group() -> None:
+def test_no_process_group():
     with pytest.raises(ValueError, match="init_process_group first"):
         ZeroRedundancyOptimizer(tensors(1), torch.optim.SGD, lr=1.0)
 
 
 @pytest.fixture
-def _alone(tmp_path: Path) -> Iterator[None]:
+def _alone(tmp_path) -> Iterator[None]:
     """Make this process the only rank of a world."""
     path = tmp_path / "rendezvous"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
@@ -55,7 +54,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
 
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize(("given", "error", "message"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_refused(given: object, error: type[Exception], message: str) -> None:
+def test_refused(given, error, message):
     with pytest.raises(error, match=message):
         ZeroRedundancyOptimizer(given, torch.optim.SGD, lr=1.0)
 
@@ -67,7 +66,7 @@ def test_refused(given: object, error: type[Exception], message: str) -> None:
      [{"params": one}], [{"params": iter([("a", one)])}], [*tensors(1), torch.nn.Parameter(torch.ones(1).double())]],
     ids=["iterator", "list", "names", "groups", "a single tensor", "iterator of names", "several types"],
 )  # fmt: skip
-def test_taken(given: Any) -> None:
+def test_taken(given):
     optimizer = ZeroRedundancyOptimizer(given, torch.optim.SGD, lr=1.0, momentum=0.5)
     assert optimizer.param_groups[-1]["nesterov"] is False
     assert optimizer._all_params == optimizer._index_to_param
@@ -75,7 +74,7 @@ def test_taken(given: Any) -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_names_are_kept_as_torch_keeps_them() -> None:
+def test_names_are_kept_as_torch_keeps_them():
     ours = ZeroRedundancyOptimizer([("a", one)], torch.optim.SGD, lr=1.0)
     theirs = torch.optim.SGD([("a", one)], lr=1.0)
     assert ours.param_groups == theirs.param_groups
@@ -83,7 +82,7 @@ def test_names_are_kept_as_torch_keeps_them() -> None:
 
 
 @pytest.mark.usefixtures("_alone")
-def test_class_that_makes_no_optimizer() -> None:
+def test_class_that_makes_no_optimizer():
     from torch.distributed.optim import functional_sgd
 
     with pytest.raises(ValueError, match=r"must make a torch\.optim\.Optimizer"):
@@ -92,7 +91,7 @@ def test_class_that_makes_no_optimizer() -> None:
 
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("act", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_copies_are_refused_with_a_reason(act: Any) -> None:
+def test_copies_are_refused_with_a_reason(act):
     optimizer = ZeroRedundancyOptimizer(tensors(1), torch.optim.SGD, lr=1.0)
     with pytest.raises(TypeError, match="bound to its process group"):
         act(optimizer)

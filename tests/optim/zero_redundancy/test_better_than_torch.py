@@ -250,7 +250,7 @@ def test_ranks_out_of_inputs_step_with_the_others_gradients(rank, world_size):
             assert all(map(torch.equal, pair[0].parameters(), pair[1].parameters())) == is_right
 
 
-def dcp_saves_it(rank: int, world_size: int, path: Path) -> None:
+def dcp_saves_it(rank, world_size, path: Path) -> None:
     _, torchs = trained(TorchOptimizer)
     with pytest.raises(RuntimeError, match="has not been consolidated"):
         dcp.save({"optimizer": torchs.state_dict()}, checkpoint_id=path)
@@ -260,6 +260,6 @@ def dcp_saves_it(rank: int, world_size: int, path: Path) -> None:
     dcp.save({"optimizer": ours.sharded_state_dict()}, checkpoint_id=path)
 
 
-def test_a_checkpoint_needs_no_consolidation(tmp_path: Path) -> None:
+def test_a_checkpoint_needs_no_consolidation(tmp_path):
     run(dcp_saves_it, 2, tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2

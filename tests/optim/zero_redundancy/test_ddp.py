@@ -100,7 +100,7 @@ MODES: dict[str, Mode] = {
 }
 
 
-def trains_as_the_unsharded_optimizer(rank: int, world_size: int, modes: list[str]) -> None:
+def trains_as_the_unsharded_optimizer(rank, world_size, modes: list[str]) -> None:
     for mode in modes:
         build, dtype, options, prepare, loop = MODES[mode]
         for number, kind in enumerate(KINDS):
@@ -125,18 +125,18 @@ def same(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize(("world_size", "modes"), each([2, 3], [list(MODES)[::2], list(MODES)[1::2]]))
-def test_trains_as_the_unsharded_optimizer(world_size: int, modes: list[str]) -> None:
+def test_trains_as_the_unsharded_optimizer(world_size, modes):
     run(trains_as_the_unsharded_optimizer, world_size, modes)
 
 
-def ends_with_the_same_parameters_on_all_ranks(rank: int, world_size: int) -> list[torch.Tensor]:
+def ends_with_the_same_parameters_on_all_ranks(rank, world_size) -> list[torch.Tensor]:
     model = Net()
     ddp = DDP(model, broadcast_buffers=False)
     joining(ddp, make("adamw", ddp), rank)
     return [p.detach() for p in model.parameters()]
 
 
-def test_ranks_that_joined_early_end_with_the_others_parameters() -> None:
+def test_ranks_that_joined_early_end_with_the_others_parameters():
     first, *others = run(ends_with_the_same_parameters_on_all_ranks, 3)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 

@@ -68,7 +68,7 @@ def run_both(pairs: Any, steps: Any, rank: int) -> None:
                 optimizer.step()
 
 
-def as_an_optimizer_that_steps_after_backward(rank: int, world_size: int, part: int) -> None:
+def as_an_optimizer_that_steps_after_backward(rank, world_size, part: int) -> None:
     """In every other combination of hook, sharing and mode of DDP: the even or the odd ones."""
     modes: list[dict[str, Any]] = [
         {}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True},
@@ -94,7 +94,7 @@ def as_an_optimizer_that_steps_after_backward(rank: int, world_size: int, part: 
     ("world_size", "part"),
     [*each([1, 2, 3], [0, 1]), *(pytest.param(4, part, marks=pytest.mark.nightly) for part in (0, 1))],
 )
-def test_as_an_optimizer_that_steps_after_backward(world_size: int, part: int) -> None:
+def test_as_an_optimizer_that_steps_after_backward(world_size, part):
     run(as_an_optimizer_that_steps_after_backward, world_size, part)
 
 

@@ -19,7 +19,7 @@ from zckpt.optim import ZeroRedundancyOptimizer
 pytestmark = pytest.mark.interop
 
 
-def save_run(rank: int, world_size: int, path: Path, named: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def save_run(rank, world_size, path: Path, named: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train and save from every rank; return the consolidated state, and what training goes on to."""
     model = Net()
     model.last.bias.requires_grad_(False)  # never has state
@@ -32,7 +32,7 @@ def save_run(rank: int, world_size: int, path: Path, named: bool) -> tuple[dict[
     return state, model.state_dict()
 
 
-def load_run(rank: int, world_size: int, path: Path, named: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_run(rank, world_size, path: Path, named: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     model = Net()
     model.last.bias.requires_grad_(False)
     ours = make("adamw", model, named=named)
@@ -49,7 +49,7 @@ def load_run(rank: int, world_size: int, path: Path, named: bool) -> tuple[dict[
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_4_ranks_save_continues_at_any_number_of_them(named: bool, tmp_path: Path) -> None:
+def test_what_4_ranks_save_continues_at_any_number_of_them(named, tmp_path):
     state, weights = run(save_run, 4, tmp_path / "saved", named)[0]
     for world_size in (1, 2, 3, 5):
         found = run(load_run, world_size, tmp_path / "saved", named)
@@ -59,7 +59,7 @@ def test_what_4_ranks_save_continues_at_any_number_of_them(named: bool, tmp_path
             assert all(torch.equal(after[name], value) for name, value in weights.items())
 
 
-def test_tools_read_what_ranks_save(tmp_path: Path) -> None:
+def test_tools_read_what_ranks_save(tmp_path):
     state, _ = run(save_run, 3, tmp_path / "saved", True)[0]
     checkpoint = zckpt.open(tmp_path / "saved")
     names = [name for group in state["param_groups"] for name in group["param_names"]]
@@ -70,7 +70,7 @@ def test_tools_read_what_ranks_save(tmp_path: Path) -> None:
     assert checkpoint.param_groups[1].hyperparameters["lr"] == 0.003
 
 
-def room_is_made_of_what_the_optimizer_has(rank: int, world_size: int, path: Path) -> None:
+def room_is_made_of_what_the_optimizer_has(rank, world_size, path: Path) -> None:
     """Without metadata, state is read into state that is there already."""
     model, other = Net(), Net()
     ours, theirs = make("adamw", model, named=True), make("adamw", other, named=True)
@@ -86,7 +86,7 @@ def room_is_made_of_what_the_optimizer_has(rank: int, world_size: int, path: Pat
     assert_same_parameters(model, other)
 
 
-def refuses_what_would_be_lost(rank: int, world_size: int, path: Path) -> None:
+def refuses_what_would_be_lost(rank, world_size, path: Path) -> None:
     model = Net()
     ours = make("adamw", model, named=True)
     train(model, ours, range(2))
@@ -110,7 +110,7 @@ def refuses_what_would_be_lost(rank: int, world_size: int, path: Path) -> None:
     assert not fresh.state
 
 
-def every_rank_has_its_own_and_nothing_is_copied(rank: int, world_size: int, path: Path) -> None:
+def every_rank_has_its_own_and_nothing_is_copied(rank, world_size, path: Path) -> None:
     model = Net()
     ours = ZeroRedundancyOptimizer(groups(model), torch.optim.Adam, lr=0.1)
     train(model, ours, range(2))
@@ -130,5 +130,5 @@ def every_rank_has_its_own_and_nothing_is_copied(rank: int, world_size: int, pat
     "check",
     [room_is_made_of_what_the_optimizer_has, refuses_what_would_be_lost, every_rank_has_its_own_and_nothing_is_copied],
 )
-def test_sharded_state_dict(check: Any, tmp_path: Path) -> None:
+def test_sharded_state_dict(check, tmp_path):
     run(check, 2, tmp_path / "saved")

@@ -100,7 +100,7 @@ def test_own_part_is_loaded_again(rank, world_size):
         fresh.load_state_dict(part)
 
 
-def alone_or_not(rank: int, model: Net) -> ZeroRedundancyOptimizer:
+def alone_or_not(rank, model: Net) -> ZeroRedundancyOptimizer:
     """Return an optimizer of a group of this rank alone."""
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
     return make("adamw", model, process_group=alone[rank])
@@ -217,7 +217,7 @@ def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
         return {**copy.deepcopy(whole), **changes}
 
     first, second = copy.deepcopy(whole)["param_groups"]
-    wrong: list[tuple[Any, str]] = [
+    wrong = [
         ({}, "no 'state' and 'param_groups'"),
         (changed(state=[]), "no 'state' and 'param_groups'"),
         (changed(param_groups=[first]), "1 param groups, the optimizer has 2"),
@@ -257,7 +257,7 @@ def test_hyperparameters_that_count_steps_come_from_a_rank_that_steps(rank, worl
 @on_ranks(3)
 def test_hooks_of_state_dicts_are_called(rank, world_size):
     _, ours, _, _ = twins("adamw")
-    seen: list[str] = []
+    seen = []
 
     def mark(_: object, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         return {**state_dict, "mark": 1}
@@ -275,7 +275,7 @@ def test_hooks_of_state_dicts_are_called(rank, world_size):
 # --- another number of ranks
 
 
-def save_at(rank: int, world_size: int, kind: str) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
+def save_at(rank, world_size, kind: str) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
     """Train three steps, return weights and state, and what three more steps make of the weights."""
     model = Net()
     ours = make(kind, model)
@@ -285,9 +285,7 @@ def save_at(rank: int, world_size: int, kind: str) -> tuple[dict[str, Any], dict
     return weights, state, [p.detach() for p in model.parameters()]
 
 
-def load_at(
-    rank: int, world_size: int, kind: str, weights: dict[str, Any], state: dict[str, Any]
-) -> list[torch.Tensor]:
+def load_at(rank, world_size, kind: str, weights: dict[str, Any], state: dict[str, Any]) -> list[torch.Tensor]:
     model = Net()
     model.load_state_dict(weights)
     ours = make(kind, model)
@@ -297,7 +295,7 @@ def load_at(
 
 
 @pytest.mark.parametrize("kind", ["adamw_amsgrad", "sgd_nesterov"])
-def test_state_saved_at_4_continues_at_any_number_of_ranks(kind: str) -> None:
+def test_state_saved_at_4_continues_at_any_number_of_ranks(kind):
     weights, state, wanted = run(save_at, 4, kind)[0]
     for world_size in (1, 2, 3, 5):
         for found in run(load_at, world_size, kind, weights, state):

@@ -34,11 +34,11 @@ STEPS = 5
 @pytest.mark.parametrize(
     ("world_size", "view"), some([(2, True), (3, False), (5, False)], [(1, True), (2, False), (4, True)])
 )
-def test_steps_as_the_unsharded_optimizer(world_size: int, view: bool) -> None:
+def test_steps_as_the_unsharded_optimizer(world_size, view):
     run(steps_as_the_unsharded_optimizer, world_size, view)
 
 
-def steps_as_the_unsharded_optimizer(rank: int, world_size: int, view: bool) -> None:
+def steps_as_the_unsharded_optimizer(rank, world_size, view: bool) -> None:
     for kind in [*OPTIMIZERS][:: 2 if world_size > 3 else 1]:
         model, ours, other, theirs = twins(kind, parameters_as_bucket_view=view)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (ours, theirs)]
@@ -251,7 +251,7 @@ def test_shares_nearly_equal_are_gathered_at_once(rank, world_size):
 @on_ranks(3)
 def test_zero_grad_and_step_hooks(rank, world_size):
     model, ours, _, _ = twins("adamw")
-    seen: list[str] = []
+    seen = []
     ours.register_step_pre_hook(lambda *_: seen.append("before"))
     ours.register_step_post_hook(lambda *_: seen.append("after"))
     backward(model, 0)
@@ -264,7 +264,7 @@ def test_zero_grad_and_step_hooks(rank, world_size):
     assert all(not p.grad.any() for p in model.parameters())
 
 
-def in_a_group_of_some_ranks(rank: int, world_size: int) -> list[int] | None:
+def in_a_group_of_some_ranks(rank, world_size) -> list[int] | None:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         with pytest.raises(ValueError, match="not in the process group"):
@@ -284,13 +284,13 @@ def in_a_group_of_some_ranks(rank: int, world_size: int) -> list[int] | None:
     return ours.shares
 
 
-def test_group_ranks_are_told_from_global_ranks() -> None:
+def test_group_ranks_are_told_from_global_ranks():
     shares = run(in_a_group_of_some_ranks, 4)
     assert shares[0] is None
     assert shares[1] == shares[3]
 
 
-def test_packs_hold_every_parameter_once_and_no_more_than_they_may() -> None:
+def test_packs_hold_every_parameter_once_and_no_more_than_they_may():
     sizes = [5, 0, exchange.DIRECT_NBYTES // 4, 7] + [exchange.DIRECT_NBYTES // 8] * 40
     parameters = [torch.zeros(n) for n in sizes]
     packs = exchange.plain_exchange([parameters]).buckets

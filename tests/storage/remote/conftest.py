@@ -22,7 +22,7 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+def served(tmp_path_factory) -> Iterator[Callable[[str], Served]]:
     """Start a server when it is first asked for."""
     found: dict[str, Served] = {}
     with ExitStack() as stack:
@@ -43,7 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 
 @pytest.fixture(scope="session")
-def proxies(served: Callable[[str], Served]) -> Iterator[Callable[[str], Proxy]]:
+def proxies(served) -> Iterator[Callable[[str], Proxy]]:
     """Start a proxy of a server when it is first asked for."""
     found: dict[str, Proxy] = {}
     with ExitStack() as stack:
@@ -63,14 +63,12 @@ def s3_kind() -> str:
 
 
 @pytest.fixture
-def s3_proxy(proxies: Callable[[str], Proxy], s3_kind: str) -> Proxy:
+def s3_proxy(proxies, s3_kind) -> Proxy:
     return proxies(s3_kind)
 
 
 @pytest.fixture
-def s3(
-    served: Callable[[str], Served], s3_proxy: Proxy, s3_kind: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Served]:
+def s3(served, s3_proxy, s3_kind, monkeypatch) -> Iterator[Served]:
     """S3, through a proxy that does nothing until it is told to."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_proxy.port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)

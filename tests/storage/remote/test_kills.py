@@ -15,7 +15,6 @@ import pytest
 
 from tests.cli.console import FIXTURES, run, succeeded
 from tests.gloo import forked
-from tests.storage.remote.conftest import Served
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
 VERBS: dict[str, list[object]] = {
@@ -129,9 +128,7 @@ def s3_kind() -> str:
 @pytest.mark.nightly
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", ["s3", "webdav", "sftp"])
-def test_killed_and_gone_on_with(
-    kind: str, verb: str, served: Callable[[str], Served], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_killed_and_gone_on_with(kind, verb, served, request, tmp_path):
     place = request.getfixturevalue("s3") if kind == "s3" else served(f"{kind}-alone")
     settings = {key: value for key, value in os.environ.items() if key.startswith("AWS_")}
     assert forked(kill_and_resume, verb, place.url, place.directory, settings, 20, tmp_path, timeout=600) == []

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
@@ -22,7 +21,7 @@ import zckpt
 from tests.cli.console import FIXTURES, command, environment, in_time, refused, run, succeeded
 from tests.pairwise import some
 from tests.storage.remote.conftest import Served
-from tests.storage.remote.servers import PASSWORD, Proxy, endless, free_port, hub
+from tests.storage.remote.servers import PASSWORD, endless, free_port, hub
 from zckpt.engine.workers import running_on
 from zckpt.errors import Interrupted
 from zckpt.storage.journal import Purpose
@@ -32,7 +31,7 @@ SOURCE = FIXTURES / "s2_bf16_dp4"
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurried(monkeypatch) -> None:
     monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
 
 
@@ -48,9 +47,7 @@ def of_url(document: Any, url: str, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["s3", "http", "sftp", "webdav"])
-def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(
-    kind: str, served: Callable[[str], Served], s3: Served, tmp_path: Path
-) -> None:
+def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(kind, served, s3, tmp_path):
     url = put(s3 if kind == "s3" else served(kind), SOURCE, "run")
     shown = url.replace(f"zckpt-user:{PASSWORD}@", "")
     assert of_url(zckpt.inspect(url).as_dict(), shown, SOURCE) == zckpt.inspect(SOURCE).as_dict()
@@ -61,7 +58,7 @@ def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(
         assert (tmp_path / f"a{ending}").read_bytes() == (tmp_path / f"b{ending}").read_bytes()
 
 
-def test_memory_and_file_urls(tmp_path: Path) -> None:
+def test_memory_and_file_urls(tmp_path):
     import fsspec
 
     fsspec.filesystem("memory").put(str(SOURCE), "/run", recursive=True)
@@ -78,7 +75,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("name", some(FORMATS[1::2], FORMATS[0::2]))
-def test_every_format_is_read_from_a_store(name: str, s3: Served) -> None:
+def test_every_format_is_read_from_a_store(name, s3):
     source = FIXTURES / name
     folder = "/".join(name.split("/")[:2])
     put(s3, FIXTURES / folder, folder)
@@ -92,7 +89,7 @@ def test_every_format_is_read_from_a_store(name: str, s3: Served) -> None:
     assert of_url(there, url, source) == here
 
 
-def test_structure_takes_few_small_requests(s3: Served, s3_proxy: Proxy) -> None:
+def test_structure_takes_few_small_requests(s3, s3_proxy):
     """Eight ranks' files of many megabytes."""
     directory = s3.directory / "large"
     directory.mkdir()
@@ -110,7 +107,7 @@ def test_structure_takes_few_small_requests(s3: Served, s3_proxy: Proxy) -> None
         assert sum(one.nbytes for one in found) <= 256 << 10
 
 
-def test_elements_come_in_large_requests(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+def test_elements_come_in_large_requests(s3, s3_proxy, tmp_path):
     file = s3.directory / "one.safetensors"
     save_file({str(n): torch.randn(1000) for n in range(1000)}, file)
     zckpt.convert(f"{s3.url}/one.safetensors", tmp_path / "dcp", to="dcp")
@@ -118,7 +115,7 @@ def test_elements_come_in_large_requests(s3: Served, s3_proxy: Proxy, tmp_path: 
     assert len(s3_proxy.of("one.safetensors")) < 20
 
 
-def test_columns_of_a_matrix_are_gathered(s3: Served, tmp_path: Path) -> None:
+def test_columns_of_a_matrix_are_gathered(s3, tmp_path):
     """A slice along the last dimension, whose rows lie far apart in the file."""
     file = s3.directory / "wide.safetensors"
     tensor = torch.arange(6 * (1 << 19), dtype=torch.int32).reshape(6, 1 << 19)
@@ -134,9 +131,9 @@ def test_columns_of_a_matrix_are_gathered(s3: Served, tmp_path: Path) -> None:
     assert found.tolist() == tensor[:, 5:12].flatten().tolist()
 
 
-def test_faults_that_pass_are_not_seen(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+def test_faults_that_pass_are_not_seen(s3, s3_proxy, tmp_path):
     url = put(s3, SOURCE, "run")
-    seen: list[str] = []
+    seen = []
 
     def fault(method: str, _path: str) -> str | None:
         seen.append(method)
@@ -150,9 +147,7 @@ def test_faults_that_pass_are_not_seen(s3: Served, s3_proxy: Proxy, tmp_path: Pa
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
 
 
-def test_faults_that_stay_are_one_line(
-    s3: Served, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_faults_that_stay_are_one_line(s3, s3_proxy, monkeypatch, tmp_path):
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     url = put(s3, SOURCE, "run")
     s3_proxy.fault = lambda method, path: "cut" if method == "GET" and path.endswith(".pt") else None
@@ -161,7 +156,7 @@ def test_faults_that_stay_are_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_source_that_changes_is_an_error(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+def test_a_source_that_changes_is_an_error(s3, s3_proxy, tmp_path):
     file = s3.directory / "changing.safetensors"
     save_file({"w": torch.zeros(1 << 20)}, file)
 
@@ -175,9 +170,7 @@ def test_a_source_that_changes_is_an_error(s3: Served, s3_proxy: Proxy, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_source_that_changes_where_versions_are_not_known(
-    served: Callable[[str], Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_changes_where_versions_are_not_known(served, tmp_path, monkeypatch):
     sftp = served("sftp")
     file = sftp.directory / "changing.safetensors"
     save_file({"w": torch.zeros(1 << 10)}, file)
@@ -213,7 +206,7 @@ except zckpt.SourceError as error:
 """
 
 
-def test_a_model_of_the_hub(tmp_path: Path) -> None:
+def test_a_model_of_the_hub(tmp_path):
     """In a process of its own: the library reads where the hub is when it is imported."""
     shutil.copytree(SOURCE, tmp_path / "hub" / "run")
     file = next((tmp_path / "hub").rglob("*rank_1*optim_states.pt"))
@@ -225,19 +218,19 @@ def test_a_model_of_the_hub(tmp_path: Path) -> None:
     assert not (tmp_path / "m.safetensors").exists()
 
 
-def test_nothing_there_and_no_such_scheme(s3: Served) -> None:
+def test_nothing_there_and_no_such_scheme(s3):
     refused(3, "inspect", "s3://bucket/no/such/run", words=("s3://bucket/no/such/run: ", "nothing there"))
     refused(2, "inspect", "gopher://host/run", words=("gopher://host/run",))
     refused(2, "inspect", "s3://bucket/a/../b", words=("no such place",))
 
 
-def test_wrong_credentials_are_named_and_not_shown(s3: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_credentials_are_named_and_not_shown(s3, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
     line = refused(3, "inspect", put(s3, SOURCE, "run"), words=("s3://bucket/run",))
     assert "another-secret" not in line
 
 
-def test_credentials_of_a_url_are_nowhere(served: Callable[[str], Served], tmp_path: Path) -> None:
+def test_credentials_of_a_url_are_nowhere(served, tmp_path):
     url = put(served("webdav"), SOURCE, "run")
     assert PASSWORD in url
     page = tmp_path / "page.html"
@@ -248,9 +241,7 @@ def test_credentials_of_a_url_are_nowhere(served: Callable[[str], Served], tmp_p
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_signatures_of_a_url_are_nowhere(
-    scheme: str, s3: Served, proxies: Callable[[str], Proxy], served: Callable[[str], Served], tmp_path: Path
-) -> None:
+def test_signatures_of_a_url_are_nowhere(scheme, s3, proxies, served, tmp_path):
     """A server of pages asks for them with every request; of S3, they are part of a name."""
     if scheme == "s3":
         put(s3, SOURCE, "signed?X-Amz-Signature=SIGNED")
@@ -273,16 +264,14 @@ def test_signatures_of_a_url_are_nowhere(
     assert not [text for text in texts if "SIGNED" in text or "zckpt-remote-" in text]
 
 
-def test_a_server_without_an_end(tmp_path: Path) -> None:
+def test_a_server_without_an_end(tmp_path):
     with endless() as (address, asked):
         refused(5, "inspect", f"{address}/dir/?token=x", words=("directories in directories without an end",))
     assert len(asked) < 50
     assert not [path for path in asked if not path.endswith("/?token=x")]
 
 
-def test_a_server_that_stalls_is_told_of_and_given_up(
-    served: Callable[[str], Served], proxies: Callable[[str], Proxy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_server_that_stalls_is_told_of_and_given_up(served, proxies, monkeypatch, tmp_path):
     put(served("http"), SOURCE, "run")
     proxy = proxies("http")
     proxy.fault = lambda method, path: "stall" if method == "GET" and path.endswith(".pt") else None
@@ -338,7 +327,7 @@ class NoCredentialsError(Exception):
     """As botocore calls it."""
 
 
-def test_how_often_something_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_often_something_is_asked_for(monkeypatch):
     clock, refused_, slow = Clock(monkeypatch), ConnectionRefusedError(), TimeoutError()
     assert clock.asked(NoCredentialsError("no")) == (1, 0)
     assert clock.asked(ValueError("Invalid endpoint: x")) == (1, 0)
@@ -362,16 +351,14 @@ def test_how_often_something_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert clock.asked(refused_) == (1, 0)
 
 
-def test_what_a_library_makes_an_errno_of_is_said_as_the_store_says_it(
-    s3: Served, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_library_makes_an_errno_of_is_said_as_the_store_says_it(s3, s3_proxy, monkeypatch):
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     s3_proxy.fault = lambda _method, _path: "503"
     line = refused(3, "inspect", "s3://bucket/run", words=("s3://bucket/run: cannot be read", "503", "2 times"))
     assert "Errno" not in line
 
 
-def test_who_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, s3: Served) -> None:
+def test_who_does_not_answer_is_named(monkeypatch, s3):
     port = free_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setattr(attempts, "_SERVERS", {})
@@ -381,7 +368,7 @@ def test_who_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, s3: Serve
         assert PASSWORD not in line
 
 
-def test_what_is_opened_is_read_until_it_is_let_go(s3: Served) -> None:
+def test_what_is_opened_is_read_until_it_is_let_go(s3):
     checkpoint = zckpt.open(put(s3, SOURCE, "run"))
     here = zckpt.open(SOURCE)
     name = next(iter(here.parameters))
@@ -395,7 +382,7 @@ def test_what_is_opened_is_read_until_it_is_let_go(s3: Served) -> None:
     assert len(list(inside.iterdir())) == count - 1
 
 
-def test_nothing_is_left_after_a_command(s3: Served, tmp_path: Path) -> None:
+def test_nothing_is_left_after_a_command(s3, tmp_path):
     done = subprocess.run(
         command("diff", put(s3, SOURCE, "run"), SOURCE),
         env={**environment(), "TMPDIR": str(tmp_path)},
@@ -407,7 +394,7 @@ def test_nothing_is_left_after_a_command(s3: Served, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_workers_in_other_processes_go_to_the_store_themselves(s3: Served, tmp_path: Path) -> None:
+def test_workers_in_other_processes_go_to_the_store_themselves(s3, tmp_path):
     url = put(s3, SOURCE, "run")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, running_on(pool):
         zckpt.consolidate(url, tmp_path / "m.safetensors")
@@ -415,7 +402,7 @@ def test_workers_in_other_processes_go_to_the_store_themselves(s3: Served, tmp_p
     assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
 
 
-def test_a_file_has_its_companions(s3: Served, tmp_path: Path) -> None:
+def test_a_file_has_its_companions(s3, tmp_path):
     """Fingerprints and optimizers lie beside the file that they belong to."""
     zckpt.consolidate(SOURCE, s3.directory / "with.safetensors", slots=["all"])
     whole = zckpt.inspect(s3.directory / "with.safetensors")
@@ -423,7 +410,7 @@ def test_a_file_has_its_companions(s3: Served, tmp_path: Path) -> None:
     assert load_file(s3.directory / "with.safetensors")
 
 
-def test_what_is_opened_by_a_url_is_called_by_it(s3: Served, tmp_path: Path) -> None:
+def test_what_is_opened_by_a_url_is_called_by_it(s3, tmp_path):
     """In all that is returned, printed, drawn or refused, also of a checkpoint that is open."""
     url = put(s3, SOURCE, "run")
     checkpoint = zckpt.open(url)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ import zckpt
 from tests.gloo import run
 from tests.pairwise import some
 from tests.storage.remote.conftest import Served
-from tests.storage.remote.servers import PASSWORD, USER, Proxy
+from tests.storage.remote.servers import PASSWORD, USER
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.storage.remote import attempts
 
@@ -32,11 +31,11 @@ def s3_kind() -> str:
 
 
 @pytest.fixture
-def settings(s3: Served) -> Settings:
+def settings(s3) -> Settings:
     return {key: value for key, value in os.environ.items() if key.startswith("AWS_")} | {"bucket": s3.url}
 
 
-def in_s3(rank: int, world_size: int, step: Callable[..., Any], settings: Settings, *arguments: Any) -> Any:
+def in_s3(rank, world_size, step: Callable[..., Any], settings: Settings, *arguments: Any) -> Any:
     """Run a function on a rank as who may write to the store."""
     before = dict(os.environ)
     os.environ.update(settings)
@@ -68,7 +67,7 @@ def trained(kind: str = "zero2-plain-float32") -> tuple[Training, dict[str, Any]
     return training, {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
 
 
-def save_and_load(rank: int, bucket: str) -> dict[str, Any]:
+def save_and_load(rank, bucket: str) -> dict[str, Any]:
     training, everything = trained()
     zckpt.save(f"{bucket}/step2", **everything, step=2, extra={"seen": 2}, fingerprint=True)
     again = Training.of(BY_NAME["zero2-plain-float32"], seed=1)
@@ -87,7 +86,7 @@ def save_and_load(rank: int, bucket: str) -> dict[str, Any]:
     return {"differences": found, "path": restored.path, "extra": restored.extra, "refused": refused}
 
 
-def test_ranks_save_to_a_store_and_load_from_it(s3: Served, settings: Settings) -> None:
+def test_ranks_save_to_a_store_and_load_from_it(s3, settings):
     for told in run(in_s3, 2, save_and_load, settings):
         assert told["differences"] == []
         assert (told["path"], told["extra"]) == ("s3://bucket/step2", {"seen": 2})
@@ -102,7 +101,7 @@ def test_ranks_save_to_a_store_and_load_from_it(s3: Served, settings: Settings) 
     assert zckpt.open(f"{s3.url}/step3").source == "s3://bucket/step3"
 
 
-def save_as(rank: int, bucket: str, here: str) -> list[str]:
+def save_as(rank, bucket: str, here: str) -> list[str]:
     _, everything = trained()
     everything["extra"] = {"seen": 2}
     refused = []
@@ -122,7 +121,7 @@ def save_as(rank: int, bucket: str, here: str) -> list[str]:
     return refused + differences(again.state(), trained()[0].state())
 
 
-def test_ranks_save_formats_of_other_programs_to_a_store(s3: Served, settings: Settings, tmp_path: Path) -> None:
+def test_ranks_save_formats_of_other_programs_to_a_store(s3, settings, tmp_path):
     for told in run(in_s3, 2, save_as, settings, str(tmp_path)):
         assert "s3://bucket/ds/global_step3" in told[0]
         assert "exists already" in told[0]
@@ -140,7 +139,7 @@ def test_ranks_save_formats_of_other_programs_to_a_store(s3: Served, settings: S
     assert unfinished() == []
 
 
-def failing(rank: int, bucket: str, options: dict[str, Any]) -> str:
+def failing(rank, bucket: str, options: dict[str, Any]) -> str:
     _, everything = trained()
     try:
         zckpt.save(f"{bucket}/failing/step2", **everything, step=2, **options)
@@ -150,7 +149,7 @@ def failing(rank: int, bucket: str, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("what", some(["rank-00001", "checkpoint.json"], ["zero_pp_rank_1"]))
-def test_a_rank_that_fails_leaves_nothing(what: str, s3: Served, s3_proxy: Proxy, settings: Settings) -> None:
+def test_a_rank_that_fails_leaves_nothing(what, s3, s3_proxy, settings):
     s3_proxy.fault = lambda method, path: "503" if what in path and method == "PUT" else None
     for line in run(in_s3, 2, failing, settings, {"format": "deepspeed"} if "zero" in what else {}):
         assert f"s3://bucket/failing/step2/{what}" in line
@@ -162,7 +161,7 @@ def test_a_rank_that_fails_leaves_nothing(what: str, s3: Served, s3_proxy: Proxy
     assert unfinished() == []
 
 
-def a_run(rank: int, bucket: str, last: int, async_: bool) -> dict[str, Any]:
+def a_run(rank, bucket: str, last: int, async_: bool) -> dict[str, Any]:
     training = Training.of(BY_NAME["zero2-plain-float32"])
     everything = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
     with (
@@ -177,7 +176,7 @@ def a_run(rank: int, bucket: str, last: int, async_: bool) -> dict[str, Any]:
     return {"first": first, "warned": [str(one.message) for one in warned], "notes": restored and restored.notes}
 
 
-def test_a_checkpointer_prunes_and_resumes_in_a_store(s3: Served, settings: Settings) -> None:
+def test_a_checkpointer_prunes_and_resumes_in_a_store(s3, settings):
     assert [told["first"] for told in run(in_s3, 2, a_run, settings, 3, True)] == [0, 0]
     names = {name.partition("/")[0] for name in files(s3, "run")}
     assert names == {"checkpointer.json", "latest", "step-00000002", "step-00000003"}
@@ -193,7 +192,7 @@ def test_a_checkpointer_prunes_and_resumes_in_a_store(s3: Served, settings: Sett
     assert unfinished() == []
 
 
-def by_dcp(rank: int, bucket: str) -> bool:
+def by_dcp(rank, bucket: str) -> bool:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     training, _ = trained("adamw-fsdp-float32")
@@ -211,7 +210,7 @@ def by_dcp(rank: int, bucket: str) -> bool:
     )
 
 
-def test_dcp_writes_to_a_store_and_reads_from_it(s3: Served, settings: Settings) -> None:
+def test_dcp_writes_to_a_store_and_reads_from_it(s3, settings):
     assert run(in_s3, 2, by_dcp, settings) == [True, True]
     assert files(s3, "dcp") == ["checkpoint.json", *(f"rank-0000{n}-of-00003.safetensors" for n in range(3))]
     assert not list(s3.directory.rglob("*zckpt-partial/*"))

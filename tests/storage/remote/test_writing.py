@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 import zckpt
 from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
 from tests.pairwise import each, some
-from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, moto, proxied
 from zckpt.engine import upload
 from zckpt.errors import TargetError
@@ -31,7 +30,7 @@ SOURCE = FIXTURES / "s2_bf16_dp4"
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurried(monkeypatch) -> None:
     monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
 
 
@@ -88,9 +87,7 @@ WRITTEN: dict[str, Callable[[Any, Any], object]] = {
 
 
 @pytest.mark.parametrize(("name", "kind"), each(WRITTEN, ["s3", "sftp", "webdav"]))
-def test_what_is_written_to_a_store_is_what_is_written_on_disk(
-    kind: str, name: str, served: Callable[[str], Served], s3: Served, tmp_path: Path
-) -> None:
+def test_what_is_written_to_a_store_is_what_is_written_on_disk(kind, name, served, s3, tmp_path):
     place = s3 if kind == "s3" else served(f"{kind}-alone")
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "new").mkdir()
@@ -101,14 +98,14 @@ def test_what_is_written_to_a_store_is_what_is_written_on_disk(
         assert unfinished() == []
 
 
-def test_zckpts_own_format_with_its_fingerprint(s3: Served) -> None:
+def test_zckpts_own_format_with_its_fingerprint(s3):
     zckpt.convert(SOURCE, f"{s3.url}/own", to="zckpt", world_size=2)
     assert (s3.directory / "own" / "fingerprint.json").exists()
     assert zckpt.verify(f"{s3.url}/own", deep=True).sound
     assert zckpt.diff(s3.directory / "own", SOURCE).equal
 
 
-def test_from_store_to_store(s3: Served, served: Callable[[str], Served], tmp_path: Path) -> None:
+def test_from_store_to_store(s3, served, tmp_path):
     put(SOURCE, f"{s3.url}/from")
     zckpt.convert(f"{s3.url}/from", f"{s3.url}/to/dcp", to="dcp", verify=True)
     zckpt.consolidate(f"{s3.url}/to/dcp", f"{served('sftp-alone').url}/to.safetensors")
@@ -118,7 +115,7 @@ def test_from_store_to_store(s3: Served, served: Callable[[str], Served], tmp_pa
     assert zckpt.diff(s3.directory / "to" / "dcp", SOURCE).equal
 
 
-def test_memory(tmp_path: Path) -> None:
+def test_memory(tmp_path):
     import fsspec
 
     zckpt.convert(SOURCE, "memory://some/dcp", to="dcp")
@@ -128,7 +125,7 @@ def test_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_files_of_many_parts(suffix: str, s3: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_many_parts(suffix, s3, tmp_path, monkeypatch):
     """Tensors, headers and checksums lie over the ends of parts."""
     monkeypatch.setattr(upload, "LEAST_PART_NBYTES", 1 << 20)
     torch.manual_seed(0)
@@ -151,7 +148,7 @@ def test_files_of_many_parts(suffix: str, s3: Served, tmp_path: Path, monkeypatc
         assert unfinished() == []
 
 
-def test_what_is_there_is_kept_or_replaced(s3: Served, tmp_path: Path) -> None:
+def test_what_is_there_is_kept_or_replaced(s3, tmp_path):
     target = f"{s3.url}/there/dcp"
     zckpt.convert(SOURCE, target, to="dcp", world_size=3)
     refused(4, "convert", SOURCE, target, "--to", "dcp", words=(target, "exists already"))
@@ -164,7 +161,7 @@ def test_what_is_there_is_kept_or_replaced(s3: Served, tmp_path: Path) -> None:
     refused(4, "convert", SOURCE, target, "--to", "dcp", "--overwrite", words=("notes.txt",))
 
 
-def test_the_source_is_no_target(s3: Served) -> None:
+def test_the_source_is_no_target(s3):
     url = put(SOURCE, f"{s3.url}/source")
     before = contents(s3.directory / "source")
     refused(2, "convert", url, url, "--to", "zckpt", "--overwrite", words=("the source",))
@@ -189,9 +186,7 @@ def gone_after(parts: int, proxy: Proxy, then: Callable[[], object] = lambda: No
     proxy.fault = fault
 
 
-def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(
-    s3: Served, s3_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(s3, s3_proxy, tmp_path, monkeypatch, capfd):
     """Each further request is made once; nobody can say that nothing is left."""
     monkeypatch.setattr(attempts, "_SERVERS", {})
     monkeypatch.setattr(attempts, "TOLD_SECONDS", 1000)
@@ -216,7 +211,7 @@ def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(
 
 
 @pytest.mark.parametrize("most", some([40], [100]))
-def test_faults_while_writing(most: int, s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+def test_faults_while_writing(most, s3, s3_proxy, tmp_path):
     """Requests refused, answers cut, connections dropped."""
     seen = faults = 0
 
@@ -242,7 +237,7 @@ def test_faults_while_writing(most: int, s3: Served, s3_proxy: Proxy, tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])
-def test_a_failure_leaves_nothing(method: str, s3: Served, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_nothing(method, s3, s3_proxy, monkeypatch):
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     seen = 0
 
@@ -260,7 +255,7 @@ def test_a_failure_leaves_nothing(method: str, s3: Served, s3_proxy: Proxy, monk
     assert unfinished() == []
 
 
-def test_a_source_that_is_damaged_leaves_nothing(s3: Served, tmp_path: Path) -> None:
+def test_a_source_that_is_damaged_leaves_nothing(s3, tmp_path):
     source = Path(shutil.copytree(SOURCE, tmp_path / "run"))
     file = next(source.rglob("*rank_1*optim_states.pt"))
     data = bytearray(file.read_bytes())
@@ -313,9 +308,7 @@ def dropped(proxy: Proxy, method: str, part: str, count: int, how: str = "drop")
     return lambda: len(seen) > count and answered() >= before + count
 
 
-def test_a_run_goes_on_with_what_another_has_sent(
-    s3: Served, s3_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_what_another_has_sent(s3, s3_proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     save_file({f"w{n}": torch.randn(3 << 20) for n in range(2)}, tmp_path / "large.safetensors")
     given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/again", "--max-shard-size", "13MB")
@@ -335,7 +328,7 @@ def test_a_run_goes_on_with_what_another_has_sent(
 
 
 @pytest.mark.nightly
-def test_killed_runs_are_gone_on_with(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+def test_killed_runs_are_gone_on_with(s3, s3_proxy, tmp_path):
     """Interrupted, then killed, each with some parts sent; then killed while it makes objects of them."""
     save_file({f"w{n}": torch.randn(3 << 20) for n in range(3)}, tmp_path / "large.safetensors")
     given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/killed", "--max-shard-size", "25MB")
@@ -362,7 +355,7 @@ def test_killed_runs_are_gone_on_with(s3: Served, s3_proxy: Proxy, tmp_path: Pat
 
 
 @pytest.mark.nightly
-def test_what_a_run_has_left_is_thrown_away(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+def test_what_a_run_has_left_is_thrown_away(s3, s3_proxy, tmp_path):
     save_file({"w": torch.randn(6 << 20)}, tmp_path / "large.safetensors")
     given = ("convert", tmp_path / "large.safetensors", f"{s3.url}/left", "--to", "zckpt")
     s3_proxy.fault = lambda method, path: "hold" if method == "POST" and "uploadId" in path else None
@@ -383,7 +376,7 @@ def test_what_a_run_has_left_is_thrown_away(s3: Served, s3_proxy: Proxy, tmp_pat
     assert not (s3.directory / ".left.zckpt-partial").exists()
 
 
-def test_options_that_a_store_limits_are_named(tmp_path: Path) -> None:
+def test_options_that_a_store_limits_are_named(tmp_path):
     """Past the page cache the same bytes are sent; a store without part uploads makes them of little memory, too."""
     save_file({"w": torch.randn(3 << 20)}, tmp_path / "a.safetensors")
     done = zckpt.consolidate(tmp_path / "a.safetensors", "memory://limits/a.safetensors", direct=True, memory=1 << 20)
@@ -399,9 +392,7 @@ def test_options_that_a_store_limits_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["webdav", "sftp"])
-def test_files_that_have_come_are_not_sent_again(
-    kind: str, served: Callable[[str], Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_have_come_are_not_sent_again(kind, served, tmp_path, monkeypatch):
     """To stores without uploads in parts: of a run that fails, whole files are gone on with."""
     place = served(f"{kind}-alone")
     torch.manual_seed(0)
@@ -437,13 +428,13 @@ def test_files_that_have_come_are_not_sent_again(
     assert not journal.exists()
 
 
-def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch):
     """With what another run will know of: files in lines that have come, not those in lines that have not."""
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
     monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1)
     target, write = "memory://refusing/target", FsspecStore.send
-    sent: dict[str, int] = {}
-    recorded: dict[str, int] = {}
+    sent = {}
+    recorded = {}
     refuses = True
 
     def failing(store: FsspecStore, key: str, nbytes: int, parts: Any) -> str:
@@ -473,7 +464,7 @@ def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch: py
     assert not [key for key in store(target).client.find("refusing") if "zckpt-" in key]
 
 
-def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatch):
     monkeypatch.setattr("zckpt.storage.journal.LEAST_NBYTES", 1)
     monkeypatch.setattr("zckpt.storage.remote.named_uploads.RECORD_NBYTES", 1)
     source, target = SOURCE, "memory://others/target"
@@ -500,17 +491,17 @@ def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatc
     assert not [key for key in store(target).client.find("others") if "zckpt-" in key]
 
 
-def test_web_servers_are_read_only(served: Callable[[str], Served]) -> None:
+def test_web_servers_are_read_only(served):
     refused(4, "consolidate", SOURCE, f"{served('http').url}/m.safetensors", words=("read only",))
 
 
-def test_documents_name_urls(s3: Served) -> None:
+def test_documents_name_urls(s3):
     document = json.loads(succeeded("convert", SOURCE, f"{s3.url}/named", "--to", "dcp", "--json").stdout)
     assert sorted(document["files"])[0].startswith("s3://bucket/named/")
 
 
 @pytest.mark.nightly
-def test_a_store_copies_what_passes_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_copies_what_passes_unchanged(tmp_path, monkeypatch):
     """Between two objects of one store, of a server that does so; not where bytes are held against checksums."""
     torch.manual_seed(0)
     save_file({f"w{n}": torch.randn(4 << 20) for n in range(4)}, tmp_path / "a.safetensors")
