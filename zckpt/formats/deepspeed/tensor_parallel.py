@@ -46,6 +46,7 @@ from zckpt.torchfile import plain
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
+    from zckpt.formats.deepspeed.target import Target
 
 
 SHOWN_NAMES = 8
@@ -227,25 +228,20 @@ SAMPLED_EXTENTS = 4
 SAMPLED_NUMEL = 16
 
 
-def check_slices(origin: Origin, tp: int, degree: int) -> int:
+def check_slices(target: Target) -> int:
     """Compare a sample of each master over the ranks whose slices are put together; return how many elements.
 
     A rule that is missing cannot be seen in shapes: a norm that every rank has whole looks like slices of one twice as
-    long. But slices of a trained parameter are not all alike, and copies of one are.
-
-    Parameters
-    ----------
-    tp : int
-        Tensor-parallel ranks of the source.
-    degree : int
-        Tensor-parallel ranks of the target; at the source's own nothing is put together.
+    long. But slices of a trained parameter are not all alike, and copies of one are. At the source's own degree nothing
+    is put together.
 
     Raises
     ------
     WeightMismatchError
         Copies of a parameter differ, or what no rule names is the same on every rank.
     """
-    if origin.rules is None or tp in (1, degree):
+    origin, tp = target.origin, target.checkpoint.topology.tp
+    if origin.rules is None or tp in (1, target.tp):
         return 0
     from zckpt.engine.copy import read_extent
 

@@ -14,9 +14,8 @@ loss scale, how it changes) is one for all ranks, and the first one's is carried
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -26,9 +25,7 @@ from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed.auto_ep import listed_layers
 from zckpt.formats.deepspeed.decide import with_ranks
 from zckpt.formats.deepspeed.directory import name_to_load
-from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
-from zckpt.formats.deepspeed.notes import rank_notes
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.other_files import in_run, is_run
@@ -38,7 +35,6 @@ from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
 from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.stages import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, Unpartitioned
-from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.trees import batch_of, form_of
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
@@ -53,41 +49,15 @@ COPIED_RANKS = (
 )
 
 
-def recut(job: Job, origin: Origin) -> TargetFiles:
-    """Return a run or a tag directory, as the source is one.
-
-    Raises
-    ------
-    UsageError
-        The experts' ranks do not divide the number of ranks.
-    UnsupportedError
-        More than the number of data-parallel ranks is to change.
-    """
-    checkpoint, options = job.checkpoint, job.options
-    _check(checkpoint, options)
-    regrouped = [
-        one for one in _OF_MODEL_PARALLEL if getattr(options, one) not in (None, _degrees(checkpoint).get(one))
-    ]
-    tag = origin.directory.tag
+def copied(job: Job, origin: Origin) -> TargetFiles:
+    """Return a run or a tag directory, as the source is one, for other data-parallel ranks alone."""
+    tag, ranks = origin.directory.tag, job.options.world_size
     folder = f"{tag}/" if is_run(job) else ""
-    models = {files.model.path: files.model for files in origin.ranks}
-    target = regroup(checkpoint, origin, options) if regrouped else None
-    if target is None:
-        paths = [file.path for file in checkpoint.files if file.role != METADATA_ROLE]  # not another program's
-        files: Collection[TargetFile] = [_file(folder, path, models.get(path), options) for path in paths]
-        notes = [COPIED_RANKS.format(options.world_size)]
-    else:
-        files = target_files(target, folder)
-        notes = rank_notes(target)
-    written = TargetFiles(
-        files,
-        notes=notes,
-        restated=None,
-        copied=set() if target is not None else {one.name for one in files},
-        check=None if target is None else partial(check_slices, origin, checkpoint.topology.tp, target.tp),
-        names=None if target is None or not checkpoint.param_groups else names_in(target),
-    )
-    return in_run(written, job, tag, options.world_size * len(origin.ranks if target is None else target.ranks))
+    models = {one.model.path: one.model for one in origin.ranks}
+    paths = [file.path for file in job.checkpoint.files if file.role != METADATA_ROLE]  # not another program's
+    files = [_file(folder, path, models.get(path), ranks) for path in paths]
+    written = TargetFiles(files, notes=[COPIED_RANKS.format(ranks)], restated=None, copied={one.name for one in files})
+    return in_run(written, job, tag, ranks * len(origin.ranks))
 
 
 _OF_MODEL_PARALLEL = (
@@ -135,31 +105,35 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
         )
 
 
-def _file(folder: str, path: str, model: ModelShard | None, options: RecutOptions) -> TargetFile:
+def _file(folder: str, path: str, model: ModelShard | None, ranks: int) -> TargetFile:
     name = f"{folder}{name_to_load(path)}"
     if model is None:
         return copy_of(Path(path), name)
     config = model.content.get("ds_config")
     if isinstance(config, dict):
-        config = {**config, **batch_of(config, options.world_size)}
-    ranks: dict[str, object] = {"dp_world_size": options.world_size, "ds_config": FromFile.of(model.file, config)}
-    ranks |= listed_layers(model, {}, options.world_size)
+        config = {**config, **batch_of(config, ranks)}
+    said: dict[str, object] = {"dp_world_size": ranks, "ds_config": FromFile.of(model.file, config)}
+    said |= listed_layers(model, {}, ranks)
     content = {
-        key: ranks[key] if key in ranks else FromFile.of(model.file, value) for key, value in model.content.items()
+        key: said[key] if key in said else FromFile.of(model.file, value) for key, value in model.content.items()
     }
     return torch_writer.lay_out(name, content)
 
 
-def regroup(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Target:
-    """Return the target, of which each rank numbers its own parameters.
+def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Target | None:
+    """Return the target, of which each rank numbers its own parameters; None where only data-parallel ranks change.
 
     Raises
     ------
     UsageError
         The options cannot be.
     UnsupportedError
-        The names of the source's optimizers are not known, or their state cannot be cut.
+        The names of the source's optimizers are not known, or their state cannot be cut; or something else than
+        ranks is to change.
     """
+    _check(checkpoint, options)
+    if all(getattr(options, one) in (None, _degrees(checkpoint).get(one)) for one in _OF_MODEL_PARALLEL):
+        return None
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
     if origin.experts or origin.expert_optimizers or any(is_expert(name) for name in checkpoint.parameters):
         raise UnsupportedError(

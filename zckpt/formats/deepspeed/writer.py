@@ -126,8 +126,12 @@ def recut(job: Job) -> TargetFiles:
     if not origin.members and checkpoint.zero_stage == 0:
         from zckpt.formats.deepspeed import without_zero
 
-        return without_zero.recut(job, origin)
-    target = _decide(checkpoint, job.options)
+        stage0 = without_zero.regrouped(checkpoint, origin, job.options)
+        if stage0 is None:
+            return without_zero.copied(job, origin)
+        target, names = stage0, without_zero.names_in(stage0) or None
+    else:
+        target, names = _decide(checkpoint, job.options), None
     frozen = alone_among_frozen(target)
     if frozen:
         raise UnsupportedError(
@@ -141,7 +145,8 @@ def recut(job: Job) -> TargetFiles:
         target_files(target, f"{tag}/" if is_run(job) else ""),
         notes=rank_notes(target),
         restated=None,
-        check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
+        check=lambda: check_slices(target),
+        names=names,
         in_floats=bool(target.coded),
     )
     if target.coded:
