@@ -16,7 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 
 import zckpt
+from tests import live
 from tests.gloo import on_ranks, run
+from tests.live import equal, whole
 from tests.pairwise import each
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -175,10 +177,6 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [one.detach().clone() for one in model.parameters()]
 
 
-def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    assert all(map(torch.equal, one.parameters(), other.parameters()))
-
-
 MAKE: dict[str, Callable[[nn.Module], Any]] = {
     "ahead": lambda model: Ahead(AdamW(model.named_parameters(), lr=0.1)),
     "inside": lambda model: Inside(AdamW(model.named_parameters(), lr=0.1)),
@@ -215,7 +213,7 @@ def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
     restored = zckpt.load(tmp_path / "c", model=other, optimizer=its)
     assert restored.notes == []
     trained(its, other, 4, 8)
-    assert_equal(other, model)
+    assert equal(other, model)
     if kind == "many":
         assert its.state[other[0].weight]["sides"][0].stride() == optimizer.state[model[0].weight]["sides"][0].stride()
     found = zckpt.open(tmp_path / "c")
@@ -233,7 +231,8 @@ def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(k
     assert any("is for zckpt.load" in note for note in done.notes) == (to != "zckpt")
     its = MAKE[kind](other)
     zckpt.load(tmp_path / "out", model=other, optimizer=its)
-    assert_equal(other, trained_with(its, other, model))
+    trained(its, other, 4, 8)
+    assert equal(other, model)
     for refused in (
         lambda: zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots="all"),
         lambda: zckpt.average([tmp_path / "c", tmp_path / "c"], tmp_path / "x.pt", slots="all"),
@@ -243,11 +242,6 @@ def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(k
             refused()
     assert {one.name for one in tmp_path.iterdir()} == {"c", "out"}
     zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots=sorted(SLOTS[kind]))
-
-
-def trained_with(optimizer: Any, model: nn.Module, expected: nn.Module) -> nn.Module:
-    trained(optimizer, model, 4, 8)
-    return expected
 
 
 def test_several_optimizers_each_have_theirs(tmp_path):
@@ -263,7 +257,7 @@ def test_several_optimizers_each_have_theirs(tmp_path):
     train(model, ours, range(4, 8))
     zckpt.load(tmp_path / "c", model=other, optimizer=theirs)
     train(other, theirs, range(4, 8))
-    assert_equal(other, model)
+    assert equal(other, model)
 
 
 class Raising(Turning):
@@ -401,11 +395,6 @@ def test_what_cannot_be_kept_is_refused_by_name(make, match, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def frozen_copy(value: Any) -> torch.Tensor:
-    made: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return made.detach().clone()
-
-
 @on_ranks(2)
 def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path):
     for name, make, match in (
@@ -418,9 +407,7 @@ def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path
         if name == "fsdp":
             fully_shard(model)
         optimizer = make(model)
-        loss = model(torch.ones(2, 5)).square().sum()
-        optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
-        optimizer.step()
+        live.step(model, optimizer, (2, 5))
         with pytest.raises(ZckptError, match=match):
             zckpt.save(tmp_path / name, model=model, optimizer=optimizer)
         if name == "turning":
@@ -436,11 +423,11 @@ def test_what_ranks_have_shares_of_is_refused_by_name(rank, world_size, tmp_path
         its = Turning(other.named_parameters(), lr=0.1, momentum=0.9)
         zckpt.load(tmp_path / "c", model=other, optimizer=its)
         assert its.turn == optimizer.turn == 2
-        before = [frozen_copy(one) for one in other.parameters()]
+        before = [*map(whole, other.parameters())]
         raising = Raising(other.named_parameters(), lr=0.1, momentum=0.9)
         with pytest.raises(UsageError, match="not today"):
             zckpt.load(tmp_path / "c", model=other, optimizer=raising)
-        assert all(map(torch.equal, before, map(frozen_copy, other.parameters())))
+        assert all(map(torch.equal, before, map(whole, other.parameters())))
 
 
 def test_other_names_follow_and_another_arrangement_is_refused(tmp_path):
@@ -495,4 +482,4 @@ def test_optimizers_of_another_package_go_on(name, tmp_path):
     its = THEIRS[name](package, other)
     zckpt.load(tmp_path / "c", model=other, optimizer=its)
     stepped(other, its, range(6, 12))
-    assert_equal(other, model)
+    assert equal(other, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundan
 
 import zckpt
 from tests.gloo import run
+from tests.live import everything, same, step, whole
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.optim.states.expected import WANTED, wanted
@@ -62,11 +64,7 @@ def net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
 
 
-def stepped(model: nn.Module, optimizer: Any) -> None:
-    loss = model(torch.ones(2, 5)).square().sum()
-    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+stepped = partial(step, shape=(2, 5))
 
 
 def saved(path: Path, make: Callable[..., Any], **settings: Any) -> None:
@@ -76,31 +74,12 @@ def saved(path: Path, make: Callable[..., Any], **settings: Any) -> None:
     zckpt.save(path, model=model, optimizer=optimizer, step=1)
 
 
-def frozen_copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def everything(model: nn.Module, optimizer: Any) -> list[Any]:
-    local = getattr(optimizer, "optim", optimizer)
-    state = [one for its in local.state.values() for pair in its.items() for one in pair]
-    settings = [
-        one for group in optimizer.param_groups for pair in group.items() for one in pair if pair[0] != "params"
-    ]
-    return [frozen_copy(one) for one in [*model.parameters(), *state, *settings]]
-
-
-def same(one: Any, other: Any) -> bool:
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
-
-
 def assert_refused(path: Path, model: nn.Module, optimizer: Any, match: str) -> None:
     before = everything(model, optimizer)
     with pytest.raises(UsageError, match=match) as told:
         zckpt.load(path, model=model, optimizer=optimizer)
     assert "\n" not in str(told.value)
-    after = everything(model, optimizer)
-    assert len(before) == len(after)
-    assert all(map(same, before, after))
+    assert same(before, everything(model, optimizer))
 
 
 SGD = (torch.optim.SGD, {"momentum": 0.9})
@@ -234,11 +213,11 @@ def on_ranks(rank, world_size, folder: Path) -> None:
         if name == "fsdp":
             fully_shard(model)
         optimizer = make(list(model.named_parameters()))
-        before = [frozen_copy(p.full_tensor() if name == "fsdp" else p) for p in model.parameters()]
+        before = [*map(whole, model.parameters())]
         with pytest.raises(UsageError, match="momentum_buffer"):
             zckpt.load(folder / "c", model=model, optimizer=optimizer)
         dist.barrier()
-        after = [frozen_copy(p.full_tensor() if name == "fsdp" else p) for p in model.parameters()]
+        after = [*map(whole, model.parameters())]
         assert all(map(torch.equal, before, after)), name
         assert optimizer.param_groups[0]["lr"] == 0.5
         assert not getattr(optimizer, "optim", optimizer).state
@@ -255,17 +234,17 @@ def test_state_lies_in_memory_as_its_parameter_for_a_fused_step(tmp_path):
         model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model, torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
 
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def fused_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
         model(torch.linspace(-1, 1, 192).view(1, 3, 8, 8)).square().sum().backward()
         optimizer.step()
 
     model, optimizer = begun()
-    step(model, optimizer)
+    fused_step(model, optimizer)
     zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
     again, its = begun()
     zckpt.load(tmp_path / "c", model=again, optimizer=its)
     assert its.state[again.weight]["exp_avg"].stride() == again.weight.stride() != (27, 9, 3, 1)
-    step(model, optimizer)
-    step(again, its)
+    fused_step(model, optimizer)
+    fused_step(again, its)
     assert torch.equal(model.weight, again.weight)

@@ -12,6 +12,7 @@ from torch import nn
 
 import zckpt
 from tests.gloo import run
+from tests.live import equal
 from tests.training.trainings import compiled
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -71,8 +72,7 @@ def load_everywhere(rank, world_size, wrap: bool, empty: bool, stage: int, folde
     for index in range(3):
         other = Net(empty=empty)
         zckpt.load(folder, model=other, optimizer=(optimizer := optimizers(other)[index]))
-        for one, two in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(one, two)
+        assert equal(model, other)
         assert optimizer.param_groups[0]["lr"] == 0.1
 
 

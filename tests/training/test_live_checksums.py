@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.gloo import on_ranks, run
+from tests.live import everything, same
 from tests.training.test_load_any_format import build, check
 from tests.training.test_load_failures import build as build_small
-from tests.training.test_load_failures import everything, same, step
+from tests.training.test_load_failures import step
 from tests.truth import Truth
 from zckpt.codes import CHECKSUM
 from zckpt.engine.checking import Sum

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
+from tests import live
 from tests.cli.console import FIXTURES
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
 from tests.deepspeed_engine.training import batch
 from tests.gloo import on_ranks, run
+from tests.live import equal, everything, same
 from tests.truth import Truth
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer, ZeroRedundancyOptimizer, files
@@ -45,24 +48,7 @@ def build(family: str, seed: int) -> tuple[nn.Module, Any]:
     return DistributedDataParallel(model), torch.optim.AdamW(parameters, lr=0.1 * seed)
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    loss = model(torch.randn(2, 40)).square().sum()
-    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def everything(model: nn.Module, optimizer: Any) -> list[object]:
-    inner = optimizer.optim if hasattr(optimizer, "optim") else optimizer
-    state = [value for values in inner.state.values() for value in values.values()]
-    masters = [group.master for group in optimizer.groups] if isinstance(optimizer, ZeroOptimizer) else []
-    tensors = [torch.as_tensor(one).detach().clone() for one in [*model.parameters(), *masters, *state]]
-    return [*tensors, optimizer.param_groups[0]["lr"], torch.get_rng_state()]
-
-
-def same(one: list[object], other: list[object]) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)  # type: ignore[arg-type]
+step = partial(live.step, shape=(2, 40))
 
 
 @contextmanager
@@ -269,7 +255,7 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(rank, world_size, form, tmp_p
     zckpt.load(target, model=other, optimizer=its)
     assert its.loss_scaler == optimizer.loss_scaler
     assert torch.equal(its.groups[0].master, optimizer.groups[0].master)
-    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    assert equal(model, other)
 
 
 def scaled_without_zero(rank, world_size, folder: Path) -> None:

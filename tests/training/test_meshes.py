@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zckpt
 from tests.gloo import run
+from tests.live import state
 from tests.pairwise import some
 from zckpt.errors import LayoutError
 
@@ -56,19 +56,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, number: int
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
-
-
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Found:
-    found = {}
-    for name, parameter in model.named_parameters():
-        found[f"weight/{name}"] = whole(parameter)
-        found |= {f"{key}/{name}": whole(value) for key, value in optimizer.state[parameter].items()}
-    return found
 
 
 def save(rank, world_size, degrees: tuple[int, int] | None, folder: Path) -> tuple[Found, list[float]]:

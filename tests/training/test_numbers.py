@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 
 import zckpt
+from tests import live
 from tests.gloo import on_ranks, run
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -28,11 +29,7 @@ def build(seed: int = 1, *, frozen: int = 0, layers: int = 3) -> nn.Sequential:
     return model
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    loss = model(torch.randn(2, 4)).square().sum()
-    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+step = partial(live.step, shape=(2, 4))
 
 
 def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zckpt
+from tests import live
 from tests.gloo import run
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 
@@ -96,18 +96,11 @@ def train(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> No
             optimizer.zero_grad()
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    value = value.detach()
-    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
-
-
 def state(parts: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Found:
     """Return what this rank has, by name, whole."""
     found = {}
     for part, optimizer in zip(parts, optimizers, strict=True):
-        for name, parameter in part.named_parameters():
-            found[f"weight/{name}"] = whole(parameter)
-            found |= {f"{key}/{name}": whole(value) for key, value in optimizer.state[parameter].items()}
+        found |= live.state(part, optimizer)
         found |= {f"weight/{name}": buffer.clone() for name, buffer in part.named_buffers()}
     return found
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 import zckpt.dcp
 from tests.gloo import on_ranks, run
+from tests.live import equal
 from tests.training.trainings import compiled, traced_if, whole
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -192,11 +193,11 @@ def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_an
         torch.manual_seed(2)
         bare = Net()
         zckpt.load(tmp_path / name, model=bare)
-        assert all(map(torch.equal, bare.parameters(), expected.parameters()))
+        assert equal(bare, expected)
     torch.manual_seed(3)
     other = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
     zckpt.load(tmp_path / "inside.pt", model=other)
-    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    assert equal(other, model)
     with pytest.raises(UnsupportedError, match=r"use zckpt.save and zckpt.load"):
         zckpt.optim.files.load(torch.optim.SGD(model.parameters()), tmp_path / "whole.pt", model=model)
 

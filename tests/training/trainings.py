@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.live import whole
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
 ROWS = 12  # of a batch, for 1, 2, 3 and 4 ranks
@@ -140,12 +140,6 @@ class Training:
             dist.all_gather_object(told, None if mine is None else {key: whole(value) for key, value in mine.items()})
             return next((one for one in told if one is not None), {})
         return {key: whole(value) for key, value in optimizer.state.get(parameter, {}).items()}
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of all elements of a tensor."""
-    value = value.detach()
-    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
 
 
 def compiled(model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as
 
 from tests.deepspeed_engine.optimizers import FusedLayoutAdam
 from tests.gloo import on_ranks, run
+from tests.live import equal
 from tests.optim.zero_redundancy.training import (
     Net,
     assert_same_parameters,
@@ -107,7 +108,7 @@ def test_first_iterations_change_nothing_unless_asked_to(rank, world_size):
         ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, ours))
         for step in range(lost):
             backward(ddp, step, rank)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        assert equal(model, other)
         ours.zero_grad()
         backward(ddp, lost, rank)
         assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
@@ -128,7 +129,7 @@ def test_learning_rates_take_effect(rank, world_size):
             group["lr"] = 0.0
             group["weight_decay"] = 0.0
         run_both(pairs[:1], [7], rank)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        assert equal(model, other)
 
 
 @on_ranks(2)
@@ -273,7 +274,7 @@ def test_torchs_own_hook_runs_it(rank, world_size):
         backward(reference, step, rank)
         if step >= 2:
             theirs.step()
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert equal(model, other)
 
 
 @on_ranks(3)
