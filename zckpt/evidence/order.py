@@ -52,7 +52,7 @@ def tells_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
 
     Those of several groups, one group after the other, are in the optimizer's order, which may be another.
     """
-    members = [name for group in checkpoint.param_groups for name in group.parameters]
+    members = checkpoint.grouped
     known = aligned([*checkpoint.parameters, *checkpoint.buffers], names)
     order = [known.get(name, name) for name in names]
     owners = {one.name for one in checkpoint.owners}

@@ -218,7 +218,7 @@ MOST_SHOWN = 8
 
 def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
     """Raise UnsupportedError unless all parameters of the optimizer have names; `why` says who needs them."""
-    every = [name for group in checkpoint.param_groups for name in group.parameters]
+    every = checkpoint.grouped
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(name for name in every if name not in checkpoint.parameters)]))
     if unknown:
         raise UnsupportedError(

@@ -86,7 +86,7 @@ def known_names(checkpoint: Checkpoint) -> dict[str, object]:
 
     Which these are was found in the source's files (their order, a configuration), and may not be seen in a target's.
     """
-    names = [name for group in checkpoint.param_groups for name in group.parameters]
+    names = checkpoint.grouped
     known = {str(number): name for number, name in enumerate(names) if name in checkpoint.parameters}
     return {} if len(known) == len(names) else {NUMBERS: known}
 

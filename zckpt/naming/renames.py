@@ -48,7 +48,7 @@ def new_names(
 
 def names_of(checkpoint: Checkpoint) -> list[str]:
     """Return the names of all tensors, and those by which an optimizer calls others; numbers are no names."""
-    groups = (name for group in checkpoint.param_groups for name in group.parameters)
+    groups = checkpoint.grouped
     every = dict.fromkeys([*checkpoint.parameters, *checkpoint.buffers, *checkpoint.unnamed, *groups])
     return [name for name in every if not (name.isdecimal() and name not in checkpoint.parameters)]
 

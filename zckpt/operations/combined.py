@@ -192,7 +192,7 @@ def _common(dtypes: Sequence[str]) -> str:
 
 def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
     """Return what each source has under every name; a name that is tied in one may be missing in another."""
-    tied = {one.name: one.tied_to for source in sources for one in source.parameters.values() if one.tied_to}
+    tied = {alias: owner for source in sources for alias, owner in source.aliases.items()}
     every: dict[str, list[Parameter]] = {}
     missing: dict[int, list[str]] = {}
     for name in dict.fromkeys(tensor.name for source in sources for tensor in source.tensors()):

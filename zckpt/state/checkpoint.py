@@ -86,6 +86,11 @@ class Parameter:
     tied_to: str | None = None
     state: dict[str, object] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, name: str, weight: Slot) -> Parameter:
+        """Return one that has nothing but a weight."""
+        return cls(name, weight.shape, weight.dtype, {WEIGHT: weight})
+
     @property
     def numel(self) -> int:
         """Number of elements."""
@@ -407,6 +412,16 @@ class Checkpoint:
     def owners(self) -> list[Parameter]:
         """The parameters, each under one name."""
         return [one for one in self.parameters.values() if one.tied_to is None]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of parameters, each with its owner's."""
+        return {one.name: one.tied_to for one in self.parameters.values() if one.tied_to is not None}
+
+    @property
+    def grouped(self) -> list[str]:
+        """The names of what the param groups own, group by group."""
+        return [name for group in self.param_groups for name in group.parameters]
 
     def find(self, name: str) -> Parameter | None:
         """Return the parameter or buffer of a name, or what an optimizer only numbers; None: there is none."""

@@ -194,5 +194,5 @@ def _names_of(checkpoint: Checkpoint) -> list[str]:
     """Return the names of all tensors; where there is no model, those by which the optimizer calls its parameters."""
     if checkpoint.parameters or checkpoint.buffers:
         return [*checkpoint.parameters, *checkpoint.buffers]
-    listed = [name for group in checkpoint.param_groups for name in group.parameters]
+    listed = checkpoint.grouped
     return [name for name in dict.fromkeys([*checkpoint.unnamed, *listed]) if not name.isdecimal()]

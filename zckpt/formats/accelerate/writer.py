@@ -237,7 +237,7 @@ def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile
         if full:
             yield torch_writer.lay_out(f"{FSDP_MODEL}{after}.bin", model_tree(trained_tensors(model)))
             continue
-        tied = {one.name: one.tied_to for one in model.parameters.values() if one.tied_to is not None}
+        tied = model.aliases
         entries = [safetensors_layout.Entry(name, *one) for name, one in trained_tensors(model, tied="drop").items()]
         safetensors_layout.check_names([*(one.name for one in entries), *tied])
         metadata = {**tied, **safetensors_layout.FOR_TORCH}

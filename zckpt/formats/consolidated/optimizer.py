@@ -57,7 +57,7 @@ def is_optimizers(name: str) -> bool:
 def _owners(checkpoint: Checkpoint) -> dict[str, Parameter]:
     """Return every parameter that an optimizer owns, by the name or number its group has for it."""
     owned = {**checkpoint.unnamed, **checkpoint.parameters}
-    return {name: owned[name] for group in checkpoint.param_groups for name in group.parameters if name in owned}
+    return {name: owned[name] for name in checkpoint.grouped if name in owned}
 
 
 def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:

@@ -126,7 +126,7 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
     Raises UnsupportedError: state that no single parameter can hold, or more values than a file should have.
     """
     tree: dict[object, Any] = optimizer_tree(checkpoint, slots, in_pieces=True)
-    names = [name for group in checkpoint.param_groups for name in group.parameters]
+    names = checkpoint.grouped
     groups = [
         {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}
         for numbered, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True)

@@ -197,7 +197,7 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
         "optimizer": None,
         "param_shapes": None,
         "frozen_param_shapes": None,
-        "shared_params": {p.name: p.tied_to for p in checkpoint.parameters.values() if p.tied_to is not None},
+        "shared_params": checkpoint.aliases,
         "frozen_param_fragments": None,
         **{key: metadata.get(key) for key in NONE_IF_ABSENT},
         "skipped_steps": metadata.get("skipped_steps", 0),

@@ -109,7 +109,7 @@ class Layout:
         lost = []
         for name, slot in held.items():
             if name in self.model.buffer_names:
-                rank.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+                rank.buffers[name] = Parameter.of(name, slot)
             elif name in module and (owner := aliases.get(name)) is not None and (owner in held or owner in trained):
                 rank.parameters[name] = Parameter(name, (), slot.dtype, tied_to=owner)
             elif name in trained:
@@ -120,7 +120,7 @@ class Layout:
                     raise LayoutError(f"{name} has two shapes", path=path, expected=expected, found=slot.shape)
                 rank.parameters[name] = replace(own, dtype=slot.dtype, slots={**weight, **own.slots})
             elif name in module and self.is_beside(name, slot):
-                rank.buffers[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+                rank.buffers[name] = Parameter.of(name, slot)
             elif (frozen := self.frozen(name, slot)) is not None:
                 rank.parameters[name] = Parameter(
                     name, frozen.shape, frozen.dtype, {WEIGHT: frozen}, frozen=bool(self.firsts)

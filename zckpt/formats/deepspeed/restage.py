@@ -114,7 +114,7 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
     for number, layer in enumerate(layers):
         if layer.tied is not None:
             uses.setdefault(layer.tied, []).append(f"{number}.")
-    known = [name for group in checkpoint.param_groups for name in group.parameters]
+    known = checkpoint.grouped
     names: dict[str, str] = {}
     for key, prefixes in uses.items():
         numbered = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in known)]

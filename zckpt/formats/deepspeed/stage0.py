@@ -213,7 +213,7 @@ def keep_other_state(checkpoint: Checkpoint, content: Mapping[object, object], f
 
 def mark_frozen(checkpoint: Checkpoint) -> None:
     """Mark parameters that no number of the optimizer can stand for; what is not certain is not marked."""
-    owned = {name for group in checkpoint.param_groups for name in group.parameters}
+    owned = set(checkpoint.grouped)
     shapes = {parameter.shape for parameter in checkpoint.unnamed.values()}
     if owned - set(checkpoint.parameters) - set(checkpoint.unnamed):
         return

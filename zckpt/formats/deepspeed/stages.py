@@ -380,7 +380,7 @@ def _layers(
 def _evidence(origin: Origin, source: Sequence[Rank]) -> _Evidence:
     seen = _Evidence(len(source), _weights(source))
     for number, state in enumerate(source):
-        for name in (*(name for group in state.param_groups for name in group.parameters), *state.buffers):
+        for name in (*state.grouped, *state.buffers):
             key = tied_key(name)
             if key is None:
                 seen.stage[layer_of(name)] = number
@@ -401,7 +401,7 @@ def _weights(states: Sequence[Rank]) -> Weights:
     found: Counter[int | str] = Counter()
     tied: set[str] = set()
     for state in states:
-        own = [name for group in state.param_groups for name in group.parameters if name not in tied]
+        own = [name for name in state.grouped if name not in tied]
         for name in own:
             key = tied_key(name)
             found[layer_of(name) if key is None else key] += state.parameters[name].numel

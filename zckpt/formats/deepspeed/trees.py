@@ -142,7 +142,7 @@ def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
     listed = source.content.get("shared_params")
     first = mp.mp_rank == 0 and rank == 0
     if listed == {} and first and source is mp.model:  # some writers leave it empty where parameters are tied
-        return {p.name: p.tied_to for p in mp.parameters.values() if p.tied_to is not None}
+        return mp.aliases
     return listed if first or listed is None or source is not mp.model else {}
 
 

@@ -118,7 +118,7 @@ class _Solver:
     @cached_property
     def owners(self) -> dict[str, Shape]:
         """The shapes of parameters that are not other names of one, in the model's order."""
-        return {one.name: one.shape for one in self.checkpoint.parameters.values() if one.tied_to is None}
+        return {one.name: one.shape for one in self.checkpoint.owners}
 
     @cached_property
     def plain(self) -> dict[str, Shape]:

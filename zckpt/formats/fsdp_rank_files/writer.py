@@ -166,11 +166,11 @@ class _Ranks:
         tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots)
         groups = [{k: v for k, v in one.items() if k != "param_names"} for one in tree["param_groups"]]
         if self.units is not None:
-            owners = [one.name for one in self.checkpoint.parameters.values() if one.tied_to is None]
+            owners = [one.name for one in self.checkpoint.owners]
             members = members_of(self.units, owners)
             groups[0]["params"] = list(range(len(members)))
             return {"state": flat_state(self.checkpoint, tree, members), "param_groups": groups}
-        names = [name for group in self.checkpoint.param_groups for name in group.parameters]
+        names = self.checkpoint.grouped
         states: dict[object, dict[str, object]] = {}
         for number, state in tree["state"].items():
             shape = self.checkpoint.parameters[names[number]].shape

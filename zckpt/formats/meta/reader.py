@@ -104,4 +104,4 @@ def _add(
                 Duplicate(kind, name, name, one, slot, rank) for rank, one in enumerate(slots) if rank and one.numel
             ]
         section = checkpoint.buffers if is_buffer else checkpoint.parameters
-        section[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+        section[name] = Parameter.of(name, slot)

@@ -73,7 +73,7 @@ def read(source: Path) -> Checkpoint:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
         for name, slot in slots.items():
             target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
-            target[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+            target[name] = Parameter.of(name, slot)
             where[name] = path.name
     if source.is_dir() and (source / INDEX_NAME).is_file():
         take_index(checkpoint, source / INDEX_NAME, where)

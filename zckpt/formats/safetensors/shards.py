@@ -78,7 +78,7 @@ def read(path: Path) -> Checkpoint:
     for name, pieces in tensors.items():
         slot = _slot(name, pieces, numbers, path)
         target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
-        target[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+        target[name] = Parameter.of(name, slot)
     checkpoint.world_size = max(len(numbers), 1)
     checkpoint.details["shards"] = numbers
     checkpoint.warnings.append(

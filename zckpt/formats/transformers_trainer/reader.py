@@ -25,7 +25,7 @@ from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
-from zckpt.state import WEIGHT, Checkpoint, Parameter
+from zckpt.state import Checkpoint, Parameter
 from zckpt.storage.files import read_json
 from zckpt.torchfile import TorchFile, read_torchfile
 
@@ -76,7 +76,7 @@ def _read_safetensors(one: Checkpoint, path: Path) -> None:
     dtypes = {name: slot.dtype for name, slot in slots.items()}
     for name, slot in slots.items():
         kind = one.parameters if may_be_trained(name, dtypes) else one.buffers
-        kind[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+        kind[name] = Parameter.of(name, slot)
     for alias, owner in aliases_in(texts, slots).items():
         if owner in one.parameters:
             one.parameters[alias] = replace(one.parameters[owner], name=alias, slots={}, tied_to=owner)

@@ -68,7 +68,7 @@ def _gone(checkpoint: Checkpoint, request: Request) -> dict[str, frozenset[str]]
         if path.parent.parent == directory:
             stems.setdefault(path.parent.name, set()).add(path.stem)
     found = {}
-    for name in (name for group in checkpoint.param_groups for name in group.parameters):
+    for name in checkpoint.grouped:
         present = {stem for stem in stems[name] if stem in shaped}
         gone, whole = request.of(present)
         if whole:
