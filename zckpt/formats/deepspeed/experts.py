@@ -78,17 +78,12 @@ def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
 
 
 def global_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
-    """Return the name with the expert's global number."""
+    """Return the name with the expert's global number; of minus its rank with the number that it has there."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return name
     number = int(match["number"]) + expert_rank * per_rank[match["before"]]
     return f"{match['before']}{number}{match['after']}"
-
-
-def local_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
-    """Return the name with the number that the expert has on its expert rank."""
-    return global_name(name, -expert_rank, per_rank)
 
 
 def check_divides(layer: str, count: int, degree: int) -> None:
@@ -184,7 +179,7 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
     ranks = _dealt(sparse, degree, totals)
     every = [name for names in ranks for name in names]
     per_rank = {layer: max(total // degree, 1) for layer, total in totals.items()}
-    local = [[local_name(name, rank, per_rank) for name in names] for rank, names in enumerate(ranks)]
+    local = [[global_name(name, -rank, per_rank) for name in names] for rank, names in enumerate(ranks)]
     if any(one != local[0] for one in local):
         raise UnsupportedError(
             f"a param group that does not have the same of the experts of each of {degree} ranks, as DeepSpeed's has",

@@ -68,9 +68,8 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
             )
     world, walk = len(members), _walk(shapes, members[0], len(members))
     for member in members[1:]:
-        sizes = [master.numel for master in member.masters]
-        if sizes != [master.numel for master in members[0].masters] and _walk(shapes, member, world) != walk:
-            raise _mismatch(member, world, shapes, sizes)
+        if [one.numel for one in member.masters] != [one.numel for one in members[0].masters]:
+            _walk(shapes, member, world, walk)
     places: dict[int, list[tuple[int, int]]] = {}
     lines: dict[tuple[int, str], Line] = {}
     slots: Slots = {name: {} for name in shapes}
@@ -194,31 +193,28 @@ class FrozenPadding:
                     yield PaddingSpan(WEIGHT, model.path, low, (tensor.numel - count) * tensor.itemsize)
 
 
-def _walk(shapes: Shapes, member: OptimizerShard, world: int) -> list[tuple[str, int, int]]:
-    """Return for each parameter its sub-group and where its shard starts there, in elements."""
+def _walk(
+    shapes: Shapes, member: OptimizerShard, world: int, like: Sequence[object] | None = None
+) -> list[tuple[str, int, int]]:
+    """Return for each parameter its sub-group and where its shard starts there, in elements: as another rank has it."""
     sizes = [master.numel for master in member.masters]
+    numels = [shard_numel(math.prod(shape), world) for shape in shapes.values()]
     ends, found, begin = list(accumulate(sizes)), [], 0
-    for name, shape in shapes.items():
-        numel = shard_numel(math.prod(shape), world)
+    fits = sum(numels) == sum(sizes) and len(sizes) >= min(len(numels), 1)
+    for name, numel in zip(shapes, numels, strict=True) if fits else ():
         index = min((bisect_right if numel else bisect_left)(ends, begin), len(sizes) - 1)
-        if not sizes or begin + numel > ends[index]:
-            raise _mismatch(member, world, shapes, sizes)
+        fits = fits and begin + numel <= ends[index]
         found.append((name, index, begin - ends[index] + sizes[index]))
         begin += numel
-    if begin != sum(sizes):
-        raise _mismatch(member, world, shapes, sizes)
+    if not fits or (like is not None and found != like):
+        raise LayoutError(
+            f"rank {member.rank}: shards of the parameters do not add up to its sub-groups",
+            path=member.path,
+            expected=f"{sum(numels)} elements for {world} ranks",
+            found=f"{sum(sizes)} in sub-groups of {sizes[:8]}",
+            advice="the file belongs to another run or world size",
+        )
     return found
-
-
-def _mismatch(member: OptimizerShard, world: int, shapes: Shapes, sizes: list[int]) -> LayoutError:
-    total = sum(shard_numel(math.prod(shape), world) for shape in shapes.values())
-    return LayoutError(
-        f"rank {member.rank}: shards of the parameters do not add up to its sub-groups",
-        path=member.path,
-        expected=f"{total} elements for {world} ranks",
-        found=f"{sum(sizes)} in sub-groups of {sizes[:8]}",
-        advice="the file belongs to another run or world size",
-    )
 
 
 def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot | None:

@@ -67,7 +67,17 @@ class Numbered:
             base = None if FLAT_KEY in content else content
             state = parse(content.get("optimizer_state_dict", base), file.path, masters)
             self.content, self.state = content, without_errors(state)
-            self.flats = _flats(content[FLAT_KEY], self.state) if FLAT_KEY in content else None
+            found = content.get(FLAT_KEY, [])
+            if not isinstance(found, (list, tuple)) or not all(
+                isinstance(t, Tensor) and len(t.shape) == 1 for t in found
+            ):
+                raise DamagedFileError(f"unreadable {FLAT_KEY}", expected="a list of flat tensors")
+            self.flats = list(found) if FLAT_KEY in content else None
+            if self.flats is not None and [len(numbers) for numbers in self.state.numbers] != [1] * len(found):
+                raise DamagedFileError(
+                    "flat masters and param groups disagree", expected=f"{len(found)} groups of one tensor",
+                    found=str(self.state.numbers)[:80],
+                )  # fmt: skip
 
     def attach(
         self,
@@ -175,17 +185,6 @@ class Numbered:
         counts = [len(its) if isinstance(its, (list, tuple)) else 0 for its in listed]
         whole = counts == [len(numbers) for numbers in self.state.numbers] if self.flats is None else all(counts)
         return names if names and whole and len(set(names)) == len(names) else None
-
-
-def _flats(found: object, state: OptimizerState) -> list[Tensor]:
-    if not isinstance(found, (list, tuple)) or not all(isinstance(t, Tensor) and len(t.shape) == 1 for t in found):
-        raise DamagedFileError(f"unreadable {FLAT_KEY}", expected="a list of flat tensors")
-    if [len(numbers) for numbers in state.numbers] != [1] * len(found):
-        raise DamagedFileError(
-            "flat masters and param groups disagree", expected=f"{len(found)} groups of one tensor",
-            found=str(state.numbers)[:80],
-        )  # fmt: skip
-    return list(found)
 
 
 def attach_optimizer(rank: Rank, names: Sequence[str] | None) -> None:

@@ -18,8 +18,8 @@ from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import (
     expert_degrees,
     experts_per_rank,
+    global_name,
     layer_of,
-    local_name,
     mixed,
     spread_experts,
 )
@@ -78,7 +78,7 @@ def target_groups(
                 [
                     local(one, auto[one.name], degree, rank)
                     if one.name in auto
-                    else replace(one, name=local_name(one.name, rank, per_rank))
+                    else replace(one, name=global_name(one.name, -rank, per_rank))
                     for one in own
                 ]
                 for rank, own in enumerate(experts)
