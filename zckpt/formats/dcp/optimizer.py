@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.evidence import note_not_used
+from zckpt.evidence import Evidence, note_not_used
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry
-from zckpt.formats.torch_files.optimizer import OptimizerState, joined, parse, unflattened
+from zckpt.formats.torch_files.optimizer import OptimizerState, joined, names_of, parse, unflattened
 from zckpt.formats.torch_files.optimizer import attach as attach_state
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
 from zckpt.state import Checkpoint
@@ -135,25 +135,33 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Seque
     UsageError
         `names` do not fit.
     """
+    numbered = [one for one in optimizers if not one.state.names]
+    if optimizers and not numbered:
+        note_not_used(checkpoint, names)
+    given: dict[tuple[int, int], str] = {}
+    if names is not None and numbered:
+        groups = [[(at, number) for number in its] for at, one in enumerate(numbered) for its in one.state.numbers]
+        shapes = {(at, number): numbered[at].state.shape(number) for its in groups for at, number in its}
+        given = Evidence.of(checkpoint, groups, shapes, factored=True).given(names)
     taken: set[str] = set()
-    kept: list[Optimizer] = []
+    before: set[str] = set()  # which the numbers of those before are
     for one in optimizers:
-        own = {one.prefix + name for name in one.state.names.values()}
-        if taken & own:
+        state = one.state
+        if one.prefix or one.name is not None:
+            state = joined([(one.name, one.prefix if state.names else "", state)])
+        found = dict(state.names)
+        if not one.state.names:
+            own = {number: name for (at, number), name in given.items() if numbered[at] is one}
+            own = own or names_of(checkpoint, one.state, without=before)
+            before |= set(own.values())
+            pairs = zip(state.every_number, one.state.every_number, strict=True)
+            found = {number: own[old] for number, old in pairs if old in own}
+        if taken & set(found.values()):
             checkpoint.warnings.append(f"{one.path} has parameters of an optimizer before it; its state is not read")
             continue
-        taken |= own
-        kept.append(one)
-    if not kept:
-        return
-    state = kept[0].state
-    if len(kept) > 1 or kept[0].prefix or kept[0].name is not None:
-        state = joined((one.name, one.prefix, one.state) for one in kept)
-    for name in state.names.values():
-        if name in checkpoint.buffers:  # an optimizer has it, so that it is none
-            checkpoint.parameters[name] = checkpoint.buffers.pop(name)
-    certain = None
-    if len(state.names) == len(state.every_number):
-        note_not_used(checkpoint, names)
-        certain = {number: name for number, name in state.names.items() if name in checkpoint.parameters}
-    attach_state(checkpoint, state, checkpoint.source, names=names, certain=certain, known=(PARAMS,))
+        taken |= set(found.values())
+        for name in found.values():
+            if name in checkpoint.buffers:  # an optimizer has it, so that it is none
+                checkpoint.parameters[name] = checkpoint.buffers.pop(name)
+        found = {number: name for number, name in found.items() if name in checkpoint.parameters}
+        attach_state(checkpoint, state, one.path, certain=found, known=(PARAMS,), front=one.prefix)

@@ -277,6 +277,7 @@ def attach(
     certain: Mapping[int, str] | None = None,
     orders: Orders = in_order_or_sorted,
     known: Collection[str] = ("params", "param_names"),
+    front: str = "",
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -299,6 +300,8 @@ def attach(
         In which groups may have their parameters, as for `Evidence.certain`.
     known : collection of str
         Keys of a group that are no hyperparameters.
+    front : str
+        Put before numbers that stay, where several optimizers have the same.
 
     Raises
     ------
@@ -310,15 +313,15 @@ def attach(
     found = {} if labels else certain
     if found is None:
         with about(path):
-            found = _names(checkpoint, optimizer, names, sample, orders)
+            found = names_of(checkpoint, optimizer, names, sample=sample, orders=orders)
     labels |= {number: name for number, name in optimizer.names.items() if number not in found}
-    for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
-        members = []
+    for group, numbers in zip(optimizer.groups, optimizer.numbers, strict=True):
+        index, members = len(checkpoint.param_groups), []
         for number in numbers:
             slots, name = optimizer.state.get(number, {}), found.get(number)
             is_held = bool(slots) or number in optimizer.masters
             if name is None:
-                name = labels.get(number, str(number))
+                name = labels.get(number, f"{front}{number}")
                 unnamed += [number] if is_held and number not in labels else []
                 owner = keep_number(checkpoint, name, optimizer.shape(number), is_kept=is_held)
             else:
@@ -360,40 +363,42 @@ def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dic
     )
 
 
-def _names(
+def names_of(
     checkpoint: Checkpoint,
     optimizer: OptimizerState,
-    names: Sequence[str] | None,
-    sample: Sample | None,
-    orders: Orders,
+    names: Sequence[str] | None = None,
+    *,
+    without: Collection[str] = (),
+    sample: Sample | None = None,
+    orders: Orders = in_order_or_sorted,
 ) -> dict[int, str]:
+    """Return the names that are certain, by number; parameters are as of `attach`, those `without` are another's."""
     numbers = optimizer.every_number
     shapes = {number: optimizer.shape(number) for number in numbers}
     said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
-    known = _by_name(said, optimizer)
+    if without:
+        said = replace(said, candidates={name: one for name, one in said.candidates.items() if name not in without})
     if len(optimizer.names) == len(numbers):
-        if names is not None and said.known(names) != said.known(list(optimizer.names.values())):
+        own = list(optimizer.names.values())
+        if names is not None and said.known(names) != said.known(own):
             raise UsageError("the file has names of its optimizer's parameters", advice="leave --names out")
-        return known
-    taken = set(known.values())  # of several optimizers some may have names
-    free = {name: shape for name, shape in said.candidates.items() if name not in taken}
-    groups = [[number for number in group if number not in optimizer.names] for group in optimizer.numbers]
-    said = replace(said, groups=groups, candidates=free)
+        return _by_name(said, optimizer)
     if names is not None:
-        return known | said.given(names)
+        return said.given(names)
     if recorded := said.recorded(optimizer.recorded_names):
-        return known | recorded
+        return recorded
     checkpoint.is_numbered = True
+    own_name = dict(zip(optimizer.names, said.known(list(optimizer.names.values())), strict=True))
 
     def is_of(number: int, name: str) -> bool:
-        return name.startswith(optimizer.scopes.get(number, ""))
+        return name.startswith(optimizer.scopes.get(number, "")) and own_name.get(number, name) == name
 
     @cache
     def rounds(number: int, name: str) -> bool:
         master = optimizer.masters.get(number)
         return master is None or sample is None or sample(master, name)
 
-    return known | replace(said, factored=False, rules=(is_of, rounds)).certain(orders)
+    return replace(said, factored=False, rules=(is_of, rounds)).certain(orders)
 
 
 def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:

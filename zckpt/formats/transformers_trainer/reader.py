@@ -198,8 +198,6 @@ def _read_optimizers(
         if len(states) > 1:
             for group in checkpoint.param_groups[before:]:
                 group.optimizer = path.stem
-            for name in found.values():
-                checkpoint.parameters[name].group = (checkpoint.parameters[name].group or 0) + before
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
     if is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
