@@ -16,7 +16,7 @@ from tests.gloo import WorkerError
 from tests.interop.test_universal import converted_by_deepspeed
 from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.formats.deepspeed.auto_ep import layers_for
+from zckpt.formats.deepspeed.axes.auto_ep import layers_for
 from zckpt.formats.deepspeed.target_groups import EXPERT_GROUP_NUMEL, expert_groups
 
 pytestmark = pytest.mark.interop

@@ -17,9 +17,9 @@ from tests.deepspeed_engine import Spec, resume, train
 from tests.plans import read_slot
 from tests.truth import Truth, assert_consolidated
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.axes.tensor_parallel import cut, merge
+from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.tensor_parallel import cut, merge
-from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.state import Extent, Parameter, Slot, Span
 
 pytestmark = pytest.mark.interop

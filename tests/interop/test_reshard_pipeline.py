@@ -20,7 +20,7 @@ from tests.deepspeed_engine import Spec, resume
 from tests.interop.cut import TOLERANCE, Cut, cut
 from tests.pairwise import some
 from tests.truth import Truth, assert_same
-from zckpt.formats.deepspeed.stages import balanced, uniform
+from zckpt.formats.deepspeed.axes.stages import balanced, uniform
 
 pytestmark = pytest.mark.interop
 

@@ -8,7 +8,7 @@ import pytest
 
 import zckpt
 from zckpt.formats.account import ranges, take_inventory
-from zckpt.formats.deepspeed import per_parameter
+from zckpt.formats.deepspeed.layouts import per_parameter
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 

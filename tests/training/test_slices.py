@@ -17,7 +17,7 @@ from tests.deepspeed_engine import Spec, models, tensor_parallel
 from tests.deepspeed_engine.training import batch
 from tests.gloo import run
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed.tp_rules import Rules
+from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.optim import ZeroOptimizer
 from zckpt.optim.tensors import ModelState, Share
 from zckpt.state import Extent

@@ -43,7 +43,7 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
 
 
 def _with_floats(checkpoint: AnyCheckpoint, *, keeps_files: bool) -> AnyCheckpoint:
-    from zckpt.formats.deepspeed.quantised import with_float_slots  # verbs that never do this do not wait for it
+    from zckpt.formats.deepspeed.rare.quantised import with_float_slots  # verbs that never do this do not wait for it
     from zckpt.formats.torch_files.quantised import as_floats
 
     path, own = checkpoint.source, with_float_slots(checkpoint, keeps_files=keeps_files)

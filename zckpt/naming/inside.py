@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile, children, each
 from zckpt.torchfile.nodes import DefaultMapping, OrderedMapping

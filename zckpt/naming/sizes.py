@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.deepspeed.gpt_model import JOINED
+from zckpt.formats.deepspeed.axes.gpt_model import JOINED
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint, Shape

@@ -89,7 +89,7 @@ class OpenedCheckpoint(Checkpoint):
         key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
         if key in owner.slots:
             return owner.slots[key]
-        from zckpt.formats.deepspeed.quantised import with_float_slots
+        from zckpt.formats.deepspeed.rare.quantised import with_float_slots
         from zckpt.formats.torch_files.quantised import float_slots
 
         floats = float_slots(owner, self.source)

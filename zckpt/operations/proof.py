@@ -58,7 +58,7 @@ class SlotsProof(Proof):
         found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in self.checkpoint.tensors()])
         source, target = self.checkpoint, found
         if laid.in_floats:  # what each rank's codes stand for, as slots
-            from zckpt.formats.deepspeed.quantised import with_float_slots
+            from zckpt.formats.deepspeed.rare.quantised import with_float_slots
 
             source, target = (with_float_slots(one, keeps_files=True) for one in (source, target))
         prove(source, target)

@@ -4,8 +4,8 @@ What a rank has of a slice is saved as the box of the whole parameter that it is
 (query, key and value; gate and up), of which a file of zckpt's format has one for each slot, one rank collects the
 parameter, each another one, and writes it.
 
-Rules say how slices make up parameters (`universal_checkpoint_info`, see `zckpt.formats.deepspeed.tp_rules`). What they
-say of ranks that have the same is compared.
+Rules say how slices make up parameters (`universal_checkpoint_info`, see `zckpt.formats.deepspeed.axes.tp_rules`).
+What they say of ranks that have the same is compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed.tensor_parallel import cut
-from zckpt.formats.deepspeed.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
+from zckpt.formats.deepspeed.axes.tensor_parallel import cut
+from zckpt.formats.deepspeed.axes.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.ranks import Ranks, answering
 from zckpt.optim.states.by_parameter import NamedShare

@@ -9,7 +9,7 @@ import pytest
 
 from tests.refusals import refusing
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.tp_rules import AFFINE_KEY, Rules, Share
+from zckpt.formats.deepspeed.axes.tp_rules import AFFINE_KEY, Rules, Share
 
 NAME = "model.mlp.up_proj.weight"
 

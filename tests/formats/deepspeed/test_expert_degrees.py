@@ -10,7 +10,7 @@ import torch
 
 from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.expert_optimizers import _Optimizer
+from zckpt.formats.deepspeed.axes.expert_optimizers import _Optimizer
 from zckpt.state import Checkpoint, Parameter
 from zckpt.torchfile import read_torchfile
 

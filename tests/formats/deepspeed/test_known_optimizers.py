@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from zckpt.formats.deepspeed.flat import ZERO_WITHOUT_GRADIENTS
+from zckpt.formats.deepspeed.layouts.flat import ZERO_WITHOUT_GRADIENTS
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, OF_ONE_RANK, OF_ONE_RANK_IN_GROUPS, quantised_keys
 from zckpt.formats.torch_files.quantised import NESTED
 

@@ -222,7 +222,7 @@ def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_pa
 )
 def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, tmp_path, monkeypatch):
     """Where partitions have whole blocks; elsewhere there are floats, which torchao takes, too."""
-    monkeypatch.setattr("zckpt.formats.deepspeed.requantised.SMALLEST_NUMEL", 32)
+    monkeypatch.setattr("zckpt.formats.deepspeed.rare.requantised.SMALLEST_NUMEL", 32)
     codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
     for run, which in ((codes, False), (floats, True)):
         for path in tag_of(run).glob("*optim_states.pt"):

@@ -18,7 +18,7 @@ from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same, assert_state
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
-from zckpt.formats.deepspeed.experts import check_split, of_experts, spread_experts
+from zckpt.formats.deepspeed.axes.experts import check_split, of_experts, spread_experts
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.target_groups import dealt

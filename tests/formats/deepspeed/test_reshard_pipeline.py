@@ -17,7 +17,7 @@ from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same, assert_state
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed import target_groups
-from zckpt.formats.deepspeed.stage_order import goes_by_modules, known_orders
+from zckpt.formats.deepspeed.axes.stage_order import goes_by_modules, known_orders
 from zckpt.state import Checkpoint, ParamGroup
 
 PLAIN, SLICED, EXPERTS = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "moe_pp2_ep2_s1_bf16_dp2"

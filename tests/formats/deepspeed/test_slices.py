@@ -20,9 +20,9 @@ from tests.refusals import refusing
 from tests.strategies import cuts
 from zckpt.engine.copy import read_extent
 from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.formats.deepspeed.axes.tensor_parallel import cut, merge
+from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.tensor_parallel import cut, merge
-from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.state import Extent, Parameter, Slot, Span
 from zckpt.storage.files import Sources
 

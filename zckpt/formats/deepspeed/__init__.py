@@ -1,12 +1,12 @@
 """Checkpoints of DeepSpeed: ZeRO-0, 1, 2, 3 and BF16_Optimizer, rigid and elastic, dense, MoE and tensor-parallel.
 
 files       directory (their names), shards (what they hold; nested: other names), ranks (which belong together), values
-layouts     layout (what all have in common), flat (ZeRO-1, 2), per_parameter (ZeRO-3), stage0* (none); groups
-axes        tensor_parallel (tp_rules), pipeline (stages, restage), experts (expert_*, auto_ep*)
+layouts/    layout (what all have in common), flat (ZeRO-1, 2), per_parameter (ZeRO-3), stage0*, without_zero; groups
+axes/       tensor_parallel (tp_rules, gpt_model), pipeline (stage*, restage), experts (expert_*, auto_ep*)
 read        reader: all ranks of all axes to a Checkpoint, whose files origin keeps
 recut       decide: a Checkpoint and options to a target; foreign gives one of another format an origin
-write       trees; documents: all files; writer, without_zero: a directory; in_place: an engine
-rare        zenflow, muon, one_bit, unsaved, aliases, gpt_model, quantised state (quantised, codes, requantised)
+write       trees; documents: all files; writer: a directory; in_place: an engine; strip
+rare/       zenflow, muon, one_bit, unsaved, aliases, quantised state (quantised, codes, requantised)
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DeepSpeed(Format):
 
     def renames(self, checkpoint: Checkpoint) -> bool:
         """Tell whether a checkpoint is a pipeline's, whose layers get the names of one model."""
-        from zckpt.formats.deepspeed.pipeline import is_of_layer
+        from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
 
         return any(is_of_layer(name) for name in checkpoint.parameters)
 

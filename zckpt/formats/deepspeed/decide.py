@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.deepspeed import aliases
-from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_experts
-from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
+from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer, auto_experts
+from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
+from zckpt.formats.deepspeed.axes.restage import is_staged, stage_states
+from zckpt.formats.deepspeed.axes.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.hyperparameters import Group, configured, read_hyperparameters, with_hyperparameters
-from zckpt.formats.deepspeed.muon import is_of_muon
 from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
-from zckpt.formats.deepspeed.restage import is_staged, stage_states
+from zckpt.formats.deepspeed.rare import aliases
+from zckpt.formats.deepspeed.rare.muon import is_of_muon
+from zckpt.formats.deepspeed.rare.zenflow import DETAIL, keeps_zenflow
 from zckpt.formats.deepspeed.shards import OptimizerShard, section
 from zckpt.formats.deepspeed.target import DEFAULT_SUB_GROUP_SIZE, Target
 from zckpt.formats.deepspeed.target_groups import target_groups
-from zckpt.formats.deepspeed.tensor_parallel import written_rules
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
-from zckpt.formats.deepspeed.zenflow import DETAIL, keeps_zenflow
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.checkpoint import keys_listed
@@ -235,7 +235,7 @@ def cut_rank_values(target: Target) -> None:
             found=f"{count} ranks",
             advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
         )
-    from zckpt.formats.deepspeed.codes import cut_codes
+    from zckpt.formats.deepspeed.rare.codes import cut_codes
 
     advice = cut_codes(target)
     if target.coded:

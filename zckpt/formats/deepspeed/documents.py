@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.formats.deepspeed.auto_ep import alone, auto_experts, auto_layers
+from zckpt.formats.deepspeed.axes.auto_ep import alone, auto_experts, auto_layers
+from zckpt.formats.deepspeed.axes.experts import expert_number, in_order, is_expert, layer_of
+from zckpt.formats.deepspeed.axes.pipeline import layer_names, tied_key, within
+from zckpt.formats.deepspeed.axes.pipeline import layer_of as layer_number
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
 from zckpt.formats.deepspeed.nested import unwrapped
-from zckpt.formats.deepspeed.pipeline import layer_names, tied_key, within
-from zckpt.formats.deepspeed.pipeline import layer_of as layer_number
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.trees import carried_from, is_filed, model_tree, optimizer_tree, single
 from zckpt.formats.torch_files import writer as torch_writer

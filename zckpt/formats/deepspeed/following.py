@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.axes.experts import is_expert
+from zckpt.formats.deepspeed.axes.tp_rules import AFFINE_KEY, INFO_KEY
 from zckpt.formats.deepspeed.shards import BOOKKEEPING
-from zckpt.formats.deepspeed.tp_rules import AFFINE_KEY, INFO_KEY
 from zckpt.state import Checkpoint
 
 _GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")

@@ -13,21 +13,21 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.evidence import refuse_unnamed
-from zckpt.formats.deepspeed.auto_ep import listed_entries
-from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
-from zckpt.formats.deepspeed.experts import (
+from zckpt.formats.deepspeed.axes.auto_ep import listed_entries
+from zckpt.formats.deepspeed.axes.experts import (
     check_split,
     expert_degrees,
     experts_per_rank,
     numbers_of_experts,
     of_experts,
 )
-from zckpt.formats.deepspeed.gpt_model import known_rules
+from zckpt.formats.deepspeed.axes.gpt_model import known_rules
+from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
+from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.pipeline import is_of_layer
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view

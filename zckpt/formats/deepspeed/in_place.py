@@ -17,6 +17,7 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import foreign
+from zckpt.formats.deepspeed.axes.stages import Stages
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.directory import OPTIMIZER, PIPELINE_LAYER, Shard, classify
 from zckpt.formats.deepspeed.documents import documents
@@ -24,10 +25,9 @@ from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
 from zckpt.formats.deepspeed.notes import rank_notes
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.stages import Stages
+from zckpt.formats.deepspeed.rare.zenflow import DETAIL
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.trees import form_of
-from zckpt.formats.deepspeed.zenflow import DETAIL
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
 from zckpt.state.checkpoint import keys_listed

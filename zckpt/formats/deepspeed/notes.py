@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zckpt.errors import listed
-from zckpt.formats.deepspeed.pipeline import TIED
+from zckpt.formats.deepspeed.axes.pipeline import TIED
+from zckpt.formats.deepspeed.axes.tp_rules import AFFINE_KEY, INFO_KEY
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target
-from zckpt.formats.deepspeed.tp_rules import AFFINE_KEY, INFO_KEY
 from zckpt.formats.deepspeed.values import is_same
 from zckpt.torchfile import FromFile
 

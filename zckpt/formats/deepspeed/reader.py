@@ -14,8 +14,12 @@ from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.auto_ep import check_kind, common
+from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
+from zckpt.formats.deepspeed.axes.auto_ep import check_kind, common
+from zckpt.formats.deepspeed.axes.expert_ranks import expert_files, spread_over
+from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, check_empty, is_expert
+from zckpt.formats.deepspeed.axes.pipeline import degrees, join, stage_weights, with_shapes
+from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, Rules, read_rules
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -24,12 +28,9 @@ from zckpt.formats.deepspeed.directory import (
     PIPELINE_LAYER,
     TagDirectory,
 )
-from zckpt.formats.deepspeed.expert_ranks import expert_files, spread_over
-from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, check_empty, is_expert
-from zckpt.formats.deepspeed.groups import in_one_order
-from zckpt.formats.deepspeed.layout import Layout
+from zckpt.formats.deepspeed.layouts.groups import in_one_order
+from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.pipeline import degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.ranks import (
     check_models,
     data_parallel_size,
@@ -38,6 +39,7 @@ from zckpt.formats.deepspeed.ranks import (
     missing_ranks,
     select,
 )
+from zckpt.formats.deepspeed.rare.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.shards import (
     GROUPS_KEY,
     MODEL_KEYS,
@@ -48,8 +50,6 @@ from zckpt.formats.deepspeed.shards import (
     read_optimizer,
     section,
 )
-from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY, Rules, read_rules
-from zckpt.formats.deepspeed.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
     Content,
@@ -101,7 +101,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     ranks = list(files.ranks())
     info: Mapping[str, object] | None = given
     if given is None and not model.content.keys().isdisjoint((INFO_KEY, ARGUMENTS)):
-        from zckpt.formats.deepspeed.gpt_model import known_rules
+        from zckpt.formats.deepspeed.axes.gpt_model import known_rules
 
         said = plain(model.content.get(INFO_KEY))
         shapes = {name: p.shape for rank in ranks[::tp] for name, p in rank.parameters.items()}
@@ -112,13 +112,13 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     rules = None if info is None else make(info, str(tp_rules or model.path))
     reasons: list[str] = []
     if not files.optimizers:
-        from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
+        from zckpt.formats.deepspeed.layouts.stage0_ranks import attach_to_ranks
 
         reasons = attach_to_ranks(ranks, files.of_experts, info, tp, names, layers=layers)
     with about(model.path):
         stages = ranks
         if tp > 1 or rules is not None:
-            from zckpt.formats.deepspeed.tensor_parallel import merge
+            from zckpt.formats.deepspeed.axes.tensor_parallel import merge
 
             stages = [merge(ranks[i : i + tp], rules) for i in range(0, len(ranks), tp)]
         state = join(stages) if len(stages) > 1 else stages[0]
@@ -126,7 +126,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
                  "duplicates", "optimizer_metadata", "loss_scale", "is_numbered"):  # fmt: skip
         setattr(checkpoint, name, getattr(state, name))
     if layers:
-        from zckpt.formats.deepspeed.stage_order import stage_orders
+        from zckpt.formats.deepspeed.axes.stage_order import stage_orders
 
         checkpoint.details |= stage_orders(stages)
     checkpoint.origin = Origin(
@@ -286,7 +286,7 @@ class _Files:
             details["parameter_alignment"] = pads or model.zero_option("parameter_alignment")
             details["bf16_optimizer"] = lead.bf16_optimizer
             if model.uses_zenflow:
-                from zckpt.formats.deepspeed.zenflow import DETAIL, WARNING
+                from zckpt.formats.deepspeed.rare.zenflow import DETAIL, WARNING
 
                 details[DETAIL] = first.transposed
                 checkpoint.warnings.append(WARNING)
@@ -324,8 +324,8 @@ class _Files:
             found.append({one.path: shard_rules(first=one is lead) for one in every})
             found.append(copies_of_optimizers(models, self.optimizers))
         else:
-            from zckpt.formats.deepspeed.one_bit import ONE_BIT_RULES, compresses
-            from zckpt.formats.deepspeed.stage0 import STATE_KEYS
+            from zckpt.formats.deepspeed.layouts.stage0 import STATE_KEYS
+            from zckpt.formats.deepspeed.rare.one_bit import ONE_BIT_RULES, compresses
 
             files = [m.file for m in models if self.of_experts or checkpoint.param_groups]
             roots = [(file, file.root) for file in (*(file for _, file in self.of_experts), *files)]
@@ -346,13 +346,13 @@ def _layout(members: Sequence[OptimizerShard]) -> type[Layout]:
         return Layout
     if members[0].stage == 3:
         if members[0].content.get(GROUPS_KEY):
-            from zckpt.formats.deepspeed.auto_ep_shards import ExpertShardedLayout
+            from zckpt.formats.deepspeed.axes.auto_ep_shards import ExpertShardedLayout
 
             return ExpertShardedLayout
-        from zckpt.formats.deepspeed.per_parameter import ShardedLayout
+        from zckpt.formats.deepspeed.layouts.per_parameter import ShardedLayout
 
         return ShardedLayout
-    from zckpt.formats.deepspeed.flat import FlatLayout
+    from zckpt.formats.deepspeed.layouts.flat import FlatLayout
 
     return FlatLayout
 

@@ -8,9 +8,9 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from zckpt.formats.deepspeed.expert_ranks import Placement
+from zckpt.formats.deepspeed.axes.expert_ranks import Placement
+from zckpt.formats.deepspeed.axes.stages import Stages
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.stages import Stages
 from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
@@ -26,8 +26,8 @@ from zckpt.state.partition import (
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import PackedSlot
-    from zckpt.formats.deepspeed.codes import Codes
-    from zckpt.formats.deepspeed.requantised import Form
+    from zckpt.formats.deepspeed.rare.codes import Codes
+    from zckpt.formats.deepspeed.rare.requantised import Form
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""

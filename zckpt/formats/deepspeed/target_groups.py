@@ -13,9 +13,9 @@ from itertools import groupby
 from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed.auto_ep import AutoLayer, local
-from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
-from zckpt.formats.deepspeed.experts import (
+from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer, local
+from zckpt.formats.deepspeed.axes.expert_ranks import Placement, is_data_first
+from zckpt.formats.deepspeed.axes.experts import (
     expert_degrees,
     experts_per_rank,
     global_name,
@@ -25,8 +25,8 @@ from zckpt.formats.deepspeed.experts import (
 )
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
+from zckpt.formats.deepspeed.rare.zenflow import transposed
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.formats.deepspeed.zenflow import transposed
 from zckpt.state import Parameter, ParamGroup
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order

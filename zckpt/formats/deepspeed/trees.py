@@ -14,17 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.aliases import aliases, joined
-from zckpt.formats.deepspeed.auto_ep import auto_experts, auto_layers, listed_layers
-from zckpt.formats.deepspeed.experts import is_expert, numbers_of_experts
-from zckpt.formats.deepspeed.gpt_model import SHARED, arguments_in, with_degrees
-from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
+from zckpt.formats.deepspeed.axes.auto_ep import auto_experts, auto_layers, listed_layers
+from zckpt.formats.deepspeed.axes.experts import is_expert, numbers_of_experts
+from zckpt.formats.deepspeed.axes.gpt_model import SHARED, arguments_in, with_degrees
+from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY
 from zckpt.formats.deepspeed.nested import is_nested, renested, unwrapped
 from zckpt.formats.deepspeed.origin import Rank
+from zckpt.formats.deepspeed.rare.aliases import aliases, joined
+from zckpt.formats.deepspeed.rare.muon import MOMENTUM, keeps_whole_matrices
+from zckpt.formats.deepspeed.rare.zenflow import keeps_zenflow, transposed, upright
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard
 from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned
-from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, INFO_KEY
-from zckpt.formats.deepspeed.zenflow import keeps_zenflow, transposed, upright
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import (
     Content,
@@ -435,7 +435,7 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     if not flat:
         cut = {"partition_count": target.world_size, "optimizer_state_dict": base, "fp32_flat_groups": masters}
         if auto_layers(target.origin.model):
-            from zckpt.formats.deepspeed.auto_ep_shards import partition_groups
+            from zckpt.formats.deepspeed.axes.auto_ep_shards import partition_groups
 
             cut[GROUPS_KEY] = partition_groups(target, mp.groups, rank)
         return cut

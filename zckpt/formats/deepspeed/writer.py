@@ -11,7 +11,11 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import foreign, loss_scaling, zenflow
+from zckpt.formats.deepspeed import foreign, loss_scaling
+from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
+from zckpt.formats.deepspeed.axes.restage import stages_asked, with_tied_keys
+from zckpt.formats.deepspeed.axes.tensor_parallel import check_slices
+from zckpt.formats.deepspeed.axes.tp_rules import read_rules
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.documents import target_files
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
@@ -19,11 +23,8 @@ from zckpt.formats.deepspeed.notes import alone_among_frozen, rank_notes, stage_
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import in_run, is_run, with_latest
-from zckpt.formats.deepspeed.pipeline import is_of_layer
-from zckpt.formats.deepspeed.restage import stages_asked, with_tied_keys
+from zckpt.formats.deepspeed.rare import zenflow
 from zckpt.formats.deepspeed.target import Target
-from zckpt.formats.deepspeed.tensor_parallel import check_slices
-from zckpt.formats.deepspeed.tp_rules import read_rules
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.state import Checkpoint
 
@@ -124,7 +125,7 @@ def recut(job: Job) -> TargetFiles:
         raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
                          found="--slice-rules")  # fmt: skip
     if not origin.members and checkpoint.zero_stage == 0:
-        from zckpt.formats.deepspeed import without_zero
+        from zckpt.formats.deepspeed.layouts import without_zero
 
         stage0 = without_zero.regrouped(checkpoint, origin, job.options)
         if stage0 is None:
@@ -150,7 +151,7 @@ def recut(job: Job) -> TargetFiles:
         in_floats=bool(target.coded),
     )
     if target.coded:
-        from zckpt.formats.deepspeed.requantised import with_notes
+        from zckpt.formats.deepspeed.rare.requantised import with_notes
 
         written = with_notes(written, target)
     return in_run(written, job, tag, target.world_size * len(target.ranks))
@@ -188,7 +189,7 @@ def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     try:
         if not options.requantize:
             return decide(checkpoint, options)
-        from zckpt.formats.deepspeed.requantised import decide_requantised
+        from zckpt.formats.deepspeed.rare.requantised import decide_requantised
 
         return decide_requantised(checkpoint, options)
     except UnsupportedError as error:

@@ -30,10 +30,10 @@ from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
-from zckpt.formats.deepspeed.gpt_model import known_rules
+from zckpt.formats.deepspeed.axes.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
+from zckpt.formats.deepspeed.axes.gpt_model import known_rules
+from zckpt.formats.deepspeed.axes.tp_rules import AVERAGED, INFO_KEY, REPLICATED, SLICED, SUB, TWO, Rules
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.tp_rules import AVERAGED, INFO_KEY, REPLICATED, SLICED, SUB, TWO, Rules
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file

@@ -18,15 +18,15 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about, listed
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.auto_ep import common, router_names, with_layers
+from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
+from zckpt.formats.deepspeed.axes.auto_ep import common, router_names, with_layers
+from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
-from zckpt.formats.deepspeed.groups import complete_aliases, optimizer_order, tied_names
-from zckpt.formats.deepspeed.per_parameter import FrozenPadding, frozen_weight
+from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_order, tied_names
+from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_extra
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_model, section
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of, keep_others, weight_in
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules

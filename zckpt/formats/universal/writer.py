@@ -21,12 +21,12 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.evidence import refuse_unnamed
-from zckpt.formats.deepspeed.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.auto_ep import expert_counts
-from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
-from zckpt.formats.deepspeed.gpt_model import shared_keys
+from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
+from zckpt.formats.deepspeed.axes.auto_ep import expert_counts
+from zckpt.formats.deepspeed.axes.experts import is_expert, of_auto_ep
+from zckpt.formats.deepspeed.axes.gpt_model import shared_keys
+from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.shards import section
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from zckpt.engine.tensors import TensorRead
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.axes.experts import is_expert
 from zckpt.formats.deepspeed.loss_scaling import of_stage0
 from zckpt.optim.flat_parameters import Member
 from zckpt.optim.param_groups import Names, by_tensor, sync

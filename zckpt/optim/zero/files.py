@@ -26,8 +26,8 @@ import torch.distributed as dist
 from zckpt.engine.plan import plan
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.axes.experts import expert_number, experts_per_rank, global_name, is_expert
 from zckpt.formats.deepspeed.directory import classify
-from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
 from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, new_storage, view
 from zckpt.operations.small_file import beside_it, check_text, name_of, write_text
 from zckpt.operations.target import write_target

@@ -21,8 +21,8 @@ from itertools import accumulate
 
 from zckpt.errors import DamagedFileError, UsageError, about
 from zckpt.evidence import NAMES_ADVICE, Orders, in_order_or_sorted, ways
-from zckpt.formats.deepspeed.one_bit import without_errors
 from zckpt.formats.deepspeed.origin import Rank
+from zckpt.formats.deepspeed.rare.one_bit import without_errors
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float

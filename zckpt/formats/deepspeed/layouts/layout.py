@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
-from zckpt.formats.deepspeed.aliases import notes
-from zckpt.formats.deepspeed.auto_ep import auto_experts, from_files, router_names
-from zckpt.formats.deepspeed.expert_ranks import Spread
-from zckpt.formats.deepspeed.experts import expert_number, is_expert
-from zckpt.formats.deepspeed.groups import complete_aliases, tied_names
+from zckpt.formats.deepspeed.axes.auto_ep import auto_experts, from_files, router_names
+from zckpt.formats.deepspeed.axes.expert_ranks import Spread
+from zckpt.formats.deepspeed.axes.experts import expert_number, is_expert
+from zckpt.formats.deepspeed.layouts.groups import complete_aliases, tied_names
 from zckpt.formats.deepspeed.origin import Rank
+from zckpt.formats.deepspeed.rare.aliases import notes
 from zckpt.formats.deepspeed.shards import OptimizerShard, Weights
 from zckpt.formats.deepspeed.values import (
     copies_of,
@@ -73,7 +73,7 @@ class Layout:
         """
         self.read(spread)
         if self.rank.transposed:
-            from zckpt.formats.deepspeed.zenflow import transposed
+            from zckpt.formats.deepspeed.rare.zenflow import transposed
 
             self.trained = {name: transposed(one) for name, one in self.trained.items()}
         self.place(shared)

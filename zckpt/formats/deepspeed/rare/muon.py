@@ -21,7 +21,7 @@ from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import Checkpoint, Duplicate, Extent, Slot
 
 if TYPE_CHECKING:
-    from zckpt.formats.deepspeed.flat import Partitions
+    from zckpt.formats.deepspeed.layouts.flat import Partitions
 
 MOMENTUM = "momentum_buffer"
 

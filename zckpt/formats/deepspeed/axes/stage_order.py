@@ -16,9 +16,9 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.axes.experts import is_expert
+from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, layer_of, tied_key
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.pipeline import TIED, align_groups, layer_of, tied_key
 from zckpt.formats.remainder import origin
 from zckpt.state import Checkpoint
 from zckpt.state.names import plain_name

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed.gpt_model import arguments_in, is_gpt
+from zckpt.formats.deepspeed.axes.gpt_model import arguments_in, is_gpt
+from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, tied_key
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.pipeline import TIED, layer_names, layer_of, tied_key
 from zckpt.state.names import is_number
 
 Numbers = tuple[int, ...]

@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.expert_ranks import Spread
-from zckpt.formats.deepspeed.layout import Layout
+from zckpt.formats.deepspeed.axes.expert_ranks import Spread
+from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of, element_slots, quantised_keys, weight_in
 from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
@@ -298,7 +298,7 @@ class ShardedLayout(Layout):
         found = frozen_weight(name, shape, self.rank.model_files)
         if found is None or not self.rank.transposed:
             return found
-        from zckpt.formats.deepspeed.zenflow import transposed_slot
+        from zckpt.formats.deepspeed.rare.zenflow import transposed_slot
 
         return transposed_slot(found)
 

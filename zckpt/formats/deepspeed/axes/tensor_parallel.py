@@ -22,12 +22,9 @@ from typing import TYPE_CHECKING
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError, listed
-from zckpt.formats.deepspeed.experts import expert_degrees, is_expert
-from zckpt.formats.deepspeed.gpt_model import check_degree
-from zckpt.formats.deepspeed.groups import complete_aliases
-from zckpt.formats.deepspeed.origin import Origin, Rank, gathered
-from zckpt.formats.deepspeed.ranks import check_slices_alike
-from zckpt.formats.deepspeed.tp_rules import (
+from zckpt.formats.deepspeed.axes.experts import expert_degrees, is_expert
+from zckpt.formats.deepspeed.axes.gpt_model import check_degree
+from zckpt.formats.deepspeed.axes.tp_rules import (
     AFFINE_KEY,
     AVERAGED,
     INFO_KEY,
@@ -38,6 +35,9 @@ from zckpt.formats.deepspeed.tp_rules import (
     Rules,
     info_for,
 )
+from zckpt.formats.deepspeed.layouts.groups import complete_aliases
+from zckpt.formats.deepspeed.origin import Origin, Rank, gathered
+from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
 from zckpt.state.views import concat, narrow, placed
@@ -194,7 +194,7 @@ def _merge_slot(key: str, slices: Sequence[Parameter], rule: Rule) -> Slot:
 
 
 def _of_slices(what: str) -> UnsupportedError:
-    from zckpt.formats.deepspeed.quantised import of_slices
+    from zckpt.formats.deepspeed.rare.quantised import of_slices
 
     return of_slices(what)
 

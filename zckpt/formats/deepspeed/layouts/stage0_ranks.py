@@ -20,12 +20,12 @@ from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, NAMES_BY_STAGE_ADVICE
-from zckpt.formats.deepspeed.expert_optimizers import attach_experts
+from zckpt.formats.deepspeed.axes.expert_optimizers import attach_experts
+from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_of, tied_key, within
+from zckpt.formats.deepspeed.axes.stages import MOST_LAYERS
+from zckpt.formats.deepspeed.layouts.stage0 import Numbered, attach_optimizer
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.pipeline import TIED, layer_of, tied_key, within
 from zckpt.formats.deepspeed.shards import Files
-from zckpt.formats.deepspeed.stage0 import Numbered, attach_optimizer
-from zckpt.formats.deepspeed.stages import MOST_LAYERS
 from zckpt.state import Checkpoint, Parameter
 
 

@@ -299,7 +299,7 @@ def join(stages: Sequence[Rank]) -> Rank:
     ShardError
         Stages have taken other steps.
     """
-    from zckpt.formats.deepspeed.gpt_model import is_gpt, shared_by_stages
+    from zckpt.formats.deepspeed.axes.gpt_model import is_gpt, shared_by_stages
 
     joined = gathered(stages)
     is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.tp_rules import ARGUMENTS, REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.state import Parameter, Shape
 from zckpt.torchfile import Object, node_of, put_back
 from zckpt.torchfile.nodes import Namespace

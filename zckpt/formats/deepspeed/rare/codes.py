@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from zckpt.formats.deepspeed.quantised import is_quantised, moments_of, of_slices
+from zckpt.formats.deepspeed.rare.quantised import is_quantised, moments_of, of_slices
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.torch_files.quantised import NESTED, Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view

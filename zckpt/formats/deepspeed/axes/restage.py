@@ -12,16 +12,16 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert
-from zckpt.formats.deepspeed.experts import layer_of as expert_layer_of
-from zckpt.formats.deepspeed.gpt_model import padded_rows, rows_that_were
+from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
+from zckpt.formats.deepspeed.axes.experts import layer_of as expert_layer_of
+from zckpt.formats.deepspeed.axes.gpt_model import padded_rows, rows_that_were
+from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
+from zckpt.formats.deepspeed.axes.stage_order import is_ordered, known_orders, untold_orders
+from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of
+from zckpt.formats.deepspeed.axes.tensor_parallel import local_states
 from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
-from zckpt.formats.deepspeed.stage_order import is_ordered, known_orders, untold_orders
-from zckpt.formats.deepspeed.stages import Stages, parse_layers, stages_of
 from zckpt.formats.deepspeed.target_groups import joined_experts, split_experts
-from zckpt.formats.deepspeed.tensor_parallel import local_states
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, ParamGroup
 from zckpt.state.names import renamed

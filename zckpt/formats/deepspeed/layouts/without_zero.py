@@ -22,18 +22,18 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import NAMES_BY_STAGE_ADVICE
 from zckpt.formats.companions import METADATA_ROLE, copy_of
-from zckpt.formats.deepspeed.auto_ep import listed_layers
+from zckpt.formats.deepspeed.axes.auto_ep import listed_layers
+from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert, named_degree
+from zckpt.formats.deepspeed.axes.pipeline import layer_names
+from zckpt.formats.deepspeed.axes.stages import parse_layers
 from zckpt.formats.deepspeed.decide import with_ranks
 from zckpt.formats.deepspeed.directory import name_to_load
-from zckpt.formats.deepspeed.experts import SLICED_EXPERTS, is_expert, named_degree
+from zckpt.formats.deepspeed.layouts.stage0 import STATE_KEYS, Numbered
+from zckpt.formats.deepspeed.layouts.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.other_files import in_run, is_run
-from zckpt.formats.deepspeed.pipeline import layer_names
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.stage0 import STATE_KEYS, Numbered
-from zckpt.formats.deepspeed.stage0_ranks import with_tied_names
-from zckpt.formats.deepspeed.stages import parse_layers
 from zckpt.formats.deepspeed.target import Target, TargetGroup, Unpartitioned
 from zckpt.formats.deepspeed.trees import batch_of, form_of
 from zckpt.formats.format import Job, TargetFiles

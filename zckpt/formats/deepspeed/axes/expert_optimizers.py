@@ -28,9 +28,9 @@ from functools import cached_property
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import ShardError, UnsupportedError, listed
 from zckpt.evidence import NAMES_ADVICE, NAMES_OF_RANK_ADVICE, Orders, in_order_or_sorted
-from zckpt.formats.deepspeed.auto_ep import AutoLayer, auto_layers, local
-from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
-from zckpt.formats.deepspeed.experts import (
+from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer, auto_layers, local
+from zckpt.formats.deepspeed.axes.expert_ranks import Placement, is_data_first
+from zckpt.formats.deepspeed.axes.experts import (
     expert_number,
     experts_per_rank,
     global_name,
@@ -38,10 +38,10 @@ from zckpt.formats.deepspeed.experts import (
     layer_of,
     named_degree,
 )
-from zckpt.formats.deepspeed.groups import order_like
+from zckpt.formats.deepspeed.layouts.groups import order_like
+from zckpt.formats.deepspeed.layouts.stage0 import Numbered, keep_other_state, mark_frozen
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
-from zckpt.formats.deepspeed.stage0 import Numbered, keep_other_state, mark_frozen
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot
 from zckpt.state.views import concat

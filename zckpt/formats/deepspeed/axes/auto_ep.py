@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about
-from zckpt.formats.deepspeed.experts import is_expert, of_auto_ep
+from zckpt.formats.deepspeed.axes.experts import is_expert, of_auto_ep
+from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SLICED, Rule, map_entry, shares_of
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, SLICED, Rule, map_entry, shares_of
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.views import concat, narrow, reshape

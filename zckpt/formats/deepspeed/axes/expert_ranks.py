@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError, listed
-from zckpt.formats.deepspeed.auto_ep import auto_experts
-from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
+from zckpt.formats.deepspeed.axes.auto_ep import auto_experts
+from zckpt.formats.deepspeed.axes.experts import expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
 from zckpt.state import Duplicate
 from zckpt.torchfile import plain

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import KEY, auto_experts, check_shapes, of_all
-from zckpt.formats.deepspeed.per_parameter import Cut, ShardedLayout, cut_parameters
+from zckpt.formats.deepspeed.axes.auto_ep import KEY, auto_experts, check_shapes, of_all
+from zckpt.formats.deepspeed.layouts.per_parameter import Cut, ShardedLayout, cut_parameters
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
 
 if TYPE_CHECKING:

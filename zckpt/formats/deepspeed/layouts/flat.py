@@ -14,11 +14,11 @@ from itertools import accumulate, pairwise
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.auto_ep import check_shapes, of_all
-from zckpt.formats.deepspeed.expert_ranks import Spread
-from zckpt.formats.deepspeed.experts import experts_per_rank, global_name, is_expert
-from zckpt.formats.deepspeed.groups import optimizer_order
-from zckpt.formats.deepspeed.layout import Layout
+from zckpt.formats.deepspeed.axes.auto_ep import check_shapes, of_all
+from zckpt.formats.deepspeed.axes.expert_ranks import Spread
+from zckpt.formats.deepspeed.axes.experts import experts_per_rank, global_name, is_expert
+from zckpt.formats.deepspeed.layouts.groups import optimizer_order
+from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
@@ -356,7 +356,7 @@ class FlatLayout(Layout):
         rank, model, members = self.rank, self.model, self.members
         groups = flat_groups(model, members, {name: slot.shape for name, slot in self.held.items()}, spread)
         if model.uses_zenflow:
-            from zckpt.formats.deepspeed.zenflow import are_transposed, flipped
+            from zckpt.formats.deepspeed.rare.zenflow import are_transposed, flipped
 
             rank.transposed = are_transposed(self.held, groups)
             if rank.transposed:
@@ -410,7 +410,7 @@ class FlatLayout(Layout):
         first = cut.members[0]
         hyperparameters = first.groups[cut.index] if cut.index < len(first.groups) else {}
         if hyperparameters.get("use_muon") is True:
-            from zckpt.formats.deepspeed.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
+            from zckpt.formats.deepspeed.rare.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
 
             partition = first.bf16_optimizer
             if keeps_whole_matrices(hyperparameters, self.model.config, partition=partition) and is_whole(cut):

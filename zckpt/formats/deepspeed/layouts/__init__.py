@@ -1,0 +1,1 @@
+"""One rank's optimizer state as DeepSpeed cuts it: flat, per parameter, or whole."""

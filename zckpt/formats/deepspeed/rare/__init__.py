@@ -1,0 +1,1 @@
+"""What few checkpoints have: rare optimizers, quantised state, what is not saved."""
