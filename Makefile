@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 # What pip would do on one core; files that are no Python of this version stay as they are, and large packages of which
 # a few modules are used at most are compiled where these are imported.
-RARE := /(azure|fontTools|google|moto|mypyc?|networkx|pip|pygments|tests?|transformers/models)/
+RARE := /(azure|dask/(array|bag|dataframe)|fontTools|google|matplotlib|moto|mypyc?|networkx|pip|pygments|sympy/(physics|stats)|tests?|torch/(_inductor|ao|onnx|testing)|transformers/models)/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 
 # Tests start many processes: what they import is compiled once, whatever the caller's setting.

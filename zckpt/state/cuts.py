@@ -38,7 +38,8 @@ class Cuts:
         self._first = self.origin // self.width
         self._end = -(-(self.origin + self.numel) // self.width)
         starts, ends = -(-self.origin // self.width), (self.origin + self.numel) // self.width
-        self._full = range(int(starts.max(initial=0)), int(ends.min(initial=1 << 62)))
+        self.full = range(int(starts.max(initial=0)), int(ends.min(initial=1 << 62)))
+        """Files of which each parameter fills its place: they have the same of all."""
         self._is_sorted = bool((np.diff(self._first) >= 0).all() and (np.diff(self._end) >= 0).all())
 
     def __eq__(self, other: object) -> bool:
@@ -52,7 +53,7 @@ class Cuts:
 
     def of(self, file: int) -> Ranges:
         """Return which elements of a file's tensor are some parameter's: sorted, none touching another."""
-        if file in self._full:
+        if file in self.full:
             return self._in_full
         _, low, high, _ = self._shares(file)
         return merged_ranges(low, high)
@@ -91,6 +92,8 @@ def merged_ranges(lows: Column, highs: Column) -> Ranges:
     if (np.diff(lows) < 0).any():
         order = np.argsort(lows, kind="stable")
         lows, highs = lows[order], highs[order]
+    if (lows[1:] > highs[:-1]).all():
+        return np.stack((lows, highs), axis=1)
     ends = np.maximum.accumulate(highs)
     first = np.concatenate(([True], lows[1:] > ends[:-1]))
     last = np.concatenate((first[1:], [True]))

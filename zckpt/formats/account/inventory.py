@@ -11,7 +11,8 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 
 from zckpt.codes import TRUNCATED
@@ -26,6 +27,10 @@ from zckpt.torchfile import read_torchfile, walk_tensors
 
 _Account = tuple[list[Item], dict[str, int]]
 """What a file holds, and how many of its bytes have each fate."""
+
+
+_rest = attrgetter(*(one.name for one in fields(Item) if one.name != "file"))
+"""All of an item but its file."""
 
 
 @collector_paused()
@@ -78,7 +83,7 @@ def _account(
         key = id(file.tree), id(file.globals), file.role, file.rules, key  # of a tree that is a number, others have it
         if key in before:
             items, taken = before[key]
-            return [replace(item, file=name) for item in items], whole(taken, file.nbytes)
+            return [Item(name, *_rest(item)) for item in items], whole(taken, file.nbytes)
     account = FileAccount(file, name, known, values, is_first=is_first)
     items, taken = account.items(), shares(known, account.elements, account.ranges)
     if key is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Union
@@ -44,7 +45,7 @@ class Known:
             every = _union([every, *of.values()])
             self._slots[fate], self._covered[fate] = {slot: _Covered(of[slot]) for slot in of}, _Covered(every)
 
-    @property
+    @cached_property
     def key(self) -> object:
         """What tells the bytes of this file from those of others; None where there are too many to ask."""
         if sum(len(one.lows) for one in self._covered.values()) >= MANY:
@@ -126,6 +127,8 @@ class Coverage:
             for run in runs:
                 self._add(run.path, IMPLIED, run.offset, run.offset + run.nbytes, "padding")
         self._rules: list[tuple[str, CutFiles, cuts.Cuts]] = []
+        self._alike: dict[object, Known] = {}
+        """Of files in which all rules have the same."""
         self._follow(rules)
 
     def _follow(self, rules: Mapping[tuple[int, str], Sequence[CutSpans]]) -> None:
@@ -159,18 +162,27 @@ class Coverage:
             for low, high, slot in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
                 listed.setdefault(slot, []).append((low, high))
             found[fate] = {self._slots[slot]: [ranges] for slot, ranges in listed.items()}
+        padding = [ranges for runs in self._padding for ranges in runs.within(path)]
+        if padding:
+            found.setdefault(IMPLIED, {}).setdefault("padding", []).extend(padding)
+        lying = [
+            (name, rules, index, files.offsets[index], itemsize(files.dtype))
+            for name, files, rules in self._rules
+            if (index := files.index(path)) is not None
+        ]
+        is_alike = not found and all(index in rules.full for _, rules, index, *_ in lying)
+        alike = tuple((name, id(rules), *at) for name, rules, _, *at in lying) if is_alike else path
+        if alike in self._alike:
+            return self._alike[alike]
         same: dict[tuple[int, int], cuts.Ranges] = {}
-        for name, files, rules in self._rules:
-            index = files.index(path)
-            if index is None:
-                continue
+        for name, rules, index, offset, width in lying:
             if (id(rules), index) not in same:
                 same[id(rules), index] = rules.of(index)
-            rows = files.offsets[index] + same[id(rules), index] * itemsize(files.dtype)
-            found.setdefault(STATE, {}).setdefault(name, []).append(rows)
-        for runs in self._padding:
-            found.setdefault(IMPLIED, {}).setdefault("padding", []).extend(runs.within(path))
-        return Known(found)
+            found.setdefault(STATE, {}).setdefault(name, []).append(offset + same[id(rules), index] * width)
+        known = Known(found)
+        if is_alike:
+            self._alike[alike] = known
+        return known
 
 
 def spans_of(slot: Slot) -> Iterator[Span]:
