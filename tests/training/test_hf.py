@@ -223,6 +223,10 @@ def test_random_states_of_another_node_come_along(tmp_path):
     ]
     zckpt.convert(here, tmp_path / "own", to="zckpt", roots=[there])
     assert {"rng_state_0", "rng_state_1"} <= zckpt.open(tmp_path / "own").metadata.keys()
+    (there / "rng_state_1.pth").write_bytes(b"")
+    with pytest.raises(zckpt.SourceError, match=r"rng_state_1\.pth.*cannot be read"):
+        zckpt.convert(here, tmp_path / "damaged", to="zckpt", roots=[there])
+    shutil.copy(CHECKPOINT / "rng_state_1.pth", there / "rng_state_1.pth")
     shutil.copy(there / "rng_state_1.pth", there / "rng_state_0.pth")  # which each node counts by itself
     (warning,) = zckpt.open(here, roots=[there]).warnings
     assert warning.startswith(f"{there / 'rng_state_0.pth'} has other bytes than {here / 'rng_state_0.pth'}, which is")

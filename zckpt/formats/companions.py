@@ -15,7 +15,6 @@ compares it with that. A tensor of another name is one if it has the elements of
 
 from __future__ import annotations
 
-import filecmp
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,15 +23,16 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
+from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
-from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
 from zckpt.state.ranges import Range
-from zckpt.storage.files import entries_of, is_file, read_json
+from zckpt.storage.files import Sources, entries_of, is_file, read_json
 from zckpt.torchfile import Tensor, read_torchfile
 
 CARRIED = re.compile(
@@ -70,7 +70,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     for entry in (entry for root in roots for entry in entries_of(root)):
         if CARRIED.fullmatch(entry.name) and entry.is_file():
             kept = entries.setdefault(entry.name, entry).path
-            if not filecmp.cmp(kept, entry.path, shallow=False):
+            if kept != entry.path and not _same(kept, entry.path):
                 checkpoint.warnings.append(f"{entry.path} has other bytes than {kept}, which is the one that is kept")
     models = []
     for entry in entries.values():
@@ -78,8 +78,12 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
         if os.path.realpath(path) in known:
             continue
         if CARRIED.fullmatch(entry.name):
-            with suppress(SourceError):
+            try:
                 carry(checkpoint, path)
+            except SourceError as error:
+                if path.parent != directory:  # below which the inventory finds it
+                    checkpoint.files.append(SourceFile(str(path), path.stat().st_size, METADATA_ROLE))
+                    checkpoint.claims[str(path)] = Claim(LEFT_OUT, f"it cannot be read: {error.message}")
         elif entry.name == TRAINER_STATE:
             _carry_json(checkpoint, path)
         elif COPIED.fullmatch(entry.name):
@@ -90,6 +94,17 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     if (directory / SHARDED).is_dir():
         _shards(checkpoint, directory / SHARDED)
     _note_gaps(checkpoint, sorted(entries))
+
+
+def _same(one: str, other: str) -> bool:
+    """Tell whether two files have the same bytes, as far as they can be read."""
+    nbytes = Path(one).stat().st_size
+    try:
+        with Sources() as sources:
+            crcs = {crc_of(path, 0, nbytes, (), sources) for path in (one, other)}
+    except SourceError:
+        return False
+    return len(crcs) == 1 and nbytes == Path(other).stat().st_size
 
 
 def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:

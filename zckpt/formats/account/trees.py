@@ -91,7 +91,7 @@ def taken(checkpoint: Checkpoint) -> Taken:
         _mark(found, own.value, STATE, f"{own.key} of rank {own.rank}", path="")
     for parameter in every:
         found.keys.update(parameter.state)
-        found.keys.update(key for key in parameter.optimizer_slots)
+        found.keys.update(parameter.optimizer_slots)
         for key, value in parameter.state.items():
             _mark(found, value, STATE, f"{key} of {parameter.name}")
     return found
