@@ -7,15 +7,21 @@
 PATH: NAME ...        siblings in their order; `*` stands for numbers, `.` for the root and for the base model
 
 It holds what versions 4.46, 4.57 and 5.23 have in common: where they differ in the order of some siblings, none is
-given. `tests/formats/trainer/test_architectures.py` compares it with the models of the version at hand.
+given. `tests/interop/test_architectures.py` compares it with the models of the version at hand.
+
+`conversions.json`, made by `bench/transformers_tables.py`, has the types that transformers 5 trains under other names,
+or in other tensors, than its files have: their order tells nothing of the optimizer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = "."
 
@@ -76,3 +82,35 @@ def architectures() -> dict[str, Architecture]:
 def architecture(model_type: str | None) -> Architecture:
     """Return what is known of a type; nothing of one that is not known."""
     return architectures().get(model_type or "", Architecture())
+
+
+@cache
+def _conversions() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("conversions.json").read_text(encoding="utf-8"))
+    return found
+
+
+def is_converted(config: Mapping[str, object] | None) -> bool:
+    """Tell whether transformers may have trained a model under other names than its file has.
+
+    Since version 5 it converts models by tables for their types and those of their parts; 4.52 to 4.57 put other
+    prefixes before the parts of models of several. What a version after that of the table has new is not known.
+    """
+    said = str((config or {}).get("transformers_version", ""))
+    if config is None or not re.match(r"[0-9]+\.[0-9]+", said):
+        return False
+    version, known = (tuple(map(int, text.split(".")[:2])) for text in (said, _conversions()["transformers"]))
+    kinds = {*_model_types(config)}
+    converted = kinds & {*_conversions()["converted"]}
+    if version < (5, 0):
+        return version >= (4, 52) and bool(converted) and len(kinds) > 1
+    strange = kinds - converted - {*_conversions()["plain"]}
+    return bool(converted or (strange and version > known and "auto_map" not in config))
+
+
+def _model_types(config: Mapping[str, object]) -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _model_types(value)
+        elif key == "model_type" and isinstance(value, str):
+            yield value

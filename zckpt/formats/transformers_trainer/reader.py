@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zckpt.errors import UnsupportedError, about
 from zckpt.evidence import may_be_trained
@@ -22,7 +23,7 @@ from zckpt.formats.safetensors.file import add_file, aliases_in, indexed_files, 
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.torch_files.tensors import describe
-from zckpt.formats.transformers_trainer.architectures import architecture
+from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint, Parameter
@@ -46,7 +47,10 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
     if files.is_indexed:
         take_index(one, files.path, {name: paths[number].name for name, number in place_of.items()})
     weights = _weights(one, place_of, paths)
-    weights.known = architecture(_model_type(directory))
+    config = _config(directory)
+    kind = (config or {}).get("model_type")
+    weights.known = architecture(kind if isinstance(kind, str) else None)
+    weights.is_converted = files.stem == "model" and is_converted(config)
     checkpoint.files += one.files
     checkpoint.claims |= one.claims
     checkpoint.metadata |= {f"{prefix}{key}": value for key, value in one.metadata.items()}
@@ -82,15 +86,14 @@ def _read_safetensors(one: Checkpoint, path: Path) -> None:
             one.parameters[alias] = replace(one.parameters[owner], name=alias, slots={}, tied_to=owner)
 
 
-def _model_type(directory: Directory) -> str | None:
-    """Return the type of a model as its configuration has it; of an adapter that of the model it is added to."""
+def _config(directory: Directory) -> dict[str, Any] | None:
+    """Return the configuration of a model; of an adapter that of the model it is added to."""
     config = read_json(directory.path / CONFIG_NAME)
     if config is None and directory.is_adapter:
         base = (read_json(directory.path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
         if isinstance(base, str) and "\0" not in base:
             config = read_json(directory.path / base / CONFIG_NAME)
-    found = (config or {}).get("model_type")
-    return found if isinstance(found, str) else None
+    return config
 
 
 FORMAT = "transformers-trainer"

@@ -59,12 +59,15 @@ class Weights:
     is_ordered : bool
         Whether `shapes` are in the model's order.
     known : Architecture
+    is_converted : bool
+        Whether the model may have other names, and other tensors, in memory: then these tell nothing of its order.
     """
 
     shapes: dict[str, Shape] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
     is_ordered: bool = False
     known: Architecture = field(default_factory=Architecture)
+    is_converted: bool = False
 
 
 def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str] | None = None) -> dict[int, str]:
@@ -91,7 +94,9 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
             )
         if found:
             return found
-    return _in_order(said, [*candidates], weights) if weights.is_ordered else _in_any_order(said, weights)
+    if weights.is_ordered:
+        return _in_order(said, [*candidates], weights)
+    return {} if weights.is_converted else _in_any_order(said, weights)
 
 
 def _without_adapter(name: str) -> str:
@@ -176,8 +181,8 @@ def model_order(weights: Weights) -> list[str]:
 def only_order(candidates: Iterable[str], weights: Weights) -> list[str] | None:
     """Return the order of some of a model's parameters if what is known leaves only one."""
     names = list(candidates)
-    if weights.is_ordered:
-        return names
+    if weights.is_ordered or weights.is_converted:
+        return names if weights.is_ordered else None
     every = range(len(names))
     found = _searched(Evidence([every], dict.fromkeys(names, ())), [names], weights, weights.known)
     return [found[number] for number in every] if len(found) == len(names) and names else None
