@@ -21,7 +21,7 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import json_text, paint, reporter, width
 from zckpt.errors import TargetError, UsageError, without_controls
-from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, only
+from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
@@ -106,7 +106,7 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
 @click.option("--files", is_flag=True, help="List every file, and what became of everything in it.")
 @click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
 @page_options
-@takes(Reading)
+@takes(Salvaged)
 @_shows
 def inspect_command(
     *,

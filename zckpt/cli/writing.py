@@ -27,7 +27,7 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import json_text, reporter
 from zckpt.errors import UsageError, without_controls
-from zckpt.operations.options import ReadWritten, Renamed
+from zckpt.operations.options import Filled, ReadWritten, Renamed
 
 
 def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
@@ -116,7 +116,7 @@ proof_options = together(
     metavar="FILE",
     help="JSON list, an object for each param group: for --slots of an elastic SOURCE, which holds none.",
 )
-@runs(Renamed)
+@runs(Filled)
 def consolidate_command() -> None:
     """Turn a sharded checkpoint into one model.
 
@@ -151,7 +151,7 @@ def reshard_command() -> None:
 @target_argument
 @proof_options
 @dequantize_option
-@runs(Renamed)
+@runs(Filled)
 def convert_command() -> None:
     """Write a checkpoint in another format, with all of its state."""
 

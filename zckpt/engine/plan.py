@@ -32,7 +32,7 @@ from zckpt.state.boxes import (
     overlap,
 )
 from zckpt.state.dtypes import itemsize
-from zckpt.state.spans import position
+from zckpt.state.spans import LOST, position
 
 WIDENED = frozenset(
     {(a, b) for a in ("bfloat16", "float16") for b in ("float32", "float64")} | {("float32", "float64")}
@@ -274,6 +274,8 @@ def _summed(files: Collection[FilePlan]) -> Plan:
         for pack in one.file.packs:
             read, copied = read + pack.moved_nbytes, copied + pack.moved_nbytes
             sources |= pack.paths()
+    for lost in (path for path in sources if path.startswith(LOST)):
+        raise LayoutError("elements of it are wanted, and it is lost", path=lost[len(LOST) :])
     return Plan(files, tuple(names), frozenset(sources), read, copied, written)
 
 

@@ -33,6 +33,7 @@ def open_checkpoint(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    salvage: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
 
@@ -51,6 +52,8 @@ def open_checkpoint(
         model's parameters in its order, which the files do not have.
     tp_rules : path-like, optional
         A JSON file with the rules for DeepSpeed's tensor-parallel slices; by default the checkpoint's own.
+    salvage : bool
+        Open what is left where files are lost: `Checkpoint.lost`, `Slot.lost`.
 
     Returns
     -------
@@ -61,6 +64,7 @@ def open_checkpoint(
     SourceError
         The source cannot be read, is damaged, or no format recognises it.
     """
+    from zckpt.formats.lost import salvaging, settle
     from zckpt.state.names import bare
 
     path = Path(source)
@@ -74,15 +78,17 @@ def open_checkpoint(
         why = getattr(error, "strerror", str(error))
         raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
     misses: list[NearMiss] = []
-    found_by, found = recognise(search, misses)
-    place = found.place if isinstance(found.place, Path) else getattr(found.place, "path", path)
-    try:
-        with about(place):
-            checkpoint = bare(found_by.read(found, search))
-    except SourceError as error:
-        from zckpt.formats.near import explained
+    with salvaging(wanted=salvage) as lost:
+        found_by, found = recognise(search, misses)
+        place = found.place if isinstance(found.place, Path) else getattr(found.place, "path", path)
+        try:
+            with about(place):
+                checkpoint = bare(found_by.read(found, search))
+        except SourceError as error:
+            from zckpt.formats.near import explained
 
-        raise explained(error, search, misses) from error.__cause__
+            raise explained(error, search, misses) from error.__cause__
+    settle(checkpoint, lost)
     checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
     checkpoint.given_names = None if names is None else tuple(names)
     if path.is_dir() and not found_by.lists_files:

@@ -25,7 +25,8 @@ from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kin
 from zckpt.naming import Naming
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
+from zckpt.operations.options import Filled, Place, Renaming, Unpack, only, shares
+from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, called
@@ -76,7 +77,7 @@ class Consolidated(Written):
     num_tensors: int
 
 
-@shares(Renamed)
+@shares(Filled)
 def consolidate(
     source: Source,
     target: Place,
@@ -89,7 +90,7 @@ def consolidate(
     config: Place | None = None,
     dequantize: bool = False,
     hyperparameters: Place | None = None,
-    **shared: Unpack[Renamed],
+    **shared: Unpack[Filled],
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -143,6 +144,8 @@ def consolidate(
     whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop))
+    left = salvage(found, shared, of_optimizer=bool(slots))
+    found = left.checkpoint
     if dequantize:
         if not slots:
             raise UsageError(
@@ -167,8 +170,9 @@ def consolidate(
     laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
-    done = write_from(found, replace(laid, notes=notes), Path(target), how, owns=OWNED, dropped=dropped)
-    return Consolidated(**done.fields(), num_tensors=num_tensors)
+    done = write_from(found, replace(laid, notes=notes), Path(target), how, owns=OWNED, dropped=dropped,
+                      sources=left.sources(found))  # fmt: skip
+    return replace(Consolidated(**done.fields(), num_tensors=num_tensors), missing=left.missing, filled=left.filled)
 
 
 def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> tuple[TargetFiles, int]:

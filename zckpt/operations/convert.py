@@ -14,14 +14,15 @@ from zckpt.naming import Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Converted, Place, Renamed, Renaming, Unpack, only, others, shares
+from zckpt.operations.options import Converted, Filled, Place, Renaming, Unpack, only, others, shares
 from zckpt.operations.proof import SlotsProof
+from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
 
 
-@shares(Renamed, more=True)
+@shares(Filled, more=True)
 def convert(
     source: Source,
     target: Place,
@@ -80,6 +81,9 @@ def convert(
     whole = opened(source, **given)
     found, values, drop = without_rank_values(whole, given["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop))
+    left = salvage(found, given, of_optimizer=True)
+    left.refuse()
+    found = left.checkpoint
     if dequantize:
         [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
@@ -92,9 +96,11 @@ def convert(
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = SlotsProof(checkpoint, path, laid, how, drop, verify, recorded)
     done = write_from(
-        found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped
-    )
-    return replace(done, notes=(*notes, *done.notes, *_of_optimizers(checkpoint, written)))
+        found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
+        sources=left.sources(found),
+    )  # fmt: skip
+    notes = (*notes, *done.notes, *_of_optimizers(checkpoint, written))
+    return replace(done, notes=notes, missing=left.missing, filled=left.filled)
 
 
 def as_converted(found: Checkpoint, written: Format) -> Checkpoint:

@@ -10,7 +10,8 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.alike_files import glanced
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Reading, Unpack, shares
+from zckpt.operations.options import Salvaged, Unpack, shares
+from zckpt.operations.salvage import missing_from
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.torchfile import FromFile, plain
 
@@ -53,6 +54,8 @@ class Inspection:
         Keys of what else the files hold.
     left_out : list of dict
         What nothing has read.
+    missing : list of dict
+        What lost files held: `name`, `slot`, `shape`, and the `ranges` of it, where that is known.
     warnings : list of str
     inventory : dict or None
         Everything that the files hold, and what became of it, where that was asked for.
@@ -84,6 +87,7 @@ class Inspection:
     details: object
     metadata: list[str]
     left_out: list[dict[str, object]]
+    missing: list[dict[str, object]]
     warnings: list[str]
     inventory: dict[str, object] | None = None
 
@@ -95,13 +99,13 @@ class Inspection:
         return document
 
 
-@shares(Reading)
+@shares(Salvaged)
 def inspect(
     source: Source,
     *,
     include_globals: bool = False,
     include_inventory: bool = False,
-    **shared: Unpack[Reading],
+    **shared: Unpack[Salvaged],
 ) -> Inspection:
     """Describe a checkpoint. Reads no tensor.
 
@@ -159,6 +163,7 @@ def inspect(
         details=jsonable(checkpoint.details),
         metadata=sorted(checkpoint.metadata),
         left_out=[item.as_dict() for item in inventory.left_out],
+        missing=list(missing_from(checkpoint)),
         warnings=list(checkpoint.warnings),
         inventory=inventory.as_dict() if include_inventory else None,
     )

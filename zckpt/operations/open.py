@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
-from zckpt.operations.options import Place, Reading, only, shares
+from zckpt.operations.options import Place, Reading, Salvaged, only, shares
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa:
 def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what a verb is given, as well
     """Return the checkpoint that a verb works on: opened here, or a copy of an open one, which stays as it is.
 
-    Of the options given, only those of `Reading` count.
+    Of the options given, only those of `Salvaged` count.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
     SourceError
         The source cannot be opened.
     """
-    shared = only(Reading, given)
+    shared = only(Salvaged, given)
     if not isinstance(source, Checkpoint):
         return open_checkpoint(source, **shared)
     idle = [name for name in ("roots", "tag", "names", "tp_rules") if shared.get(name) not in (None, (), [])]

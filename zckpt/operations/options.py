@@ -168,6 +168,29 @@ class Renamed(Reading, Renaming, Writing, total=False):
     )]  # fmt: skip
 
 
+class Salvaged(Reading, total=False):
+    """Options of the verbs that go on without lost files."""
+
+    salvage: Annotated[bool, Shared(
+        False, "Go on where files are lost, with what is left; what is not is listed.", decides=True, kind="flag"
+    )]  # fmt: skip
+
+
+class Filled(Salvaged, Renamed, total=False):
+    """Options of the verbs that write a model or all of a training, of what is left of it, too."""
+
+    fill_from: Annotated[Place | None, Shared(
+        None,
+        "Another checkpoint, of any format, that has what SOURCE has not: lost elements, and tensors that are not in "
+        "it at all, by their names. What is filled is listed.",
+        decides=True, kind="place", metavar="BASE",
+    )]  # fmt: skip
+    fill_masters: Annotated[bool, Shared(
+        False, "Fill lost elements of masters from weights, where there are no masters: SOURCE's own, or BASE's.",
+        decides=True, kind="flag",
+    )]  # fmt: skip
+
+
 class Compared(Reading, Renaming, Copying, total=False):
     """Options of the verbs that read every element."""
 
@@ -206,7 +229,7 @@ class Resharded(Renamed, total=False):
     ddp_bucket_size: int | None
 
 
-class Converted(Resharded, total=False):
+class Converted(Filled, Resharded, total=False):
     """Options of `convert`, in the same way."""
 
     world_size: int | None
@@ -226,7 +249,7 @@ class Converted(Resharded, total=False):
     transformer_impl: str | None
 
 
-DECIDING = frozenset(name for name, hint in Renamed.__annotations__.items() if hint.__metadata__[0].decides)
+DECIDING = frozenset(name for name, hint in Filled.__annotations__.items() if hint.__metadata__[0].decides)
 """Options that another run must have, too, to go on with what one has left."""
 
 
@@ -243,7 +266,7 @@ def only(group: type, given: Mapping[str, object]) -> dict[str, Any]:
 
 def others(given: Mapping[str, object]) -> dict[str, Any]:
     """Return those of the options given that only a format knows."""
-    return {name: value for name, value in given.items() if name not in Renamed.__annotations__}
+    return {name: value for name, value in given.items() if name not in Filled.__annotations__}
 
 
 def how_read(shared: Mapping[str, object]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 SOURCES = frozenset({
     "source", "sources", "a", "b", "base", "adapter", "adapter_config", "roots", "roots_b", "config", "map_config",
-    "against", "tp_rules", "tp_rules_b",
+    "against", "tp_rules", "tp_rules_b", "fill_from",
 })  # fmt: skip
 """Parameters of verbs that say where something is."""
 

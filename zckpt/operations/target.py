@@ -405,6 +405,8 @@ class Written:
         What to know about the target.
     dropped : tuple of str
         What the source holds and nothing has read, which `drop` named.
+    missing, filled : tuple of dict
+        What lost files held and the target has not, or has from elsewhere: see `salvage`.
     warnings : tuple of str
         What to know about the source.
     foresight : Foresight or None
@@ -421,6 +423,8 @@ class Written:
     verified: int = 0
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    missing: tuple[dict[str, object], ...] = ()
+    filled: tuple[dict[str, object], ...] = ()
     warnings: tuple[str, ...] = ()
     foresight: Foresight | None = None
 

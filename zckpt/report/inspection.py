@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from pathlib import Path
 
-from zckpt.report.text import Document, count, printable, size, table
+from zckpt.report.text import Document, count, elements, printable, size, table
 
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
@@ -52,6 +53,7 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     lines += [f"left out: {_name(one)} ({one['about']})" for one in left[:SHOWN_LEFT_OUT]]
     if len(left) > SHOWN_LEFT_OUT:
         lines.append(f"left out: {len(left) - SHOWN_LEFT_OUT} more; --files lists them")
+    lines += map(elements, document["missing"], repeat("missing"))
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any, TypeVar, cast
 
 from zckpt.errors import shortened, without_controls
@@ -116,8 +117,21 @@ def written(document: Document) -> str:
         rows = sorted(saved.items(), key=lambda one: -one[1])
         lines += table(["saved", "bytes"], [*rows, ("in all", sum(saved.values()))], right=(1,))
     lines += [f"dropped {one}" for one in document["dropped"]]
+    lines += [elements(one, key) for key in ("missing", "filled") for one in document[key]]
     lines += [f"note: {note}" for note in document["notes"]]
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
+
+
+def elements(document: Document, what: str) -> str:
+    """Return elements that are missing, or were filled, as a line: their ranges, or where these are within a box."""
+    said = []
+    for one in document["ranges"]:
+        numbers = f"{one['start']:,} to {one['start'] + one['numel'] - 1:,}"
+        is_whole = one["sizes"] == tuple(document["shape"])
+        box = ", ".join(f"{low}:{low + n}" for low, n in zip(one["offsets"], one["sizes"], strict=True))
+        said.append(numbers if is_whole else f"[{box}]" if one["numel"] == prod(one["sizes"]) else f"{numbers} of [{box}]")
+    ranges = f"elements {'; '.join(said)} of {prod(document['shape']):,}" if said else f"all, from {document['file']}"
+    return f"{what}: {document['slot']} of {document['name']}: {ranges}"
 
 
 def foresight(document: Document) -> list[str]:

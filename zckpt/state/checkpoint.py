@@ -304,6 +304,9 @@ class Checkpoint:
         Copies that the files hold besides what is read.
     leftovers : dict of str to str
         Files among the checkpoint's that do not belong to it, by path, and what `warnings` say of them.
+    lost : dict of str to tuple of str
+        Files that are not there and of which spans say what they held, by path: `Slot.lost`; with names of tensors in
+        them of which nothing else is known.
     wrapped : dict of str to str
         Names that the files have for tensors, by their names here, where wrappers of the model have put more there.
     is_numbered : bool
@@ -334,6 +337,7 @@ class Checkpoint:
     claims: dict[str, Claim] = field(default_factory=dict)
     duplicates: list[Duplicate] = field(default_factory=list)
     leftovers: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, tuple[str, ...]] = field(default_factory=dict)
     wrapped: dict[str, str] = field(default_factory=dict)
     is_numbered: bool = False
     warnings: list[str] = field(default_factory=list)

@@ -32,6 +32,9 @@ Shape = tuple[int, ...]
 ZEROS = ""
 """The path of a span whose elements are zero and lie in no file; its strides are zero, too."""
 
+LOST = "\0"
+"""What the path of a span begins with whose file is lost: what follows is where that would be."""
+
 
 def position(index: Iterable[int], strides: Iterable[int]) -> int:
     """Return how far an element lies behind the first one of what is strided, given its index from there."""
@@ -325,6 +328,11 @@ class Slot:
     def nbytes(self) -> int:
         """Number of bytes of the elements."""
         return self.numel * itemsize(self.dtype)
+
+    @property
+    def lost(self) -> tuple[Span, ...]:
+        """The spans whose files are lost."""
+        return tuple(span for spans in self.sets for span in spans if span.path.startswith(LOST))
 
     @property
     def whole(self) -> Extent:

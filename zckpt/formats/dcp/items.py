@@ -29,6 +29,7 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError,
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, ChunkSpans, Each, moved
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Metadata, Offsets
+from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.safetensors.file import header_in
 from zckpt.formats.safetensors.shards import offsets_in
 from zckpt.formats.torch_files.tensors import TensorItem
@@ -344,6 +345,9 @@ def read_items(metadata: Metadata) -> Items:
         spans = ChunkSpans(chunks, entry) if entry.count else ()
         found.tensors[key] = TensorItem(key, entry.dtype, entry.shape, spans, whole, path)
     for at, numbers in _by_file(metadata).items():
+        if not is_file(chunks.paths[at]):
+            _lose(metadata, at, numbers, found)
+            continue
         with _open(metadata, at) as (descriptor, file):
             found.files.append(file)
             for number, node in file.items(descriptor, numbers, kinds):
@@ -414,16 +418,38 @@ def _by_file(metadata: Metadata) -> dict[int, array[int]]:
     return files
 
 
+def _missing(metadata: Metadata, at: int) -> ShardError:
+    path, directory = Path(metadata.chunks.paths[at]), Path(metadata.path).parent
+    return ShardError(
+        f"file {path.relative_to(directory)} is missing",
+        path=directory,
+        expected=f"every file that {Path(metadata.path).name} names",
+        advice="copy it from where the rank that wrote it has left it",
+        code=MISSING_FILE,
+    )
+
+
+def _lose(metadata: Metadata, at: int, numbers: Sequence[int], found: Items) -> None:
+    """Take what a lost file held as holes: of objects and single values the names, of chunks where they are."""
+    chunks = metadata.chunks
+    entries = {number: entry for number in numbers if (entry := chunks.entry(number)).dtype != UNUSED}
+    named = [entry.key for entry in entries.values() if entry.dtype == OBJECT or not entry.shape]
+    chunks.paths[at] = stand_in(_missing(metadata, at), chunks.paths[at], named)
+    for number, entry in entries.items():
+        if entry.dtype == OBJECT or not entry.shape:
+            found.tensors.pop(entry.key, None)
+            continue
+        node = tensor_of(entry.dtype, chunks.box(number)[1])
+        chunks.read(number, node)
+        if entry.count == 1:
+            one = TensorItem(entry.key, entry.dtype, entry.shape, (chunks.span(number),), node, chunks.paths[at])
+            found.tensors[entry.key] = one
+
+
 @contextmanager
 def _open(metadata: Metadata, at: int) -> Iterator[tuple[int, ItemFile]]:
-    path, directory = Path(metadata.chunks.paths[at]), Path(metadata.path).parent
+    path = Path(metadata.chunks.paths[at])
     if not is_file(path):
-        raise ShardError(
-            f"file {path.relative_to(directory)} is missing",
-            path=directory,
-            expected=f"every file that {Path(metadata.path).name} names",
-            advice="copy it from where the rank that wrote it has left it",
-            code=MISSING_FILE,
-        )
+        raise _missing(metadata, at)
     with opened(path) as source:
         yield source.descriptor, ItemFile(source.path, source.nbytes, metadata.chunks)

@@ -13,11 +13,13 @@ Data-parallel ranks are held against each other in `ranks`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
@@ -25,6 +27,7 @@ from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
+from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import ParamGroup, SourceFile, as_float, number_of
@@ -33,6 +36,8 @@ from zckpt.torchfile import plain, read_torchfile
 if TYPE_CHECKING:
     from zckpt.formats.format import Survey
 
+
+Of = TypeVar("Of", ModelShard, OptimizerShard)
 
 STRUCTURE = ("ZeRO stage", "form of the optimizer state", "number of groups")
 PARAM_GROUPS = "param groups"
@@ -97,6 +102,26 @@ def missing_files(what: str, size: int, present: Collection[int], path: Path | s
         code=MISSING_FILE,
         ranks=list(islice((rank for rank in range(size) if rank not in present), SHOWN_RANKS)),
     )
+
+
+def with_lost(held: Sequence[Of], what: str, size: int, path: Path) -> list[Of]:
+    """Return files of all ranks: of a lost one, another's structure under its own name.
+
+    What a rank's file says of its own share is left out of it. Raises ShardError: files may not be lost.
+    """
+    by_rank = {one.rank: one for one in held}
+    error = missing_files(what, size, by_rank, path)
+    if error is None:
+        return list(held)
+    if not held or size > MOST_RANKS:
+        raise error
+    for rank in (rank for rank in range(size) if rank not in by_rank):
+        like = held[0]
+        name = re.sub(r"zero_pp_rank_[0-9]+", f"zero_pp_rank_{rank}", like.shard.name)
+        shard = replace(like.shard, path=stand_in(error, path / name), dp_rank=rank)
+        own = {"paddings": None, "mappings": None} if isinstance(like, OptimizerShard) else {}
+        by_rank[rank] = replace(like, shard=shard, **own)  # type: ignore[arg-type]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def select(

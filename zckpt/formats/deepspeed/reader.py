@@ -38,6 +38,7 @@ from zckpt.formats.deepspeed.ranks import (
     missing_files,
     missing_ranks,
     select,
+    with_lost,
 )
 from zckpt.formats.deepspeed.rare.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.shards import (
@@ -244,11 +245,19 @@ class _Files:
             is_unsaved(self.models, self.optimizers) or not any(m.content.get("param_shapes") for m in own)
         ):
             return own[:1], []
-        members, leftovers = select(self.directory.path, own, shards, mp_rank)
+        path, is_plain = self.directory.path, not (
+            self.experts or self.of_experts or any(one.content.get(GROUPS_KEY) for one in shards)
+        )
+        if is_plain:  # of experts each rank has others
+            where = f" of mp_rank {mp_rank}" if mp_rank else ""
+            shards = with_lost(shards, f"optimizer files{where}", data_parallel_size(own, shards), path)
+        members, leftovers = select(path, own, shards, mp_rank)
         self.checkpoint.leftovers |= leftovers
         self.checkpoint.warnings += dict.fromkeys(leftovers.values())
         if members[0].stage != 3:
             return own[:1], members
+        if is_plain:
+            own = with_lost(own, "model files", len(members), path)
         by_rank = {m.rank: m for m in own}
         if missing := missing_files("model files", len(members), by_rank):
             raise missing

@@ -21,6 +21,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about,
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankFiles, RankReader, add, elements, rules_of
+from zckpt.formats.lost import is_lost
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.optimizer import check_hyperparameters, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import (
@@ -67,7 +68,11 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
     Raises SourceError: a file is damaged, has other names than rank 0's, or ranks do not have every element once.
     """
     model = Model(RankFiles([str(path) for path in paths]))
+    there = [rank for rank, path in enumerate(paths) if not is_lost(path)]
     for rank, path in enumerate(paths):
+        if is_lost(path):
+            model.sums.append({})
+            continue
         with about(path):
             file = read_torchfile(path)
             root = file.root
@@ -81,7 +86,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
             nodes = by_name(root, file.path)
             held = {name: reader.held(node) for name, node in nodes.items()}
             tensors = {name: one for name, one in held.items() if one is not None}
-            if not rank:
+            if rank == there[0]:
                 rest = {name: value for name, value in nodes.items() if name not in tensors}
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
                 if strange:
@@ -103,6 +108,9 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
                 )
             for name, one in tensors.items():
                 model.held[name].append(one)
+    for rank in sorted({*range(len(paths))} - {*there}):
+        for its in model.held.values():
+            its.insert(rank, replace(its[0], boxes=(), mesh=None))
     _place(checkpoint, model)
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:
@@ -190,16 +198,18 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
     or other single values.
     """
     found = Optimizer(RankFiles([str(path) for path in paths]))
-    for rank, path in enumerate(paths):
+    there = [rank for rank, path in enumerate(paths) if not is_lost(path)]
+    for rank in there:
+        path, first = paths[rank], rank == there[0]
         file = read_torchfile(path)
         with about(path):
             groups, state = _parsed(file)
-            if not rank:
+            if first:
                 found.groups = groups
             else:
                 _check_groups(found.groups, groups, rank)
             single = _add(found, rank, file, state)
-        described = describe(file, "optimizer", dp_rank=rank, rules=_rules(rank, single))
+        described = describe(file, "optimizer", dp_rank=rank, rules=_rules(single, first=first))
         root = as_mapping(file.root, file.path)
         seen = {
             key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
@@ -209,10 +219,10 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
     return found
 
 
-def _rules(rank: int, single: Sequence[str]) -> tuple[Rule, ...]:
+def _rules(single: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
     """Return the inventory's rules for a rank's file: what is one for all ranks is a copy of the first's."""
     inside = rules_of("state", "*", "*")
-    if not rank:
+    if first:
         return (*inside, *optimizer_rules())
     about = "found to be rank 0's"
     same = tuple(Rule(("state", "*", key), COPY, about, tensors=True) for key in single)

@@ -19,6 +19,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
+from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.files import entries_of, is_file, read_head, read_json
 from zckpt.storage.ownership import Owned
@@ -215,7 +216,7 @@ def _complete(path: Path, kind: str, found: dict[int, Path], world_size: int) ->
         return ()
     missing = next((rank for rank in range(len(found) + 1) if rank not in found), None)
     if len(found) != world_size or max(found) != world_size - 1:
-        raise ShardError(
+        error = ShardError(
             f"the {kind} file of rank {missing} is missing",
             path=path,
             expected=f"{world_size} files",
@@ -223,6 +224,12 @@ def _complete(path: Path, kind: str, found: dict[int, Path], world_size: int) ->
             code=MISSING_FILE,
             ranks=[] if missing is None else [missing],
         )
+        if max(found) >= world_size or world_size > MOST_RANKS:
+            raise error
+        known, like = min(found), found[min(found)].name
+        for rank in (rank for rank in range(world_size) if rank not in found):
+            name = re.sub(rf"(.*rank_?){known}\.", rf"\g<1>{rank}.", like)
+            found[rank] = Path(stand_in(error, path / name))
     return tuple(found[rank] for rank in sorted(found))
 
 

@@ -23,6 +23,7 @@ from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
+from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.state import Checkpoint, Duplicate, Parameter, Shape, Slot
 from zckpt.state.inventory import IMPLIED, REST, Rule
@@ -508,6 +509,12 @@ class RankFiles:
                 cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
         if not math.prod(first.shape):
             return [(rank, Slot(name, first.dtype, first.shape, ()))]
+        lost = next((rank for rank, path in enumerate(self.paths) if is_lost(path)), None)
+        if lost is not None:
+            cells |= {box: [] for box in absent_boxes(first.shape, list(cells))}
+            most = max(map(len, cells.values()))
+            for (_, sizes), holders in cells.items():
+                holders += [(lost, tensor_of(first.dtype, sizes))] * (max(most, 1) - len(holders))
         self._check(label, first.shape, cells)
         ordered = sorted(cells.items())
         count = min(len(holders) for _, holders in ordered)

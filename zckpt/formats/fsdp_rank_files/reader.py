@@ -12,6 +12,7 @@ from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, FORMAT, HUGGING
 from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULES, give_masters, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
+from zckpt.formats.lost import is_lost
 from zckpt.formats.remainder import restore
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe
@@ -95,7 +96,7 @@ def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
 
 def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
     """Keep what ranks' further files hold: what all have once, what is each rank's own under its file's name."""
-    files = map(read_torchfile, directory.extras)
+    files = map(read_torchfile, (path for path in directory.extras if not is_lost(path)))
     contents = [(file, by_name(as_mapping(file.root, file.path), file.path)) for file in files]
     if not contents:
         return

@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zckpt.codes import TRUNCATED
+from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError
+from zckpt.formats.lost import stand_in
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot, SourceFile, Span
 from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
@@ -68,6 +69,12 @@ def read(source: Path) -> Checkpoint:
     checkpoint = Checkpoint(str(source), "safetensors")
     where: dict[str, str] = {}
     for path in _files(source):
+        if source.is_dir() and not is_file(path) and is_file(index := source / INDEX_NAME):
+            error = ShardError("a file that the index names is missing", path=path, code=MISSING_FILE)
+            names = [name for name, file in weight_map(index).items() if file == path.name]
+            stand_in(error, path, names)
+            where |= dict.fromkeys(names, path.name)
+            continue
         slots, metadata = add_file(checkpoint, path)
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]

@@ -1,0 +1,84 @@
+"""Lost files: what is known of them without reading them, so that the rest of a checkpoint can be salvaged.
+
+A reader that misses a file calls `stand_in`, which refuses as a rule. Where what is left is to be salvaged, it gives a
+path that begins with `LOST`, under which the reader goes on with what tells what the file held: a sibling, an index, a
+mesh. So spans say of every element where it would lie; those of such a path are holes, which nothing reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from itertools import pairwise, product
+
+from zckpt.errors import ShardError
+from zckpt.state import Checkpoint, Shape
+from zckpt.state.boxes import Box, intersection, row_major
+from zckpt.state.spans import LOST
+from zckpt.torchfile import Storage, Tensor
+
+Lost = dict[str, tuple[str, ...]]
+
+_LOST: ContextVar[Lost | None] = ContextVar("lost", default=None)
+
+MOST_RANKS = 1 << 16
+"""Whose files are given stand-ins: how many there should be, a file says."""
+
+
+@contextmanager
+def salvaging(*, wanted: bool) -> Iterator[Lost]:
+    """Let files be lost within this context, if that is wanted; yield them, as `Checkpoint.lost` has them."""
+    found: Lost = {}
+    token = _LOST.set(found if wanted else None)
+    try:
+        yield found
+    finally:
+        _LOST.reset(token)
+
+
+def stand_in(error: ShardError, path: str | os.PathLike[str], names: Iterable[str] = ()) -> str:
+    """Return the path that stands for a lost file; raise the error where nothing may be lost.
+
+    `names`: of tensors in it of which nothing else is known.
+    """
+    found = _LOST.get()
+    if found is None:
+        error.advice = f"{f'{error.advice}; ' if error.advice else ''}`zckpt inspect --salvage` shows what is left"
+        raise error
+    found[os.fspath(path)] = tuple(names)
+    return LOST + os.fspath(path)
+
+
+def is_lost(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path stands for a lost file."""
+    return os.fspath(path).startswith(LOST)
+
+
+def tensor_of(dtype: str, shape: Shape) -> Tensor:
+    """Return the node of a tensor in a lost file."""
+    return Tensor(Storage("", dtype, 0, "cpu", 0), dtype, shape, row_major(shape), 0, "little")
+
+
+def absent_boxes(shape: Shape, boxes: Sequence[Box]) -> list[Box]:
+    """Return what boxes of a tensor leave out, as cells of the grid that they are cells of."""
+    axes = []
+    for dim, whole in enumerate(shape):
+        ends = {0, whole, *(low[dim] for low, _ in boxes), *(low[dim] + sizes[dim] for low, sizes in boxes)}
+        axes.append([(low, high - low) for low, high in pairwise(sorted(ends))])
+    cells = [(tuple(low for low, _ in cell), tuple(size for _, size in cell)) for cell in product(*axes)]
+    return [cell for cell in cells if not any(intersection(cell, box) for box in boxes)]
+
+
+def settle(checkpoint: Checkpoint, lost: Lost) -> None:
+    """Say what is lost, and let a whole copy of what is lost in part be what is read."""
+    checkpoint.lost = lost
+    for at, one in enumerate(checkpoint.duplicates if lost else ()):
+        owner = checkpoint.find(one.name)
+        if one.kind != "tied" and owner is not None and one.original.lost and not one.slot.lost:
+            name = one.original.name
+            if owner.slots.get(name) is one.original:
+                owner.slots[name] = replace(one.slot, name=name)
+                checkpoint.duplicates[at] = replace(one, slot=one.original, original=owner.slots[name])
