@@ -143,7 +143,7 @@ def consolidate(
     naming = Naming(**only(Renaming, shared))
     whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
-    dropped = (*values, *check_nothing_lost([whole], drop))
+    dropped = (*values, *check_nothing_lost([whole], drop, salvages=True))
     left = salvage(found, shared, of_optimizer=bool(slots))
     found = left.checkpoint
     if dequantize:

@@ -21,7 +21,12 @@ SHOWN = 3
 
 
 def check_nothing_lost(
-    sources: Sequence[Checkpoint], drop: Sequence[str], *, copied: Collection[str] = (), kept: Collection[str] = ()
+    sources: Sequence[Checkpoint],
+    drop: Sequence[str],
+    *,
+    copied: Collection[str] = (),
+    kept: Collection[str] = (),
+    salvages: bool = False,
 ) -> tuple[str, ...]:
     """Raise unless everything in sources arrives, or is to be dropped; return what is dropped, and why it is not read.
 
@@ -34,6 +39,8 @@ def check_nothing_lost(
         Files that arrive as they are, whatever is in them, by their names within the source, but for what is damaged.
     kept : collection of str
         Files that arrive or are known to go; what is in them may still be lost.
+    salvages : bool
+        What nobody can read any more, for other files are lost, goes, too.
 
     Raises
     ------
@@ -45,7 +52,9 @@ def check_nothing_lost(
     found: list[str] = []
     idle = list(drop)
     for one in sources:
-        dropped, lost, unused = take_inventory(one).without(drop)
+        inventory = take_inventory(one)
+        more = ["*"] if one.lost and inventory.left_out and salvages else []
+        dropped, lost, unused = inventory.without([*drop, *more])
         others = [
             item
             for item in lost

@@ -186,7 +186,7 @@ class Filled(Salvaged, Renamed, total=False):
         decides=True, kind="place", metavar="BASE",
     )]  # fmt: skip
     fill_masters: Annotated[bool, Shared(
-        False, "Fill lost elements of masters from weights, where there are no masters: SOURCE's own, or BASE's.",
+        False, "Fill lost elements of masters from weights, where there are no masters: BASE's, or SOURCE's own.",
         decides=True, kind="flag",
     )]  # fmt: skip
 

@@ -54,7 +54,10 @@ def missing_from(checkpoint: Checkpoint) -> Iterator[Listed]:
         for one in checkpoint.holders():
             yield from (_said(one.name, slot, slot.lost) for slot in one.slots.values() if slot.lost)
     for path, names in checkpoint.lost.items():
-        yield from ({"name": name, "slot": WEIGHT, "shape": None, "ranges": [], "file": path} for name in names)
+        yield from (
+            dict[str, object]({"name": name, "slot": WEIGHT, "shape": None, "ranges": [], "file": path})
+            for name in names
+        )
 
 
 def _said(name: str, slot: Slot, spans: Sequence[Span]) -> Listed:
@@ -72,6 +75,12 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
         raise UsageError("--fill-masters: nothing is lost", path=checkpoint.named)
     if place is None and not checkpoint.lost:
         return Left(checkpoint)
+    if of_optimizer and any(checkpoint.lost.values()) and checkpoint.is_numbered and checkpoint.given_names is None:
+        raise UnsupportedError(
+            "whose state the optimizer's numbers are is not certain where tensors are lost",
+            path=checkpoint.named,
+            advice="give --names FILE; without the optimizer, `zckpt consolidate` writes the model",
+        )
     base = None if place is None else open_checkpoint(place)  # type: ignore[arg-type]
     filling = _Filling(checkpoint, base, masters=masters, of_optimizer=of_optimizer)
     parameters, buffers, unnamed = (
@@ -86,8 +95,15 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
     names = {*parameters, *unnamed}
     groups = [replace(one, parameters=[n for n in one.parameters if n in names]) for one in checkpoint.param_groups]
     whole = [one for one in checkpoint.duplicates if not (one.slot.lost or one.original.lost)]
+    origin = None if checkpoint.lost else checkpoint.origin
     found = replace(checkpoint, parameters=parameters, buffers=buffers, unnamed=unnamed, param_groups=groups,
-                    duplicates=whole)  # fmt: skip
+                    duplicates=whole, origin=origin)  # fmt: skip
+    if not any(one.slots for section in (parameters, buffers, unnamed) for one in section.values()):
+        raise ShardError(
+            "of no tensor every element is there",
+            path=checkpoint.named,
+            advice="--fill-from BASE takes them from a checkpoint that has them",
+        )
     added = {one["name"] for one in filling.done}
     nameless = (one for one in missing_from(replace(checkpoint, parameters={}, buffers={}, unnamed={}))
                 if one["name"] not in added)  # fmt: skip
@@ -137,7 +153,7 @@ class _Filling:
             source = self._of_base(one, key)
             if source is None and key == MASTER and self.masters:
                 own = one.slots.get(WEIGHT)
-                source = own if own is not None and not own.lost else self._of_base(one, WEIGHT)
+                source = self._of_base(one, WEIGHT) or (None if own is None or own.lost else own)
             if source is None and key == WEIGHT:
                 source = self._of_base(one, MASTER)
             if source is None:
@@ -172,16 +188,18 @@ class _Filling:
 
     def _of_base(self, one: Parameter, key: str) -> Slot | None:
         its = self.theirs.get(one.name)
-        found = None if its is None or self.base is None else self.base.owner(its).slots.get(key)
+        if its is None or self.base is None:
+            return None
+        found, place = self.base.owner(its).slots.get(key), self.base.named
         if found is None:
             return None
         if found.shape != (shape := one.slots[key].shape if key in one.slots else one.shape):
-            raise UsageError(f"{key} of {its} is another tensor than the source's", path=self.base and self.base.named,
+            raise UsageError(f"{key} of {its} is another tensor than the source's", path=place,
                              expected=f"shape {shape}", found=found.shape)  # fmt: skip
         if its in self.codes or found.replicas or is_floating(found.dtype) != is_floating(one.dtype):
             raise UnsupportedError(
                 f"{key} of {its} is no tensor of plain values, of which elements could be filled",
-                path=self.base and self.base.named,
+                path=place,
                 found=found.dtype,
             )
         return found

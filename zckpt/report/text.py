@@ -129,7 +129,8 @@ def elements(document: Document, what: str) -> str:
         numbers = f"{one['start']:,} to {one['start'] + one['numel'] - 1:,}"
         is_whole = one["sizes"] == tuple(document["shape"])
         box = ", ".join(f"{low}:{low + n}" for low, n in zip(one["offsets"], one["sizes"], strict=True))
-        said.append(numbers if is_whole else f"[{box}]" if one["numel"] == prod(one["sizes"]) else f"{numbers} of [{box}]")
+        inner = f"[{box}]" if one["numel"] == prod(one["sizes"]) else f"{numbers} of [{box}]"
+        said.append(numbers if is_whole else inner)
     ranges = f"elements {'; '.join(said)} of {prod(document['shape']):,}" if said else f"all, from {document['file']}"
     return f"{what}: {document['slot']} of {document['name']}: {ranges}"
 

@@ -115,12 +115,18 @@ def with_lost(held: Sequence[Of], what: str, size: int, path: Path) -> list[Of]:
         return list(held)
     if not held or size > MOST_RANKS:
         raise error
+    like, names = held[0], list[str]()
+    if isinstance(like, ModelShard):  # whose other names are only in the first rank's file
+        known = {*(like.frozen_shapes or ()), *(name for one in like.param_shapes or () for name in one)}
+        known |= {name for one in held if isinstance(one, ModelShard) for name in one.shared or ()}
+        names = [name for name, one in like.module.items() if one.shape == (0,) and name not in known]
     for rank in (rank for rank in range(size) if rank not in by_rank):
-        like = held[0]
         name = re.sub(r"zero_pp_rank_[0-9]+", f"zero_pp_rank_{rank}", like.shard.name)
-        shard = replace(like.shard, path=stand_in(error, path / name), dp_rank=rank)
-        own = {"paddings": None, "mappings": None} if isinstance(like, OptimizerShard) else {}
-        by_rank[rank] = replace(like, shard=shard, **own)  # type: ignore[arg-type]
+        shard = replace(like.shard, path=stand_in(error, path / name, names if rank == 0 else ()), dp_rank=rank)
+        by_rank[rank] = one = replace(like, shard=shard)
+        if isinstance(one, OptimizerShard):
+            one.paddings = one.mappings = None
+            one.masters, one.tensors = list(one.masters), [dict(its) for its in one.tensors]
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 

@@ -245,9 +245,8 @@ class _Files:
             is_unsaved(self.models, self.optimizers) or not any(m.content.get("param_shapes") for m in own)
         ):
             return own[:1], []
-        path, is_plain = self.directory.path, not (
-            self.experts or self.of_experts or any(one.content.get(GROUPS_KEY) for one in shards)
-        )
+        path, grouped = self.directory.path, any(one.content.get(GROUPS_KEY) for one in shards)
+        is_plain = not (self.experts or self.of_experts or grouped)
         if is_plain:  # of experts each rank has others
             where = f" of mp_rank {mp_rank}" if mp_rank else ""
             shards = with_lost(shards, f"optimizer files{where}", data_parallel_size(own, shards), path)

@@ -20,8 +20,8 @@ from typing import Any
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
-from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankFiles, RankReader, add, elements, rules_of
-from zckpt.formats.lost import is_lost
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Box, Held, RankFiles, RankReader, add, elements, rules_of
+from zckpt.formats.lost import is_lost, tensor_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.optimizer import check_hyperparameters, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import (
@@ -216,6 +216,12 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
             for key, slots in as_mapping(root.get("state", {})).items()
         }
         checkpoint.files.append(replace(described, tree={**root, "state": seen}))
+    for rank in sorted({*range(len(paths))} - {*there}):  # of flat parameters all ranks have as much
+        for held in (held for slots in found.tensors.values() for held in slots.values()):
+            one = held[0][1]
+            if one.kind == PLAIN and len(one.shape) == 1 and len(held) >= len(there):
+                box = Box((0,), one.shape, tensor_of(one.dtype, one.shape))
+                held.insert(rank, (rank, replace(one, boxes=(box,) if one.boxes else ())))
     return found
 
 

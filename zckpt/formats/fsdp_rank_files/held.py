@@ -513,8 +513,8 @@ class RankFiles:
         if lost is not None:
             cells |= {box: [] for box in absent_boxes(first.shape, list(cells))}
             most = max(map(len, cells.values()))
-            for (_, sizes), holders in cells.items():
-                holders += [(lost, tensor_of(first.dtype, sizes))] * (max(most, 1) - len(holders))
+            for (_, shape), holders in cells.items():
+                holders.extend([(lost, tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
         self._check(label, first.shape, cells)
         ordered = sorted(cells.items())
         count = min(len(holders) for _, holders in ordered)

@@ -69,12 +69,6 @@ def read(source: Path) -> Checkpoint:
     checkpoint = Checkpoint(str(source), "safetensors")
     where: dict[str, str] = {}
     for path in _files(source):
-        if source.is_dir() and not is_file(path) and is_file(index := source / INDEX_NAME):
-            error = ShardError("a file that the index names is missing", path=path, code=MISSING_FILE)
-            names = [name for name, file in weight_map(index).items() if file == path.name]
-            stand_in(error, path, names)
-            where |= dict.fromkeys(names, path.name)
-            continue
         slots, metadata = add_file(checkpoint, path)
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
@@ -107,7 +101,7 @@ def take_index(checkpoint: Checkpoint, index: Path, where: Mapping[str, str]) ->
     """Note an index, which has to say where the files are in which tensors were found."""
     checkpoint.claims[str(index)] = Claim(IMPLIED, "which file each tensor is in")
     for name, file in weight_map(index).items():
-        if where.get(name) != file:
+        if where.get(name) != file and is_file(index.parent / file):
             raise DamagedFileError(
                 f"{name} is not where the index says", path=index, expected=file, found=where.get(name)
             )
@@ -123,11 +117,15 @@ def _files(source: Path) -> list[Path]:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """Return the files that an index names, which are beside it."""
-    names = sorted(set(weight_map(index).values()))
-    if any(Path(name).name != name for name in names):
+    """Return the files that an index names, which are beside it, without lost ones."""
+    where = weight_map(index)
+    paths = [index.parent / name for name in sorted(set(where.values()))]
+    if any(path.parent != index.parent for path in paths):
         raise DamagedFileError("the index names a file outside its directory", path=index)
-    return [index.parent / name for name in names]
+    for path in (path for path in paths if not is_file(path)):
+        error = ShardError("is missing, and the index names it", path=path, code=MISSING_FILE)
+        stand_in(error, path, (name for name, file in where.items() if file == path.name))
+    return list(filter(is_file, paths))
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
@@ -21,6 +22,7 @@ from zckpt.formats.deepspeed.layouts.groups import optimizer_order
 from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
+from zckpt.formats.lost import is_lost
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
 from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
 from zckpt.torchfile import Tensor
@@ -79,10 +81,15 @@ class Partitions:
 
         def misfits(partition: int) -> list[int]:
             least = [partition - flat_padding(total, partition, rank) for rank in range(world)]
-            return [rank for rank in range(world) if not least[rank] <= found[rank] <= partition]
+            return [n for n in range(world) if not (least[n] <= found[n] <= partition or is_lost(members[n].path))]
 
         first, before = flat_partition_numel(total, world), -(-total // world)
         self.partition = before if misfits(first) and not misfits(before) else first
+        for member in members:  # a lost file stands for whole partitions, where another's may be stripped
+            if is_lost(member.path):
+                own, numel = member.tensors[index], member.masters[index].numel
+                member.masters[index] = replace(member.masters[index], shape=(self.partition,))
+                own |= {key: replace(t, shape=(self.partition,)) for key, t in own.items() if t.shape == (numel,)}
         self.shares = [list(flat_shares(self.numels, self.starts, self.partition, rank)) for rank in range(world)]
         if wrong := misfits(self.partition):
             for position in range(world):
