@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,18 @@ def _accelerate(at: Path) -> None:
     torch.save({"step": 1, "torch_manual_seed": torch.get_rng_state()}, at / "random_states_0.pkl")
 
 
+def _lost(at: Path) -> None:
+    """A run of which a rank's optimizer file is gone."""
+    shutil.copytree(FIXTURES / LLAMA, at)
+    next(at.rglob("*rank_1_*optim_states.pt")).unlink()
+
+
+def _base(at: Path) -> None:
+    """The model of `weights.pt`, untrained, and a tower that is not in it."""
+    model = torch.load(at.parent / "weights.pt", weights_only=True)
+    save_file({"tower.weight": torch.ones(2), **{name: torch.zeros_like(one) for name, one in model.items()}}, at)
+
+
 FOUND = {
     "run": FIXTURES / LLAMA,
     "run-stage0": FIXTURES / "s0_bf16_dp2",
@@ -159,6 +172,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "llama": _hugging_face,
     "adapter": _adapter,
     "names.txt": lambda at: at.write_text(_names("zero")) and None,
+    "run-lost": _lost,
+    "base.safetensors": _base,
     "node0": _node(0),
     "node1": _node(1),
     "meta": _meta,

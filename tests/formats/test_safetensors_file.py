@@ -343,7 +343,7 @@ def test_index_that_is_not_utf8_is_refused(tmp_path):
 def test_shard_that_is_missing_is_named(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "one")
     write_index(tmp_path, {"weight_map": {"a": "one", "b": "two"}})
-    with refusing(SourceError, r"two: cannot be opened: found No such file"):
+    with refusing(SourceError, r"two: is missing, and the index names it"):
         read(tmp_path)
 
 

@@ -5,6 +5,7 @@ Bits are compared as in `test_reshard`, from the live engine; losses within the 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,18 @@ def test_loss_scale_of_a_run_without_zero_goes_on(stage, made, tmp_path):
         counted = {key: found[key] for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")}
         assert counted == {key: str(known[key]) for key in counted}
         assert (found["delayed_shift"], found["dtype"]) == ("2", "torch.float16")
+
+
+@pytest.mark.parametrize(("stage", "lost", "base"), [(2, "*rank_1_*optim_states.pt", "backup"),
+                                                     (3, "*rank_1_*model_states.pt", "whole.safetensors")])  # fmt: skip
+def test_what_was_lost_and_filled_goes_on(stage, lost, base, made, tmp_path):
+    source = spec(f"s{stage}_bf16_lost", stage=stage, world_size=2)
+    folder = made(source)
+    run = Path(shutil.copytree(folder, tmp_path / "run"))
+    zckpt.convert(run, tmp_path / "backup", to="zckpt")
+    zckpt.consolidate(run, tmp_path / "whole.safetensors")
+    [file.unlink() for file in run.rglob(lost)]
+    done = zckpt.convert(run, tmp_path / "new", to="deepspeed", world_size=2, stage=stage, salvage=True,
+                         fill_from=tmp_path / base)  # fmt: skip
+    assert done.filled
+    assert_resumes(tmp_path / "new", source.at(2, stage=stage), folder)

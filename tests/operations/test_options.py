@@ -15,17 +15,19 @@ from zckpt.operations.options import (
     Compared,
     ComparedTwo,
     Converted,
+    Filled,
     ReadCopied,
     Reading,
     ReadWritten,
     Renamed,
     Resharded,
+    Salvaged,
     options_of,
 )
 from zckpt.operations.target import How
 
 GROUPS = {
-    "open": Reading, "inspect": Reading, "map": Reading, "consolidate": Renamed, "convert": Converted,
+    "open": Reading, "inspect": Salvaged, "map": Reading, "consolidate": Filled, "convert": Converted,
     "reshard": Resharded, "strip": ReadWritten, "average": Renamed, "merge_adapter": Renamed, "diff": ComparedTwo,
     "fingerprint": Compared, "verify": ReadCopied,
 }  # fmt: skip
@@ -54,7 +56,7 @@ def test_the_options_of_formats_that_come_with_zckpt_are_in_the_types():
     written = {option.name: option.kind for one in own for option in format_options(one.options)}
     recut = {option.name: option.kind for one in own for option in format_options(one.recut_options)}
     hints = Converted.__annotations__
-    of_formats = {name: kind for name, kind in hints.items() if name not in Renamed.__annotations__}
+    of_formats = {name: kind for name, kind in hints.items() if name not in Filled.__annotations__}
     assert of_formats == {name: kind | None for name, kind in {**written, **recut}.items()}
     assert set(Resharded.__annotations__) - set(Renamed.__annotations__) == set(recut) - {"world_size"}
 

@@ -137,7 +137,11 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
     shared = only(Salvaged, given)
     if not isinstance(source, Checkpoint):
         return open_checkpoint(source, **shared)
-    idle = [name for name in ("roots", "tag", "names", "tp_rules") if shared.get(name) not in (None, (), [])]
+    idle = [
+        name
+        for name in ("roots", "tag", "names", "tp_rules", "salvage")
+        if shared.get(name) not in (None, (), [], False)
+    ]
     if idle:
         raise UsageError(
             f"{', '.join(idle)}: the checkpoint is open already",

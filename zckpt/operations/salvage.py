@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from zckpt.errors import ShardError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.low_bit import codes_in
+from zckpt.operations.losses import refuse_rank_values
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
 from zckpt.state.boxes import boxes_of
 from zckpt.state.dtypes import is_floating
@@ -81,6 +82,8 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
             path=checkpoint.named,
             advice="give --names FILE; without the optimizer, `zckpt consolidate` writes the model",
         )
+    if of_optimizer and checkpoint.lost:
+        refuse_rank_values(checkpoint)
     base = None if place is None else open_checkpoint(place)  # type: ignore[arg-type]
     filling = _Filling(checkpoint, base, masters=masters, of_optimizer=of_optimizer)
     parameters, buffers, unnamed = (

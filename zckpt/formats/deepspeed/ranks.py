@@ -115,7 +115,8 @@ def with_lost(held: Sequence[Of], what: str, size: int, path: Path) -> list[Of]:
         return list(held)
     if not held or size > MOST_RANKS:
         raise error
-    like, names = held[0], list[str]()
+    like = held[0]
+    names: list[str] = []
     if isinstance(like, ModelShard):  # whose other names are only in the first rank's file
         known = {*(like.frozen_shapes or ()), *(name for one in like.param_shapes or () for name in one)}
         known |= {name for one in held if isinstance(one, ModelShard) for name in one.shared or ()}
