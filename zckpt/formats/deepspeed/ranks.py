@@ -104,10 +104,18 @@ def missing_files(what: str, size: int, present: Collection[int], path: Path | s
     )
 
 
-def with_lost(held: Sequence[Of], what: str, size: int, path: Path) -> list[Of]:
+def tied_names(models: Sequence[ModelShard]) -> list[str]:
+    """Return names of ZeRO-3 that no file says a shape of, nor whose they are: the first rank's does."""
+    known = {*(models[0].frozen_shapes or ()), *(name for one in models[0].param_shapes or () for name in one)}
+    known |= {name for one in models for name in one.shared or ()}
+    return [name for name, one in models[0].module.items() if one.shape == (0,) and name not in known]
+
+
+def with_lost(held: Sequence[Of], what: str, size: int, path: Path, names: Sequence[str] = ()) -> list[Of]:
     """Return files of all ranks: of a lost one, another's structure under its own name.
 
-    What a rank's file says of its own share is left out of it. Raises ShardError: files may not be lost.
+    What a rank's file says of its own share is left out of it. `names`: that only the first one's has. Raises
+    ShardError: files may not be lost.
     """
     by_rank = {one.rank: one for one in held}
     error = missing_files(what, size, by_rank, path)
@@ -115,16 +123,10 @@ def with_lost(held: Sequence[Of], what: str, size: int, path: Path) -> list[Of]:
         return list(held)
     if not held or size > MOST_RANKS:
         raise error
-    like = held[0]
-    names: list[str] = []
-    if isinstance(like, ModelShard):  # whose other names are only in the first rank's file
-        known = {*(like.frozen_shapes or ()), *(name for one in like.param_shapes or () for name in one)}
-        known |= {name for one in held if isinstance(one, ModelShard) for name in one.shared or ()}
-        names = [name for name, one in like.module.items() if one.shape == (0,) and name not in known]
     for rank in (rank for rank in range(size) if rank not in by_rank):
-        name = re.sub(r"zero_pp_rank_[0-9]+", f"zero_pp_rank_{rank}", like.shard.name)
-        shard = replace(like.shard, path=stand_in(error, path / name, names if rank == 0 else ()), dp_rank=rank)
-        by_rank[rank] = one = replace(like, shard=shard)
+        name = re.sub(r"zero_pp_rank_[0-9]+", f"zero_pp_rank_{rank}", held[0].shard.name)
+        shard = replace(held[0].shard, path=stand_in(error, path / name, names if rank == 0 else ()), dp_rank=rank)
+        by_rank[rank] = one = replace(held[0], shard=shard)
         if isinstance(one, OptimizerShard):
             one.paddings = one.mappings = None
             one.masters, one.tensors = list(one.masters), [dict(its) for its in one.tensors]

@@ -38,6 +38,7 @@ from zckpt.formats.deepspeed.ranks import (
     missing_files,
     missing_ranks,
     select,
+    tied_names,
     with_lost,
 )
 from zckpt.formats.deepspeed.rare.unsaved import base_shards, is_unsaved, note_unsaved
@@ -256,7 +257,7 @@ class _Files:
         if members[0].stage != 3:
             return own[:1], members
         if is_plain:
-            own = with_lost(own, "model files", len(members), path)
+            own = with_lost(own, "model files", len(members), path, tied_names(own))
         by_rank = {m.rank: m for m in own}
         if missing := missing_files("model files", len(members), by_rank):
             raise missing
