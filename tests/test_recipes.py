@@ -56,6 +56,13 @@ def _hugging_face(at: Path) -> None:
     (at / "config.json").write_text(json.dumps(CONFIG))
 
 
+def _few_bits(at: Path) -> None:
+    at.mkdir()
+    tensors = {"q.weight": torch.ones(200, 130).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(2, 2)}
+    save_file(tensors, at / "model.safetensors")
+    (at / "config.json").write_text('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}')
+
+
 def _adapter(at: Path) -> None:
     at.mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -171,6 +178,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "gan.pt": _several,
     "llama": _hugging_face,
     "adapter": _adapter,
+    "deepseek-fp8": _few_bits,
     "names.txt": lambda at: at.write_text(_names("zero")) and None,
     "run-lost": _lost,
     "base.safetensors": _base,

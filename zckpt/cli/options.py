@@ -80,7 +80,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 dequantize_option = click.option(
     "--dequantize",
     is_flag=True,
-    help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
+    help="Take quantised weights, and quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao), as "
+    "floats.",
 )
 
 

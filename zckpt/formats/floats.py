@@ -1,4 +1,4 @@
-"""Quantised state of optimizers as floats, whichever format it is in."""
+"""Quantised weights, and quantised state of optimizers, as floats, whichever format they are in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 
 
 def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[AnyCheckpoint]:
-    """Return checkpoints with float32 slots in the place of quantised state.
+    """Return checkpoints with numbers in the place of quantised weights, and float32 slots in that of quantised state.
 
     Parameters
     ----------
@@ -30,13 +30,14 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
         Codes, scales and map do not belong together.
     """
     found = [_with_floats(one, keeps_files=keeps_files) for one in checkpoints]
-    every = [each for one in found for each in (*one.parameters.values(), *one.unnamed.values())]
+    every = [each for one in found for each in (*one.tensors(), *one.unnamed.values())]
     computed = any(isinstance(slot, Computed) for each in every for slot in each.slots.values())
     if not computed and not any(one.per_rank for one in checkpoints):  # of small tensors, a rank's is in floats
         raise UsageError(
-            "no quantised state of an optimizer that could be made floats",
+            "no quantised weights, and no quantised state of an optimizer, that could be made floats",
             path=checkpoints[0].source,
-            expected="8-bit states of bitsandbytes, or 8-bit, 4-bit or fp8 states of torchao",
+            expected="weights of few bits with scales, 8-bit states of bitsandbytes, or 8-bit, 4-bit or fp8 ones of "
+            "torchao",
             advice="leave --dequantize out",
         )
     return found
@@ -44,9 +45,10 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
 
 def _with_floats(checkpoint: AnyCheckpoint, *, keeps_files: bool) -> AnyCheckpoint:
     from zckpt.formats.deepspeed.rare.quantised import with_float_slots  # verbs that never do this do not wait for it
+    from zckpt.formats.low_bit_floats import weights_as_floats
     from zckpt.formats.torch_files.quantised import as_floats
 
-    path, own = checkpoint.source, with_float_slots(checkpoint, keeps_files=keeps_files)
+    path, own = checkpoint.source, weights_as_floats(with_float_slots(checkpoint, keeps_files=keeps_files))
     return replace(
         own,
         parameters={name: as_floats(one, path) for name, one in own.parameters.items()},

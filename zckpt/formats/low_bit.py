@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.assets import CONFIG_NAME, FOLDERS
@@ -24,23 +25,39 @@ _SCALE = re.compile(
     r"(?P<of>.*?)[._](?:weight_)?(?:scales?(?:_inv|_\d)?|scale_weight|absmax|SCB|quant_state\..*)", re.DOTALL
 )
 _CODES = re.compile(r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed)|_blocks)", re.DOTALL)
+_PACKED = re.compile(r"(.*)\.quant_state\..*", re.DOTALL)
+"""Beside codes of bitsandbytes, which may be kept as floats."""
+
 _SETTINGS = {CONFIG_NAME: ("quantization_config", "compression_config"), "hf_quant_config.json": ("quantization",)}
 
 
 def codes_in(checkpoint: Checkpoint) -> list[str]:
     """Return the names of tensors that are codes, by scales that lie beside them, or as the model's files say."""
     every = list(checkpoint.tensors())
-    low = [one for one in every if len(one.shape) > 1 and _is_low(one.dtype)]
+    packed = {found[1] for one in every if (found := _PACKED.fullmatch(one.name)) is not None}
+    low = [one for one in every if (len(one.shape) > 1 and _is_low(one.dtype)) or one.name in packed]
     if not low:
         return []
-    if _says_so(checkpoint):
+    if settings_of(checkpoint)[1]:
         return [one.name for one in low]
-    scaled = {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
+    scaled = packed | {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
     return [
         one.name
         for one in low
         if one.name in scaled or ((found := _CODES.fullmatch(one.name)) is not None and found["of"] in scaled)
     ]
+
+
+def described(checkpoint: Checkpoint) -> str | None:
+    """Return of which kind a model's codes are, for people; None if it has none."""
+    if not codes_in(checkpoint):
+        return None
+    settings = settings_of(checkpoint)[1]
+    block = settings.get("weight_block_size")
+    if isinstance(block, list) and block:
+        return f"block FP8, {' x '.join(map(str, block))}"
+    told = (settings.get(key) for key in ("quant_method", "format", "bnb_4bit_quant_type", "quant_algo", "bits"))
+    return " ".join(str(one) for one in told if one) or "codes of few bits, with scales"
 
 
 def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advice: str) -> None:
@@ -75,12 +92,16 @@ def _is_low(dtype: str) -> bool:
     return (itemsize(dtype) == 1 and dtype != "bool") or dtype == "int32"
 
 
-def _says_so(checkpoint: Checkpoint) -> bool:
-    """Tell whether files beside the weights say that these are quantised; what is no JSON says nothing."""
+def settings_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a model's configuration, and what it or a file beside it says of how weights are quantised; or nothing."""
     roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+    config: dict[str, Any] = {}
     for path in (root / folder / name for root in roots for folder in FOLDERS for name in _SETTINGS):
         found = read_json(path) or {}
+        config = config or (found if path.name == CONFIG_NAME else {})
         inner = [one for one in (found, found.get("text_config")) if isinstance(one, dict)]
-        if any(one.get(key) for one in inner for key in _SETTINGS[path.name]):
-            return True
-    return False
+        for one in inner:
+            for key in _SETTINGS[path.name]:
+                if isinstance(one.get(key), dict) and one[key]:
+                    return config or one, one[key]
+    return config, {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from zckpt.engine.computed import Computed
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
@@ -19,6 +21,7 @@ from zckpt.formats.consolidated.model import (
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
+from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
@@ -147,7 +150,7 @@ def consolidate(
     left = salvage(found, shared, of_optimizer=bool(slots))
     found = left.checkpoint
     if dequantize:
-        if not slots:
+        if not slots and not codes_in(found):
             raise UsageError(
                 "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
             )
@@ -192,11 +195,20 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> tup
         raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
     takes_assets = given is not None or how.options["map"] is None  # a map's model has another configuration
     assets = find_assets(checkpoint, given) if is_directory and takes_assets else {}
+    copied = copies_of(assets)
+    if how.options.get("dequantize") and CONFIG_NAME in assets:
+        from zckpt.formats.low_bit_floats import plain_config
+
+        types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
+        if types:
+            data = plain_config(assets[CONFIG_NAME], types.most_common(1)[0][0])
+            own = TargetFile.of(CONFIG_NAME, data)
+            copied = [own if one.name == CONFIG_NAME else one for one in copied]
     files = _model_files(path, tensors, chosen.max_shard_size, assets)
     slots = [chosen.slots] if isinstance(chosen.slots, str) else list(chosen.slots)
     if slots:
         files.append(_optimizer_file(checkpoint, path, slots, chosen.dtype))
-    return TargetFiles([*files, *copies_of(assets)], is_file=not is_directory, copied=frozenset(assets)), len(tensors)
+    return TargetFiles([*files, *copied], is_file=not is_directory, copied=frozenset(assets)), len(tensors)
 
 
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]) -> list[TargetFile]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import UsageError, about
+from zckpt.errors import UnsupportedError, UsageError, about
+from zckpt.formats.assets import CONFIG_NAME
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job
+from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Naming
@@ -93,6 +95,11 @@ def convert(
     path = Path(target)
     with about(checkpoint.source):
         laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
+        if dequantize and CONFIG_NAME in laid.copied and codes_in(whole):
+            raise UnsupportedError(
+                f"its {CONFIG_NAME} says that weights are quantised, and would go along with {to}",
+                advice="`zckpt consolidate --dequantize` writes a plain model, which is converted then",
+            )
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = SlotsProof(checkpoint, path, laid, how, drop, verify, recorded)
     done = write_from(

@@ -8,6 +8,7 @@ from typing import Any
 
 from zckpt.formats.account import take_inventory
 from zckpt.formats.alike_files import glanced
+from zckpt.formats.low_bit import described
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
@@ -160,7 +161,9 @@ def inspect(
         ],
         nbytes=sum(file.nbytes for file in checkpoint.files),
         unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
-        details=jsonable(checkpoint.details),
+        details=jsonable(
+            {**checkpoint.details, **({"quantised_weights": low} if (low := described(checkpoint)) else {})}
+        ),
         metadata=sorted(checkpoint.metadata),
         left_out=[item.as_dict() for item in inventory.left_out],
         missing=list(missing_from(checkpoint)),

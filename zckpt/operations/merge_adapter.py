@@ -207,7 +207,7 @@ class _Merging:
                 path=self.base.source,
                 expected=" or ".join(NUMBERS),
                 found=None if slot is None else slot.dtype,
-                advice="merge into the model before it was quantised",
+                advice="merge into the model before it was quantised, or what `zckpt consolidate --dequantize` writes",
             )
         a, b = product.a, product.b
         transposed = product.is_embedding or self._is_transposed(product, slot.shape)
