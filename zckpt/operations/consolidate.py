@@ -121,8 +121,8 @@ def consolidate(
         The directory whose `config.json`, tokenizer and so on go into a directory; by default the source's, or
         `huggingface/` in it, but with a `map`.
     dequantize : bool
-        Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
-        the names that Adam has in torch.
+        Write weights of few bits as the numbers that they stand for, and quantised state of the optimizer
+        (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
     hyperparameters : path-like, optional
         A JSON list with an object for each param group, for a source that holds none (DeepSpeed's elastic form):
         torch's optimizers do not step without.

@@ -52,8 +52,8 @@ def convert(
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
     dequantize : bool
-        Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
-        the names that Adam has in torch.
+        Write weights of few bits as the numbers that they stand for, and quantised state of the optimizer
+        (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
     **shared
     **options
         What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin

@@ -129,8 +129,8 @@ def load(
         As for `consolidate`: what the tensors of the checkpoint are called in this model, and how they are arranged.
         The optimizer's state follows.
     dequantize : bool
-        Take quantised state (8-bit of bitsandbytes, 8-bit, 4-bit and fp8 of torchao) as the floats that it stands for,
-        under the names that Adam has in torch.
+        Take weights of few bits as the numbers that they stand for, and quantised state of the optimizer (8-bit of
+        bitsandbytes, 8-bit, 4-bit and fp8 of torchao) as floats, under the names that Adam has in torch.
     tp_rules : path-like or mapping, optional
         As for `save`: how this rank's slices are cut from the parameters of the checkpoint, at any degree.
     verify : bool
@@ -265,7 +265,9 @@ class _Loading:
                 (self.replicated if share.ranks is None else self.sharded).append(read)
         reads = [*self.replicated, *self.sharded]
         casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
-        refuse_casts(self.checkpoint, casts, "load a model in the types of the checkpoint, scales included")
+        refuse_casts(
+            self.checkpoint, casts, "dequantize=True loads the numbers; or load a model in these types, with scales"
+        )
         check_tensors(reads)
         self.each("check")
 

@@ -132,8 +132,8 @@ def diff(
     parameters : sequence of str
         Compare parameters whose names match one of these shell patterns only.
     dequantize : bool
-        Compare quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
-        the names that Adam has in torch.
+        Compare weights of few bits as the numbers that they stand for, and quantised state of the optimizer
+        (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
     ignore_metadata : bool
         Compare tensors only, not hyperparameters, steps, and what was carried along.
     **shared
