@@ -150,3 +150,21 @@ def test_another_model_fills_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "x.safetensors").exists()
     with pytest.raises(UsageError, match="nothing is lost"):
         zckpt.consolidate(whole, tmp_path / "x.safetensors", fill_masters=True)
+
+
+@pytest.mark.parametrize(("version", "lost"), [(2, 0), (2, 1), (1, 2)])
+def test_a_rank_of_fsdp_that_is_lost(version: int, lost: int, tmp_path: Path) -> None:
+    source, run, backup = FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "run", tmp_path / "backup"
+    units = "model.layers.*" if version == 1 else None
+    zckpt.convert(source, run, to="fsdp-rank-files", world_size=3, fsdp_version=version, units=units, groups="one")
+    zckpt.convert(run, backup, to="zckpt")
+    assert len(lose(run, f"*_rank_{lost}.pt")) > 1
+    refused(3, "inspect", run, words=(f"rank {lost}", "missing", "--salvage"))
+    with pytest.raises(ShardError, match="fill-from"):
+        zckpt.convert(run, tmp_path / "new", to="dcp", salvage=True)
+    zckpt.convert(run, tmp_path / "new", to="dcp", salvage=True, fill_from=backup, verify=True)
+    one, other = zckpt.open(tmp_path / "new"), zckpt.open(backup)
+    for slot in ("weight", "master", "exp_avg", "exp_avg_sq"):
+        for name, parameter in other.parameters.items():
+            if slot in parameter.slots:
+                assert torch.equal(one.read(name, slot), other.read(name, slot))
