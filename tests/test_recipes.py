@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, command, environment, inspected, run
@@ -27,6 +27,7 @@ PAGE = (ROOT / "docs" / "recipes.md").read_text()
 OTHER = FIXTURES / "other"
 SOURCE = "SOURCE"
 YES, NO, NAMES, GROUPS = "yes", "no", "names", "groups"
+ADAPTERS = Path(__file__).parent / "operations" / "adapters"
 LLAMA = "hf_llama_s2_bf16_dp2"
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "vocab_size": 67,
@@ -69,6 +70,34 @@ def _adapter(at: Path) -> None:
     save_file({f"{name}.lora_A.weight": torch.ones(2, 16), f"{name}.lora_B.weight": torch.ones(16, 2)},
               at / "adapter_model.safetensors")  # fmt: skip
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (at / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _verl_lora(at: Path) -> None:
+    tensors = load_file(ADAPTERS / "plain" / "whole.safetensors")
+    at.mkdir(parents=True)
+    torch.save(tensors, at / "model_world_size_1_rank_0.pt")
+    (at / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    (at / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 1}')
+    (at / "huggingface").mkdir()
+    (at / "huggingface" / "config.json").write_text("{}")
+
+
+def _mixtral(at: Path) -> None:
+    at.mkdir()
+    one = "model.layers.0.block_sparse_moe.experts"
+    tensors = {f"{one}.{e}.w{n}.weight": torch.ones((6, 4) if n != 2 else (4, 6)) for e in range(2) for n in (1, 2, 3)}
+    save_file(tensors, at / "model.safetensors")
+    (at / "config.json").write_text('{"model_type": "mixtral"}')
+
+
+def _adapter_of_experts(at: Path) -> None:
+    at.mkdir()
+    name = "base_model.model.model.layers.0.mlp.experts.lora_"
+    save_file(
+        {f"{name}A.weight": torch.ones(4, 6), f"{name}B.weight": torch.ones(4, 4)}, at / "adapter_model.safetensors"
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_parameters": ["experts.down_proj"]}
     (at / "adapter_config.json").write_text(json.dumps(config))
 
 
@@ -179,6 +208,9 @@ MADE: dict[str, Callable[[Path], None]] = {
     "llama": _hugging_face,
     "adapter": _adapter,
     "deepseek-fp8": _few_bits,
+    "adapter-experts": _adapter_of_experts,
+    "mixtral": _mixtral,
+    "verl-lora/actor": _verl_lora,
     "names.txt": lambda at: at.write_text(_names("zero")) and None,
     "run-lost": _lost,
     "base.safetensors": _base,

@@ -47,7 +47,7 @@ def test_what_peft_merges(name, tmp_path):
     assert done.verified == sum(tensor.nbytes for tensor in found.values())
 
 
-@pytest.mark.parametrize("name", ["plain", "saved", "embedding"])
+@pytest.mark.parametrize("name", ["plain", "saved", "embedding", "experts"])
 def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
     whole = ADAPTERS / name / "whole.safetensors"
     zckpt.convert(whole, tmp_path / "dcp", to="dcp")
@@ -60,6 +60,82 @@ def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
         found = load_file(target)
         assert found.keys() == expected.keys()
         assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in expected.items())
+
+
+def test_verls_actor_is_base_and_adapter_and_says_its_scale(tmp_path):
+    """Ranks' files of verl: a whole model of PEFT, beside the configuration of the bare one, and r and alpha."""
+    source, whole = ADAPTERS / "plain", tmp_path / "whole"
+    actor = tmp_path / "run" / "global_step_2" / "actor"
+    actor.parent.mkdir(parents=True)
+    zckpt.convert(source / "whole.safetensors", actor, to="fsdp-rank-files", world_size=2)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
+    (actor / "huggingface").mkdir(exist_ok=True)
+    (actor / "huggingface" / "config.json").write_text('{"model_type": "llama"}')
+    with refusing(zckpt.UsageError, "has an adapter in it.*from_pretrained would load none.*zckpt merge-adapter"):
+        zckpt.consolidate(actor, whole)
+    zckpt.consolidate(actor, tmp_path / "as_it_is.safetensors")
+    with refusing(zckpt.UsageError, "holds no adapter_config.json"):
+        zckpt.merge_adapter(actor, actor, whole)
+    (actor / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}')
+    zckpt.merge_adapter(tmp_path / "run", tmp_path / "run", whole)
+    assert (whole / "config.json").is_file()
+    zckpt.merge_adapter(source / "base.safetensors", source, tmp_path / "n.safetensors")
+    found, expected = load_file(whole / "model.safetensors"), load_file(tmp_path / "n.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in expected.items())
+    (actor / "lora_train_meta.json").write_text('{"r": 4}')
+    with refusing(zckpt.DamagedFileError, "has no lora_alpha"):
+        zckpt.merge_adapter(actor, actor, tmp_path / "m")
+
+
+def test_experts_that_the_base_has_one_by_one_are_merged_as_a_map_has_them(tmp_path):
+    """In blocks that hold parts of experts, too; and back under the names of the files."""
+    mlp = "model.layers.0.block_sparse_moe"
+    base = {f"{mlp}.experts.{e}.w{n}.weight": torch.randn(700, 300) if n != 2 else torch.randn(300, 700)
+            for e in range(3) for n in (1, 2, 3)}  # fmt: skip
+    save_file(base, tmp_path / "base.safetensors")
+    module = "model.layers.0.mlp.experts"
+    gate, down = factors(f"{module}.base_layer", 1400, 300, 6), factors(module, 300, 700, 6)
+    path = adapter(tmp_path / "a", {**gate, **down}, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    with refusing(zckpt.UsageError, "do not fit the model's parameters.*--map"):
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "live.safetensors")
+    mixtral = "mixtral-huggingface-fused"
+    live = tmp_path / "live.safetensors"
+    done = zckpt.merge_adapter(tmp_path / "base.safetensors", path, live, map=mixtral, verify=True, memory=1)
+    assert done.num_merged == 2
+    zckpt.consolidate(live, tmp_path / "m.safetensors", map=mixtral)
+    found = load_file(tmp_path / "m.safetensors")
+    assert found.keys() == base.keys()
+    for e in range(3):
+        products = []
+        for one in (gate, down):
+            a, b = one.values()
+            products.append(1.5 * b[:, e::3] @ a[2 * e : 2 * e + 2])
+        for n, added in zip((1, 3, 2), (*products[0].chunk(2), products[1]), strict=True):
+            key = f"{mlp}.experts.{e}.w{n}.weight"
+            assert_close(found[key], base[key] + added, key)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "settings", "message"),
+    [
+        ({"down_proj": (3, 4, 4)}, {}, "is square, and may lie"),
+        ({"up_proj": (3, 4, 5), "gate_proj": (3, 4, 5)}, {}, "fit its parameters in several orders"),
+        ({"up_proj": (3, 4, 5), "down_proj": (3, 5, 4), "x": (3, 4, 4)}, {}, "do not fit the model's parameters"),
+        ({"down_proj": (3, 4, 5)}, {"target_modules": ["experts"]}, "is of target_modules and of target_parameters"),
+        ({"down_proj": (3, 4, 5)}, {"target_parameters": ["other.down_proj"]}, "do not fit|factors of .* do not fit"),
+        ({"down_proj": (3, 4, 5)}, {"target_parameters": 5}, "unusable target_parameters"),
+    ],
+)
+def test_experts_whose_factors_may_be_of_others_are_refused(shapes, settings, message, tmp_path):
+    save_file({f"experts.{name}": torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "base.safetensors")
+    added: dict[str, torch.Tensor] = {}
+    for depth, (_, rows, columns) in enumerate(list(shapes.values())[:2]):
+        added |= factors("experts" + ".base_layer" * depth, rows, columns, 6)
+    targets = [f"experts.{name}" for name in shapes]
+    path = adapter(tmp_path / "a", added, **{"target_parameters": targets, **settings})
+    with refusing((zckpt.SourceError, zckpt.UsageError), message):
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
 
 
 def adapter(

@@ -71,6 +71,8 @@ class LowRank:
     transposed : bool
     kept : Kept
         Shared by all tensors of an operation.
+    experts : int
+        Matrices of as many rows one below the other, in each factor too; if more than 1, it is not `transposed`.
     """
 
     base: Slot
@@ -80,6 +82,7 @@ class LowRank:
     dtype: str
     transposed: bool
     kept: Kept = field(repr=False)
+    experts: int = 1
 
     @property
     def columns(self) -> int:
@@ -119,8 +122,15 @@ class LowRank:
         if self.transposed:
             left, right = left.reshape(self.rank, -1).T, right.reshape(-1, self.rank).T
         else:
-            left, right = left.reshape(-1, self.rank), right.reshape(self.rank, -1)
-        found: Array = np.matmul(left, right)
+            left, right = left.reshape(-1, self.rank), right.reshape(self.experts * self.rank, -1)
+        if self.experts == 1:
+            found: Array = np.matmul(left, right)
+        else:
+            found = np.empty((len(left), self.columns), left.dtype)
+            first, rows = start // self.columns, self.base.shape[0] // self.experts
+            for one in range(first // rows, -(-(first + len(left)) // rows)):
+                part = slice(max(one * rows - first, 0), (one + 1) * rows - first)
+                np.matmul(left[part], right[one * self.rank :][: self.rank], out=found[part])
         found *= numpy_dtype(self.dtype).type(self.scale)
         total = read_base()
         total += found.reshape(-1)

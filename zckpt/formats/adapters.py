@@ -1,10 +1,13 @@
 """What PEFT keeps of a LoRA adapter: its configuration, and what its tensors are to the model that it was trained on.
 
 DIR/adapter_config.json                                  JSON: peft_type, r, lora_alpha, rank_pattern, ...
+DIR/lora_train_meta.json                                 in its place, verl: r and lora_alpha alone
 DIR/adapter_model.safetensors or .bin                    tensors, named base_model.model.MODULE. and:
 
 lora_A.weight, lora_B.weight                             (r, in), (out, r): scale * B @ A is added to MODULE.weight
 lora_embedding_A, lora_embedding_B                       (r, rows), (columns, r): scale * (B @ A).T is
+(base_layer.)*lora_A.weight, lora_B.weight               (e r, in), (out, r e): of `target_parameters` of MODULE, the
+                                                         first the innermost; scale * B[:, :, e] @ A[e] is to index e
 NAME, base_layer.NAME, modules_to_save.ADAPTER.NAME      takes the place of MODULE.NAME
 
 In the state dict of a whole model the adapter's name comes behind these (`lora_A.default.weight`), what is wrapped is
@@ -17,22 +20,27 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.patterns import Patterns
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.names import PEFT
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
 
 CONFIG_NAME = "adapter_config.json"
+VERL_NAME = "lora_train_meta.json"
 MODEL_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
 MAXIMUM_CONFIG_NBYTES = 1 << 24
 
 UNNAMED = "one without a name"
+
+MOST_PARAMETERS = 4
+"""Of one module; models have two of experts."""
 
 MOST = 3.4e38
 """What is multiplied with factors must be a number of their type."""
@@ -42,17 +50,21 @@ _HARMLESS = frozenset({
     "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
     "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
     "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-    "runtime_config", "target_modules", "task_type", "use_rslora",
+    "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
 })  # fmt: skip
 """Keys of a configuration that change nothing of what is added, or that are read here; any other must be unset."""
 
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin that leave the model's own weights as they were; PiSSA, OLoRA, CorDA and others change them."""
 
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?\.weight")
+_FACTOR = re.compile(
+    r"(?P<module>.+?)(?P<inner>(?:\.base_layer)*)\.lora_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?\.weight"
+)
 _EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<name>.+)")
-_OF_BASE = re.compile(r"(?P<module>.+)\.(?:base_layer|original_module)\.(?P<name>.+)")
+_OF_BASE = re.compile(
+    r"(?P<module>.+?)(?:\.(?:base_layer|original_module))+\.(?P<name>(?!.*\b(?:base_layer|original_module)\.).+)"
+)
 _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera_|boft_|trainable_tokens_)\w*)")
 
 
@@ -60,7 +72,8 @@ _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera
 class Product:
     """What is added to the weight of a module: scale * B @ A; of an embedding its transpose.
 
-    `module`: as the model has it.
+    `module`: as the model has it; `name`: of its weight. Of experts there are `num_experts` products: `a` has their
+    rows one expert after the other, `b` their columns one rank after the other.
     """
 
     module: str
@@ -68,6 +81,8 @@ class Product:
     b: Slot
     scale: float
     is_embedding: bool
+    name: str = ""
+    num_experts: int | None = None
 
 
 @dataclass(slots=True)
@@ -78,9 +93,13 @@ class Adapter:
     ----------
     checkpoint : Checkpoint
         Its tensors.
+    reading : _Reading
+        Knows its configuration.
     products : list of Product
     replaced : dict of str to Parameter
         What takes the place of tensors of the model, by their names there.
+    experts : dict of str to list of (Slot, Slot)
+        By module, A and B of its parameters, the innermost first.
     saved : frozenset of str
         Those of `replaced` that belong to modules which the model may not have.
     fan_in_fan_out : bool
@@ -88,10 +107,45 @@ class Adapter:
     """
 
     checkpoint: Checkpoint
+    reading: _Reading
     products: list[Product] = field(default_factory=list)
     replaced: dict[str, Parameter] = field(default_factory=dict)
+    experts: dict[str, list[tuple[Slot, Slot]]] = field(default_factory=dict)
     saved: frozenset[str] = frozenset()
     fan_in_fan_out: bool = False
+
+    def of_parameters(self, shapes: Mapping[str, Shape]) -> list[Product]:
+        """Return what is added to `target_parameters` of a model, whose parameters have these shapes.
+
+        Raises UsageError: the model has no such parameters; UnsupportedError: several that the factors fit.
+        """
+        return [one for module in self.experts for one in self._of_module(module, shapes)]
+
+    def _of_module(self, module: str, shapes: Mapping[str, Shape]) -> list[Product]:
+        targets, factors = self.reading.settings["target_parameters"], self.experts[module]
+        names = [
+            name for name in shapes
+            if name.rpartition(".")[0] == module and any(name == one or name.endswith(f".{one}") for one in targets)
+        ]  # fmt: skip
+        fitting = []
+        if len(names) == len(factors) <= MOST_PARAMETERS:
+            for order in permutations(names):
+                pairs = zip(order, factors, strict=True)
+                every = [self.reading.of_parameter(name, *both, shapes[name]) for name, both in pairs]
+                fitting += [[one for one in every if one]] if all(every) else []
+        if len(fitting) == 1:
+            return fitting[0]
+        ends = "fit its parameters in several orders" if fitting else "do not fit the model's parameters"
+        raise (UnsupportedError if fitting else UsageError)(
+            f"adapters of {listed(targets)} in {module} {ends}",
+            path=self.checkpoint.source,
+            expected=listed([f"{name} {shapes[name]}" for name in names]) if names else "a base that has these names",
+            found=", ".join(f"A {a.shape}, B {b.shape}" for a, b in factors),
+            advice="merge it with PEFT's merge_and_unload"
+            if fitting
+            else "they are of the model in memory, where all "
+            "experts are one tensor: --map gives the base its names there, as mixtral-huggingface-fused does",
+        )
 
 
 def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path | None = None) -> Adapter:
@@ -120,17 +174,25 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
         several = sorted(one.parent.name for one in path.glob(f"*/{CONFIG_NAME}"))
         if several:
             raise UsageError(f"holds adapters: {listed(several)}", path=path, advice=f"give one: {path / several[0]}")
+    checkpoint = open_checkpoint(file) if file else opened(path)
     where = config or (path if path.is_dir() else path.parent)
-    where = where / CONFIG_NAME if where.is_dir() else where
+    if config is None and not any((where / name).is_file() for name in (CONFIG_NAME, VERL_NAME)):
+        where = Path(checkpoint.source) if Path(checkpoint.source).is_dir() else where  # a run's last step
+    if where.is_dir():
+        where /= VERL_NAME if (where / VERL_NAME).is_file() and not (where / CONFIG_NAME).is_file() else CONFIG_NAME
     if not where.is_file():
         raise UsageError(
             f"holds no {CONFIG_NAME}, which says how an adapter is scaled",
             path=where.parent,
             advice="give it with --adapter-config",
         )
-    settings = _settings(where)
-    checkpoint = open_checkpoint(file) if file else opened(path)
-    return _Reading(checkpoint, settings, where).read()
+    return _Reading(checkpoint, _settings(where), where).read()
+
+
+def has_live_adapter(names: Iterable[str]) -> bool:
+    """Tell whether a model has an adapter in it: what PEFT added, and what it wrapped."""
+    every = _plain(names).values()
+    return any(_ADDED.search(f".{one}") for one in every) and any(_OF_BASE.fullmatch(one) for one in every)
 
 
 def without_adapters(names: Iterable[str]) -> dict[str, str]:
@@ -155,6 +217,10 @@ def _unwrapped(name: str) -> str:
 def _settings(path: Path) -> dict[str, Any]:
     """Return a configuration of LoRA whose every option is understood."""
     found = json_object(path, "configuration", most=MAXIMUM_CONFIG_NBYTES)
+    if path.name == VERL_NAME:
+        if missing := {"r", "lora_alpha"} - found.keys():
+            raise DamagedFileError(f"has no {listed(sorted(missing))}", path=path, advice="give --adapter-config")
+        found = {"peft_type": "LORA", "init_lora_weights": True, **found}
     kind = found.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError("is no LoRA adapter", path=path, expected="peft_type LORA", found=kind,
@@ -189,8 +255,8 @@ class _Reading:
             if not isinstance(self.settings.get(setting) or kind(), kind):
                 raise DamagedFileError(f"unusable {setting}", path=self.path, found=brief(self.settings[setting]),
                                        expected="an object" if kind is dict else "a list")  # fmt: skip
-        found = Adapter(self.checkpoint, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
-        factors: dict[tuple[str, bool], dict[str, Slot]] = {}
+        found = Adapter(self.checkpoint, self, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
+        factors: dict[tuple[str, bool], dict[int, dict[str, Slot]]] = {}
         adapters, others, strange = set[str](), set[str](), list[str]()
         parameters = {one.name: one for one in self.checkpoint.tensors()}
         for filed, name in _plain(parameters).items():
@@ -199,7 +265,9 @@ class _Reading:
             if match:
                 key = match["module"], "lora_embedding" in match[0][len(match["module"]) :]
                 slots = self.checkpoint.owner(filed).slots
-                factors.setdefault(key, {})[match["factor"]] = slots.get(MASTER) or slots[WEIGHT]
+                depth = match.groupdict().get("inner", "").count(".")
+                own = factors.setdefault(key, {}).setdefault(depth, {})
+                own[match["factor"]] = slots.get(MASTER) or slots[WEIGHT]
                 adapters.add(match["adapter"] or UNNAMED)
             elif _ADDED.search(f".{name}") and not saved:
                 strange.append(name)
@@ -218,15 +286,59 @@ class _Reading:
                                    advice="save one by itself, with PEFT's save_pretrained")  # fmt: skip
         if not factors and not found.replaced:
             raise UsageError("holds no adapter", path=self.checkpoint.source, expected="tensors called lora_A, lora_B")
-        found.products = [self._product(module, embedding, both) for (module, embedding), both in factors.items()]
+        self._add_products(found, factors)
         modules = self.settings.get("modules_to_save") or []
         found.saved = frozenset(name for name in found.replaced if any(f".{one}." in f".{name}" for one in modules))
         return found
 
+    def _add_products(
+        self, found: Adapter, factors: Mapping[tuple[str, bool], Mapping[int, Mapping[str, Slot]]]
+    ) -> None:
+        for (module, embedding), depths in factors.items():
+            for both in depths.values():
+                if len(both) < 2:
+                    raise DamagedFileError(f"{module} has only lora_{next(iter(both))}", path=self.checkpoint.source,
+                                           expected="lora_A and lora_B")  # fmt: skip
+            if sorted(depths) != list(range(len(depths))):
+                raise DamagedFileError(f"{module} lacks an adapter, of those that are one in the other",
+                                       path=self.checkpoint.source)  # fmt: skip
+            if self._is_of_parameters(module, is_embedding=embedding, depth=len(depths)):
+                found.experts[module] = [(depths[n]["A"], depths[n]["B"]) for n in sorted(depths, reverse=True)]
+            else:
+                found.products.append(self._product(module, embedding, depths[0]))
+
+    def _is_of_parameters(self, module: str, *, is_embedding: bool, depth: int) -> bool:
+        """Tell factors of `target_parameters` from those of a module; raise UnsupportedError: both at once."""
+        targets = self.settings.get("target_parameters") or []
+        if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+            raise DamagedFileError(
+                "unusable target_parameters", path=self.path, expected="a list of names", found=brief(targets)
+            )
+        parents = [one.rpartition(".")[0] for one in targets]
+        fits = not is_embedding and any(not one or f".{module}".endswith(f".{one}") for one in parents)
+        modules = self.settings.get("target_modules")
+        of_module = modules is not None and self._is_target(module, modules) if targets else True
+        if depth > 1 and not fits:
+            raise DamagedFileError(f"{module} has {depth} adapters, one in the other", path=self.checkpoint.source,
+                                   expected=f"target_parameters of it in {self.path.name}")  # fmt: skip
+        if fits and of_module:
+            raise UnsupportedError(f"{module} is of target_modules and of target_parameters", path=self.path,
+                                   advice="merge it with PEFT's merge_and_unload")  # fmt: skip
+        return fits
+
+    def of_parameter(self, name: str, a: Slot, b: Slot, shape: Shape) -> Product | None:
+        """Return what is added to a parameter, of one matrix or of each expert's; None if the factors do not fit it."""
+        module, num_experts = name.rpartition(".")[0], shape[0] if len(shape) == 3 else None
+        rank = self._number("r", name, "rank_pattern")
+        rows = rank * (num_experts or 1)
+        if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rows:
+            return None
+        straight = (b.shape[0], a.shape[1])
+        if shape[-2:] != straight and (num_experts is None or shape[-2:] != straight[::-1]):
+            return None
+        return Product(module, a, b, self._scale(name, rank), False, name, num_experts)
+
     def _product(self, module: str, is_embedding: bool, factors: Mapping[str, Slot]) -> Product:
-        if len(factors) < 2:
-            raise DamagedFileError(f"{module} has only lora_{next(iter(factors))}", path=self.checkpoint.source,
-                                   expected="lora_A and lora_B")  # fmt: skip
         targets = self.settings.get("target_modules")
         if not self._is_target(module, targets):
             raise DamagedFileError(f"{module} is none of target_modules", path=self.path, expected=str(targets))
@@ -240,9 +352,11 @@ class _Reading:
                 found=f"A {a.shape}, B {b.shape}",
                 advice="partitions of ZeRO-3 or FSDP that were not gathered look like this" if 0 in a.shape else None,
             )
-        alpha = self._number("lora_alpha", module, "alpha_pattern")
-        scale = alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
-        return Product(module, a, b, scale, is_embedding)
+        return Product(module, a, b, self._scale(module, rank), is_embedding, f"{module}.weight")
+
+    def _scale(self, name: str, rank: float) -> float:
+        alpha = self._number("lora_alpha", name, "alpha_pattern")
+        return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
     def _number(self, key: str, module: str, patterns: str) -> float:
         """Return the rank or alpha of a module: that of the first pattern that its name ends in, or the common one."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from zckpt.engine.computed import Computed
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.adapters import has_live_adapter
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
@@ -195,6 +196,13 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> tup
         raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
     takes_assets = given is not None or how.options["map"] is None  # a map's model has another configuration
     assets = find_assets(checkpoint, given) if is_directory and takes_assets else {}
+    if CONFIG_NAME in assets and not is_adapter(tensors, assets) and has_live_adapter(tensors):
+        raise UsageError(
+            "has an adapter in it, under names of which from_pretrained would load none",
+            path=checkpoint.source,
+            expected="the model's own names",
+            advice="`zckpt merge-adapter SOURCE SOURCE TARGET` merges it; x.safetensors as TARGET takes all as it is",
+        )
     copied = copies_of(assets)
     if how.options.get("dequantize") and CONFIG_NAME in assets:
         from zckpt.formats.low_bit_floats import plain_config

@@ -19,6 +19,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape
+from zckpt.state.views import reshape, transpose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +147,7 @@ class _Merging:
         """
         every = {**self.result.parameters, **self.result.buffers}
         missing = [name for name in self.adapter.replaced if name not in every and name not in self.adapter.saved]
-        missing += [one.module for one in self.adapter.products if f"{one.module}.weight" not in every]
+        missing += [one.module for one in self.adapter.products if one.name not in every]
         if missing:
             raise UsageError(
                 f"{listed(missing)}: not in {named(self.base)}",
@@ -156,9 +157,10 @@ class _Merging:
             )
         for name, one in self.adapter.replaced.items():
             self._replace(name, one)
+        self.adapter.products += self.adapter.of_parameters({name: one.shape for name, one in every.items()})
         owners: dict[str, str] = {}
         for product in self.adapter.products:
-            owner = self.result.owner(f"{product.module}.weight")
+            owner = self.result.owner(product.name)
             if owner.name in owners:
                 raise UnsupportedError(
                     f"{product.module} and {owners[owner.name]} are one tied weight, and both have an adapter",
@@ -199,7 +201,7 @@ class _Merging:
         section[name] = replace(was, name=name, slots=slots, tied_to=None)
 
     def _add(self, product: Product) -> None:
-        owner = self.result.owner(f"{product.module}.weight")
+        owner = self.result.owner(product.name)
         slot = owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
         if slot is None or slot.dtype not in NUMBERS:
             raise UnsupportedError(
@@ -212,7 +214,8 @@ class _Merging:
         a, b = product.a, product.b
         transposed = product.is_embedding or self._is_transposed(product, slot.shape)
         rows, columns = (a.shape[1:], b.shape[:1]) if transposed else (b.shape[:1], a.shape[1:])
-        if (*rows, *columns) != slot.shape or any(size != 1 for size in b.shape[2:]):
+        lead = () if product.num_experts is None else (product.num_experts,)
+        if (*lead, *rows, *columns) != slot.shape or any(size != 1 for size in b.shape[2:]):
             raise UsageError(
                 f"the adapter of {product.module} does not fit {named(self.base)}",
                 path=self.adapter.checkpoint.source,
@@ -224,13 +227,22 @@ class _Merging:
         left, right = (a, b) if transposed else (b, a)
         for one in (slot, left, right):
             refuse_endless(one, owner.name)
-        function = LowRank(slot, left, right, product.scale, dtype, transposed, self.kept)
+        if product.num_experts:  # rows of all experts, one below the other, and their right factors
+            num = product.num_experts
+            rank = a.shape[0] // num
+            each = reshape(a, (num, rank, *a.shape[1:])), reshape(b, (*b.shape[:1], rank, num))
+            left = transpose(each[0], (0, 2, 1)) if transposed else transpose(each[1], (2, 0, 1))
+            right = transpose(each[1], (2, 1, 0)) if transposed else each[0]
+            left, right = reshape(left, (num * rows[0], rank)), reshape(right, (num * rank, *columns))
+            slot, transposed = reshape(slot, (num * rows[0], *columns)), False
+        function = LowRank(slot, left, right, product.scale, dtype, transposed, self.kept, product.num_experts or 1)
         for key, own in list(owner.slots.items()):
             if key in (WEIGHT, MASTER):
                 owner.slots[key] = Computed(key, own.dtype, own.shape, (), function=function)
 
     def _is_transposed(self, product: Product, shape: Shape) -> bool:
         """Tell whether a weight lies as (in, out): by its shape, or by others' if it is square."""
+        shape = shape[-2:] if product.num_experts else shape
         found = _lies(product, shape)
         if found is not None:
             return found
@@ -240,14 +252,15 @@ class _Merging:
             (one.module.rpartition(".")[2], lies)
             for one in self.adapter.products
             if not one.is_embedding
-            and (lies := _lies(one, self.result.owner(f"{one.module}.weight").shape)) is not None
+            and (one.num_experts is None) == (product.num_experts is None)
+            and (lies := _lies(one, self.result.owner(one.name).shape[-len(shape) :])) is not None
         ]
         alike = {lies for name, lies in every if name == product.module.rpartition(".")[2]}
         if len(alike) == 1:
             return alike.pop()
-        if {lies for _, lies in every} - {self.adapter.fan_in_fan_out}:
+        if product.num_experts or {lies for _, lies in every} - {self.adapter.fan_in_fan_out}:
             raise UnsupportedError(
-                f"{product.module}.weight is square, and may lie as (out, in) or as (in, out)",
+                f"{product.name} is square, and may lie as (out, in) or as (in, out)",
                 path=self.adapter.checkpoint.source,
                 expected="other weights of the adapter that lie as its fan_in_fan_out says",
                 advice="say which with --fan-in-fan-out, as the Conv1D of GPT-2 lies, or --no-fan-in-fan-out",

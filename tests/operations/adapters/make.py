@@ -7,6 +7,8 @@ NAME/whole.safetensors                                the whole model with the a
 """
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -69,9 +71,33 @@ class Convolutions(torch.nn.Module):
         return self.wide(x)
 
 
+class Fused(torch.nn.Module):
+    """Experts in one tensor, as (expert, out, in), or as (expert, in, out)."""
+
+    def __init__(self, *, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        for name, *sizes in (("gate_up_proj", 10, 6), ("down_proj", 6, 5)):
+            shape = (3, *(sizes[::-1] if is_transposed else sizes))
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape)))
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, *, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.mlp = torch.nn.ModuleDict({"experts": Fused(is_transposed=is_transposed), "router": torch.nn.Linear(6, 3)})
+        self.q_proj = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x)
+
+
 LINEAR = ["q_proj", "up_proj", "down_proj"]
 PATTERNS = {"rank_pattern": {"down_proj": 2, "layers.1.q_proj": 5}, "alpha_pattern": {"^layers.0.up_proj": 3}}
-CASES: dict[str, tuple[type[torch.nn.Module], torch.dtype, LoraConfig]] = {
+EXPERTS = {
+    "target_parameters": ["experts.down_proj", "experts.gate_up_proj"], "rank_pattern": {"experts.gate_up_proj": 3},
+}  # fmt: skip
+CASES: dict[str, tuple[Callable[[], torch.nn.Module], torch.dtype, LoraConfig]] = {
     "plain": (Model, torch.bfloat16, LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR)),
     "patterns": (Model, torch.float32, LoraConfig(r=3, lora_alpha=5, target_modules=LINEAR, **PATTERNS)),
     "rslora": (
@@ -97,11 +123,17 @@ CASES: dict[str, tuple[type[torch.nn.Module], torch.dtype, LoraConfig]] = {
         LoraConfig(r=2, lora_alpha=3, target_modules=["wide", "one", "line"]),
     ),
     "of_s2_bf16_dp2": (OfFixture, torch.bfloat16, LoraConfig(r=2, target_modules=["emb", "fc1", "fc2"])),
+    "experts": (Experts, torch.bfloat16, LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj"], **EXPERTS)),
+    "experts_transposed": (
+        partial(Experts, is_transposed=True),
+        torch.float32,
+        LoraConfig(r=2, lora_alpha=3, use_rslora=True, **EXPERTS),
+    ),
     "dora": (Model, torch.float32, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)),
     "tokens": (Model, torch.float32, LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices={"wte": [1]})),
     "ia3": (Model, torch.float32, IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
 }
-WHOLE = ("plain", "saved", "embedding")
+WHOLE = ("plain", "saved", "embedding", "experts")
 
 
 def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
