@@ -7,6 +7,7 @@ DIR/model_index.json, unet/, vae/, text_encoder/ ...               diffusers: a 
 DIR/pytorch_model_fsdp.bin                                         FSDP, FULL_STATE_DICT
 DIR/model_1.safetensors, optimizer_1.bin ...                       Accelerate: further models and optimizers
 DIR/optimizer.pt, optimizer.bin                                    {state, param_groups} of torch.optim
+DIR/{model,weights}.{pt,pth,bin}, {optimizer,optim}.{pt,pth,bin}   the same two of a loop of one's own
 DIR/scheduler.*, rng_state*, random_states*, scaler.pt, trainer_state.json, training_args.bin     see `companions`
 DIR/zckpt.pt                                                       written by zckpt: what none of these has room for
 

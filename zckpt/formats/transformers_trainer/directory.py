@@ -33,7 +33,13 @@ _STEMS = (
 )
 """What programs call the file of a model, that which is read first."""
 
+_BESIDE_OPTIMIZER = tuple(
+    (stem, end) for stem in ("model", "weights") for end in (".safetensors", ".pt", ".pth", ".bin")
+)
+"""What loops of their own call it, where the optimizer's file is beside it."""
+
 _OPTIMIZER = re.compile(r"optimizer(?:_([1-9][0-9]{0,3}))?\.(pt|bin)")
+_OF_A_LOOP = re.compile(r"optim(?:izer)?\.(?:pt|pth|bin)")
 _FURTHER = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)_([1-9][0-9]{0,3})\.(safetensors|bin)")
 _DCP_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
 
@@ -95,6 +101,11 @@ def find(path: Path) -> Directory | NearMiss | None:
             return Directory(path, tuple(ModelFiles(name, one.path) for name, one in found.items() if one is not None))
     numbered = {int(match[1] or 0): path / name for name in sorted(names) if (match := _OPTIMIZER.fullmatch(name))}
     optimizers = tuple(numbered[number] for number in sorted(numbered))  # `.bin` before `.pt`, which is the Trainer's
+    beside = [path / name for name in names if _OF_A_LOOP.fullmatch(name)]
+    if len(beside) == 1 and not numbered.keys() - {0} and "metadata.pt" not in names:
+        pairs = [ModelFiles(stem, path / f"{stem}{end}") for stem, end in _BESIDE_OPTIMIZER if f"{stem}{end}" in names]
+        first = first or (pairs[0] if len(pairs) == 1 else None)
+        optimizers = tuple(beside)
     if first is None:
         return _near(path, names, entries, has_optimizer=bool(optimizers))
     others = {int(m[2]): m[0] for name in names if (m := _FURTHER.fullmatch(name)) and m[1] == first.stem}

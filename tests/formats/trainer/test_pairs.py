@@ -1,0 +1,66 @@
+"""A model and its optimizer, each in a file of `torch.save`, as loops of one's own leave them."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from tests.refusals import refusing
+from zckpt.errors import SourceError
+from zckpt.formats.account import take_inventory
+
+
+def trained(folder, model_name, optimizer_name):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
+    decayed = [one for one in model.parameters() if one.dim() > 1]
+    others = [one for one in model.parameters() if one.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
+    model(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    save = save_file if model_name.endswith(".safetensors") else torch.save
+    save(model.state_dict(), folder / model_name)
+    torch.save(optimizer.state_dict(), folder / optimizer_name)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("model_name", "optimizer_name"),
+    [
+        ("model.pt", "optimizer.pt"),
+        ("weights.pth", "optim.pth"),
+        ("model.bin", "optimizer.bin"),
+        ("model.safetensors", "optim.pt"),
+    ],
+)
+def test_a_model_and_an_optimizer_are_one_checkpoint(model_name, optimizer_name, tmp_path):
+    (tmp_path / "c").mkdir()
+    model, optimizer = trained(tmp_path / "c", model_name, optimizer_name)
+    torch.save({"last_epoch": 1}, tmp_path / "c" / "scheduler.pt")
+    checkpoint = zckpt.open(tmp_path / "c")
+    assert not take_inventory(checkpoint).left_out
+    assert not checkpoint.unnamed
+    assert set(checkpoint.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    for name, one in model.named_parameters():
+        assert torch.equal(checkpoint.read(name, "weight"), one)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(checkpoint.read(name, slot), optimizer.state[one][slot])
+    assert [group.hyperparameters["weight_decay"] for group in checkpoint.param_groups] == [0.01, 0.0]
+    assert zckpt.verify(tmp_path / "c", deep=True).sound
+    zckpt.convert(tmp_path / "c", tmp_path / "whole.pt", to="consolidated")
+    for key, state in torch.load(tmp_path / "whole.pt")["optimizer"]["state"].items():
+        assert torch.equal(state["exp_avg"], optimizer.state_dict()["state"][key]["exp_avg"])
+
+
+@pytest.mark.parametrize(("more", "of"), [("weights.pt", "model.pt"), ("optim.pt", "optimizer.pt")])
+def test_two_of_a_kind_are_not_chosen_from(more, of, tmp_path):
+    trained(tmp_path, "model.pt", "optimizer.pt")
+    (tmp_path / more).write_bytes((tmp_path / of).read_bytes())
+    with refusing(SourceError, "no checkpoint recognised.* found model.pt, optim"):
+        zckpt.open(tmp_path)
+
+
+def test_an_optimizer_of_one_rank_is_no_pair(tmp_path):
+    trained(tmp_path, "model.pt", "optim_1.pt")
+    with refusing(SourceError, "no checkpoint recognised"):
+        zckpt.open(tmp_path)
