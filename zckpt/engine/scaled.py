@@ -155,7 +155,9 @@ def multiplied(arrays: list[Array], first: int, end: int, columns: int, *, block
     """Return code x scale of its block, rounded to a type."""
     codes, scale = arrays
     codes = codes.astype(np.float32) if codes.dtype == np.int8 else codes
-    return cast(codes.reshape(end - first, columns) * in_grid(scale, block, first, end, columns), dtype)
+    values = codes.reshape(end - first, columns)
+    values *= in_grid(scale, block, first, end, columns)
+    return cast(values, dtype)
 
 
 def nibbles(codes: Array) -> Array:
