@@ -124,7 +124,12 @@ def _flag(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
         return click.option(flag, type=ByteSize(), default="64MB", show_default=True, help=text)
     if one.choices:
         return click.option(flag, type=click.Choice(one.choices), default=one.default, show_default=True, help=text)
-    kind = {"place": Place(), "file": click.Path(path_type=Path, dir_okay=False), "text": click.STRING}[one.kind]
+    kind = {
+        "place": Place(),
+        "file": click.Path(path_type=Path, dir_okay=False),
+        "path": click.Path(path_type=Path),
+        "text": click.STRING,
+    }[one.kind]
     flag += suffix.replace("_", "-")
     return click.option(
         flag, f"{name}{suffix}", type=kind, multiple=one.several, metavar=one.metavar,

@@ -6,6 +6,7 @@ its source and goes out under others; elements stay where they lie, and the plan
     renames     regular expressions, globs and prefixes
     document    a map, as JSON says it
     axes        how the elements of a tensor are arranged: "(heads half two) in"
+    traced      the map of what the installed transformers does to a model's tensors when it saves them
     sizes       what the letters are, from the tensors' shapes and a configuration
     apply       which rules of a map names follow, and in which direction; a checkpoint under the other names
     inside      names in what a checkpoint carries along
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from zckpt.naming.apply import Mapped
 
 MapSource = str | os.PathLike[str] | Mapping[str, object]
-"""The name of a shipped map, a JSON file, or what such a file holds."""
+"""The name of a shipped map, `transformers` for that of the installed one, a JSON file, or what such a file holds."""
 
 Config = str | os.PathLike[str] | Mapping[str, object]
-"""A JSON file with the numbers of a model (`config.json`, `params.json`), or what it holds."""
+"""A JSON file with the numbers of a model (`config.json`, `params.json`), a directory of such, or what it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,7 @@ class Naming:
     strip_prefix, add_prefix : str or None
         Taken off the names that have it; put before all.
     map : str, path-like, mapping or None
-        A shipped map by its name, or a file. It goes in the direction that fits the names.
+        A shipped map by its name, `transformers`, or a file. It goes in the direction that fits the names.
     map_config : path-like, mapping or None
         Numbers that shapes do not tell (heads, groups of them); by default the source's own configuration.
     """
@@ -137,12 +138,21 @@ class Naming:
         return changed, tuple(notes), {old: last[new] for old, new in names.items() if new in last}, side
 
     def _mapped(self, checkpoint: Checkpoint, source: MapSource, side: int | None) -> Mapped:
-        from zckpt.naming.apply import mapped
-        from zckpt.naming.document import read_map
+        from zckpt.naming.apply import Mapped, mapped
+        from zckpt.naming.document import parse_map, read_map
+        from zckpt.naming.installed import TRANSFORMERS, transformers_map
         from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
 
         config, where = read_config(self.map_config, checkpoint)
-        found = read_map(source)
+        if source == TRANSFORMERS:
+            with about(checkpoint.named):
+                document = transformers_map(config)
+            if all(rule["file"] == rule["memory"] for rule in document["rules"]):
+                same = {one.name: one.name for one in checkpoint.tensors()}
+                return Mapped(checkpoint, [f"{document['about']}: the same names"], side or 0, same)
+            found = parse_map(document, TRANSFORMERS)
+        else:
+            found = read_map(source)
         numbers = numbers_of(config)
         with about(checkpoint.named):
             for said in (config, arguments_of(checkpoint)):

@@ -32,7 +32,10 @@ def read_config(
     a file was given that cannot be read, or one is there that cannot be.
     """
     if given is not None:
-        return given if isinstance(given, Mapping) else read_json(given), None
+        if isinstance(given, Mapping):
+            return given, None
+        inside = (Path(given) / name for name in FILES)
+        return read_json(next((one for one in inside if one.is_file()), given)), None
     paths = [Path(path) for path in (checkpoint.source, checkpoint.opened) if path]
     for folder in dict.fromkeys(path if path.is_dir() else path.parent for path in paths):
         for name in FILES:

@@ -108,12 +108,12 @@ class Renaming(TypedDict, total=False):
     map: Annotated["MapSource | None", Shared(
         None,
         "Name and arrange the weights, and every slot, as another program does: a map of your own (docs/maps.md), or "
-        "the NAME of one that `zckpt formats` lists.",
+        "the NAME of one that `zckpt formats` lists; `transformers`: between files and memory, by the installed one.",
         decides=True, metavar="NAME|FILE",
     )]  # fmt: skip
     map_config: Annotated["Config | None", Shared(
-        None, "The model's config.json or params.json, for the map. Default: the one with the source.",
-        decides=True, kind="file", metavar="FILE",
+        None, "The model's config.json or params.json, or its directory, for the map. Default: that with the source.",
+        decides=True, kind="path", metavar="PATH",
     )]  # fmt: skip
     add_prefix: Annotated[
         str | None, Shared(None, "Put P before all names, after all else.", decides=True, metavar="P")

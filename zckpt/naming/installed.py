@@ -1,0 +1,58 @@
+"""The map of a model in files and in the memory of the installed transformers, made in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from zckpt.errors import MissingPackageError, UnsupportedError, UsageError
+
+TRANSFORMERS = "transformers"
+
+SECONDS = 600
+"""That making a model without memory may take."""
+
+
+def transformers_map(config: Mapping[str, object]) -> dict[str, Any]:
+    """Return the map, as a document, of the model of a configuration.
+
+    Raises UsageError: there is no configuration of a model; MissingPackageError: transformers, from version 5, is not
+    installed; UnsupportedError: it has no such model, or does to it what no map says.
+    """
+    if not isinstance(config.get("model_type"), str):
+        raise UsageError(
+            "--map transformers needs the configuration of the model", expected="model_type in config.json",
+            advice="give --map-config FILE, the model's config.json",
+        )  # fmt: skip
+    return _made(json.dumps(config))
+
+
+@lru_cache(maxsize=4)
+def _made(config: str) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).with_name("traced.py"))]  # by path: not what lies in this directory
+    path = os.pathsep.join(one for one in sys.path if one)
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    try:
+        done = subprocess.run(  # noqa: S603  # this Python and a file of zckpt's own
+            command, input=config, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2] or "{}")
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise UnsupportedError(f"--map transformers: the model could not be made: {error}") from error
+    if "No module named" in str(found.get("refused")):
+        raise MissingPackageError(
+            "--map transformers needs transformers, from version 5, and torch", advice="pip install 'transformers>=5'"
+        )
+    if "rules" not in found:
+        why = found.get("refused") or (done.stderr.strip().splitlines() or ["it ended"])[-1]
+        raise UnsupportedError(
+            f"--map transformers: what transformers does to this model is no map: {why}",
+            advice="write a map of your own (docs/maps.md)",
+        )
+    return found
