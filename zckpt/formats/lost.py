@@ -13,12 +13,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import TYPE_CHECKING
 
 from zckpt.errors import ShardError
 from zckpt.state import Checkpoint, Shape
 from zckpt.state.boxes import Box, intersection, row_major
 from zckpt.state.spans import LOST
-from zckpt.torchfile import Storage, Tensor
+
+if TYPE_CHECKING:
+    from zckpt.torchfile import Tensor
 
 Lost = dict[str, tuple[str, ...]]
 
@@ -59,6 +62,8 @@ def is_lost(path: str | os.PathLike[str]) -> bool:
 
 def tensor_of(dtype: str, shape: Shape) -> Tensor:
     """Return the node of a tensor in a lost file."""
+    from zckpt.torchfile import Storage, Tensor
+
     return Tensor(Storage("", dtype, 0, "cpu", 0), dtype, shape, row_major(shape), 0, "little")
 
 
