@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from zckpt.compare.logical import single
+from zckpt.compare.slots import differences, pair
 from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
@@ -334,6 +335,20 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     implied = frozenset().union(*(side.implied for side in map_.sides))  # names that only one side has
     whole = checkpoint
     kept = {name: one for name, one in whole.parameters.items() if name not in implied or one.tied_to is None}
+    copies = [
+        (name, of)
+        for side in map_.sides
+        for template, of in side.copies.items()
+        for name in whole.parameters
+        if template.pattern.fullmatch(name) and of in kept
+    ]
+    for name, of in copies:
+        one, own = kept.pop(name), kept[of]
+        is_alike = list(one.slots) == [WEIGHT] and WEIGHT in own.slots and one.shape == own.shape
+        if one.tied_to != of and not (is_alike and not differences([pair(name, one.slots[WEIGHT], own.slots[WEIGHT])])):
+            raise UnsupportedError(
+                f"{name} is no copy of {of}, and the map {map_.name} has no other place for it", expected="equal bits"
+            )
     checkpoint = replace(whole, parameters=kept)
     found = fit(map_, {parameter.name: parameter.shape for parameter in checkpoint.tensors()})
     if found.source == to:
@@ -363,7 +378,10 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         work.add(instance)
     for instance, one in apart:
         work.give(instance, one)
-    return work.result()
+    done = work.result()
+    if copies:
+        done.notes.append(f"{map_.name}: {listed([name for name, _ in copies])} are copies, equal ones, and left out")
+    return done
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@
  "settings": {"layernorm_zero_centered_gamma": false},
  "implied": {"huggingface": ["lm_head.weight"]}}
 
-or what another map is but for some keys: {"like": "llama-huggingface-meta", "about": ..., "settings": {...}}
+or what another map is but for some keys: {"like": "llama-huggingface-meta", "about": ..., "settings": {...}}, with
+"more" rules before its own, which hold "again" under other beginnings of names
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import NoReturn, TypeGuard
@@ -31,16 +33,18 @@ from typing import NoReturn, TypeGuard
 from zckpt.errors import UsageError
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes
 
-_INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}))?\}")
+_INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
+_BEHIND = re.compile(r"(\{[A-Za-z_]\w*\+)([A-Za-z_]\w*)(?=\})")
 
 MAXIMUM_NBYTES = 1 << 22
 """Of a map, or a configuration."""
 
 KEYS = frozenset({
     "about", "sides", "sizes", "rules", "tied", "order", "ignored", "refused", "optimizer", "settings", "implied",
+    "copies",
 })  # fmt: skip
-LIKE = "like"
+LIKE, MORE, AGAIN = "like", "more", "again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class Template:
     pattern: re.Pattern[str] = field(compare=False, repr=False)
     first: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Where the number in the name is not 0 for a letter's first value."""
+    behind: str = ""
+    """A size which nothing has told yet, that the name counts from: no name is such a one then."""
 
     @property
     def indices(self) -> tuple[str, ...]:
@@ -66,7 +72,9 @@ class Template:
         return tuple(self.pattern.groupindex)
 
     def name(self, indices: Mapping[str, int]) -> str:
-        """Return the name with numbers for its letters."""
+        """Return the name with numbers for its letters; UsageError: one is not known."""
+        if self.behind:
+            raise _untold(self.text, (self.behind,), None)
         return _INDEX.sub(lambda match: str(indices[match[1]] + self.first.get(match[1], 0)), self.text)
 
     def numbers(self, name: str) -> dict[str, int] | None:
@@ -140,6 +148,8 @@ class Side:
         optimizer: rules of the optimizer's own tensors.
     implied : set of str
         Names that the other side has not where they are other names of a tensor.
+    copies : dict of Template to str
+        Tensors that the other side has not, for they are equal to another.
     """
 
     name: str
@@ -149,6 +159,7 @@ class Side:
     refused: dict[Template, str]
     optimizer: tuple[Rule, ...]
     implied: frozenset[str]
+    copies: dict[Template, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,17 +204,23 @@ class Map:
         def number(match: re.Match[str]) -> str:
             value = evaluated(match[1], known, self.name)
             if value is None or value < 0:
-                keys = [key for name in names_in(match[1]) for key in self.sizes.get(name, (name,))]
-                raise UsageError(
-                    f"{self.name}: names have {match[1]} in them, which nothing tells",
-                    expected=f"a configuration with {' or '.join(keys)}",
-                    found=value,
-                    advice="give --map-config FILE, the model's config.json",
+                raise _untold(
+                    match[1], [key for name in names_in(match[1]) for key in self.sizes.get(name, (name,))], value
                 )
             return str(value)
 
-        text = json.dumps(self.document)
-        return parse_map(json.loads(_NUMBER.sub(number, text)), self.name) if _NUMBER.search(text) else self
+        before = json.dumps(self.document)
+        text = _BEHIND.sub(lambda match: f"{match[1]}{known(match[2]) or match[2]}", _NUMBER.sub(number, before))
+        return self if text == before else parse_map(json.loads(text), self.name)
+
+
+def _untold(what: str, keys: Sequence[str], found: int | None) -> UsageError:
+    return UsageError(
+        f"names have {what} in them, which nothing tells",
+        expected=f"a configuration with {' or '.join(keys)}",
+        found=found,
+        advice="give --map-config FILE, the model's config.json",
+    )
 
 
 def shipped() -> list[str]:
@@ -257,14 +274,11 @@ def read_json(path: str | os.PathLike[str]) -> Mapping[str, object]:
 
 def parse_map(document: Mapping[str, object], name: str) -> Map:
     """Return the map that a document says; errors are those of `read_map`."""
-    if LIKE in document:
-        base = document[LIKE]
-        if not isinstance(base, str) or base not in shipped() or base == name:
-            _refuse(name, "unusable like", f"a map that comes with zckpt: {', '.join(shipped())}")
-        document = {**_read_shipped(base), **{key: value for key, value in document.items() if key != LIKE}}
+    document = _like(document, name)
+    document = _again(document, name) if AGAIN in document else document
     strange = sorted(document.keys() - KEYS)
     if strange:
-        _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE})))
+        _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE, MORE, AGAIN})))
     names = document.get("sides")
     if not _is_texts(names) or len(names) != 2 or names[0] == names[1]:
         _refuse(name, "unusable sides", 'two names, {"sides": ["mine", "theirs"]}')
@@ -291,6 +305,51 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
         settings,
         document,
     )
+
+
+def _like(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a document with all that it has like another, whose rules come behind those that it has more."""
+    if LIKE not in document:
+        return document
+    base, more = document[LIKE], document.get(MORE, [])
+    if not isinstance(base, str) or base not in shipped() or base == name:
+        _refuse(name, "unusable like", f"a map that comes with zckpt: {', '.join(shipped())}")
+    made = {**_like(_read_shipped(base), base), **document}
+    if not isinstance(more, list) or not isinstance(made["rules"], list):
+        _refuse(name, "unusable rules, or more", "a list of them")
+    return {key: value for key, value in made.items() if key not in (LIKE, MORE)} | {"rules": [*more, *made["rules"]]}
+
+
+def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a document whose rules hold under other beginnings of names first, and the order of these names."""
+    spellings, rules = document[AGAIN], document.get("rules")
+    if not isinstance(rules, list):
+        _refuse(name, "unusable rules", "a list of them")
+    if not isinstance(spellings, list) or not all(
+        isinstance(one, dict) and _is_texts([*one, *one.values()]) for one in spellings
+    ):
+        _refuse(name, "unusable again", "a list of beginnings of names, and what they become")
+    made = [
+        json.loads(reduce(lambda text, pair: text.replace(f'"{pair[0]}', f'"{pair[1]}'), spelling.items(), text))
+        for spelling in spellings
+        for text in map(json.dumps, rules)
+        if all(f'"{old}' in text for old in spelling)
+    ]
+    pairs = [pair for spelling in spellings for pair in spelling.items()]
+    order = {
+        side: [
+            one
+            for text in texts
+            for one in [
+                new + rest[len(old) :] for old, new in pairs if new == text for rest in texts if rest.startswith(old)
+            ]
+            or [text]
+        ]
+        if _is_texts(texts)
+        else texts
+        for side, texts in _mapping(document, "order", name).items()
+    }
+    return {key: value for key, value in document.items() if key != AGAIN} | {"rules": [*made, *rules], "order": order}
 
 
 def _refuse(where: str, message: str, expected: str) -> NoReturn:
@@ -344,25 +403,29 @@ def _side(document: Mapping[str, object], number: int, names: list[str], where: 
         {template(text, None, where): why for text, why in by_name("refused").items()},
         optimizer,
         frozenset(texts("implied")),
+        {template(text, None, where): of for text, of in by_name("copies").items()},
     )
 
 
 def template(text: str, axes: str | None, where: str) -> Template:
     """Return a template; errors are those of `read_map`."""
     first: dict[str, int] = {}
-    pattern, end = "", 0
+    pattern, end, behind = "", 0, ""
     if re.search(r"\}(?:[0-9]|\{[A-Za-z_])", text):
         _refuse(where, f"{text}: what follows a number is not told from it", "a text between, no digit first")
     for match in _INDEX.finditer(text):
-        letter, begin = match[1], int(match[2] or 0)
-        value = f"(?P={letter})" if letter in first else f"(?P<{letter}>0|[1-9][0-9]{{0,17}})"
+        letter, after = match[1], match[2] or "0"
+        behind = behind if after.isdecimal() else after
+        begin = int(after) if after.isdecimal() else 0
+        value = f"(?P={letter})" if letter in first else f"(?P<{letter}>{'(?!)' if behind else '0|[1-9][0-9]{0,17}'})"
         pattern += re.escape(text[end : match.start()]) + value
         if first.setdefault(letter, begin) != begin:
             _refuse(where, f"{text} counts {letter} in two ways", "one")
         end = match.end()
     pattern += re.escape(text[end:])
     arranged = None if axes is None else parse_axes(axes, f"{where}: {text}")
-    return Template(text, arranged, re.compile(pattern), {letter: number for letter, number in first.items() if number})
+    told = {letter: number for letter, number in first.items() if number}
+    return Template(text, arranged, re.compile(pattern), told, behind)
 
 
 def _rule(value: object, names: list[str], where: str) -> Rule:

@@ -1,0 +1,139 @@
+"""Families of Megatron-Bridge: the published names, values as its tables arrange them, and the same bits back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.naming.test_shipped import LLAMA, deepseek, load_all
+from tests.refusals import refusing
+from tests.truth import assert_same
+from zckpt.errors import UnsupportedError, UsageError
+
+MOE = {**LLAMA, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CONFIGS = {
+    "qwen2-moe": lambda: hf.Qwen2MoeConfig(num_experts=3, shared_expert_intermediate_size=12, **MOE),
+    "gpt-oss": lambda: hf.GptOssConfig(num_local_experts=3, layer_types=["full_attention"] * 2, **MOE),
+    "minimax-m2": lambda: hf.MiniMaxM2Config(num_local_experts=3, rotary_dim=4, **MOE),
+    "deepseek-mtp": lambda: deepseek(q_lora_rank=12),
+    "glm4-moe": lambda: hf.Glm4MoeConfig(
+        n_routed_experts=3, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=1, use_qk_norm=True,
+        attention_bias=True, **MOE,
+    ),
+}  # fmt: skip
+PREDICTING = ("deepseek-mtp", "glm4-moe")
+
+
+@pytest.fixture(params=CONFIGS)
+def family(request, tmp_path):
+    """A model's files, with one layer that predicts further tokens where released ones have it; and its config."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[request.param]()).float()
+    with torch.no_grad():
+        for one in [*model.parameters(), *model.buffers()]:
+            if one.is_floating_point():
+                one.copy_(torch.randn_like(one))
+    model.save_pretrained(tmp_path / "hf")
+    tensors = load_all(tmp_path / "hf")
+    if request.param in PREDICTING:
+        last = "model.layers.1."
+        tensors |= {f"model.layers.2.{name.removeprefix(last)}": torch.randn_like(one)
+                    for name, one in tensors.items() if name.startswith(last)}  # fmt: skip
+        tensors |= {f"model.layers.2.{name}.weight": torch.randn(24) for name in ("enorm", "hnorm", "shared_head.norm")}
+        tensors["model.layers.2.eh_proj.weight"] = torch.randn(24, 48)
+        tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    return request.param, tensors, json.loads((tmp_path / "hf" / "config.json").read_text())
+
+
+def expected(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return some tensors of Megatron-Core's model, put together by hand."""
+
+    def queries_keys_values(front: str, kind: str) -> torch.Tensor:
+        q, k, v = (tensors[f"{front}.self_attn.{one}_proj.{kind}"] for one in "qkv")
+        return torch.cat([torch.cat((a, b, c)) for a, b, c in zip(*(x.chunk(2) for x in (q, k, v)), strict=True)])
+
+    def joined(front: str, names: tuple[str, str]) -> torch.Tensor:
+        return torch.cat([tensors[f"{front}.{name}.weight"] for name in names])
+
+    gate_up = ("gate_proj", "up_proj")
+    one, mlp = "model.layers.1", "decoder.layers.1.mlp"
+    found = {"decoder.final_layernorm.weight": tensors["model.norm.weight"]}
+    if kind != "deepseek-mtp":
+        found["decoder.layers.1.self_attention.linear_qkv.weight"] = queries_keys_values(one, "weight")
+        found["decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"] = tensors[f"{one}.input_layernorm.weight"]
+    if kind in ("gpt-oss", "qwen2-moe", "glm4-moe"):
+        found["decoder.layers.1.self_attention.linear_qkv.bias"] = queries_keys_values(one, "bias")
+    if kind == "gpt-oss":
+        for name in ("weight", "bias"):
+            end = "" if name == "weight" else "_bias"
+            both = tensors[f"{one}.mlp.experts.gate_up_proj{end}"][2]
+            apart = torch.cat((both[..., ::2], both[..., 1::2]), -1)
+            found[f"{mlp}.experts.linear_fc1.{name}2"] = apart.T if name == "weight" else apart
+            down = tensors[f"{one}.mlp.experts.down_proj{end}"][2]
+            found[f"{mlp}.experts.linear_fc2.{name}2"] = down.T if name == "weight" else down
+            found[f"{mlp}.router.{name}"] = tensors[f"{one}.mlp.router.{name}"]
+        found["decoder.layers.1.self_attention.core_attention.softmax_offset"] = tensors[f"{one}.self_attn.sinks"]
+        found["decoder.layers.1.self_attention.linear_proj.bias"] = tensors[f"{one}.self_attn.o_proj.bias"]
+    if kind == "minimax-m2":
+        sparse = f"{one}.block_sparse_moe"
+        for name in "qk":
+            key = f"decoder.layers.1.self_attention.{name}_layernorm.weight"
+            found[key] = tensors[f"{one}.self_attn.{name}_norm.weight"]
+        found[f"{mlp}.router.expert_bias"] = tensors[f"{sparse}.e_score_correction_bias"]
+        found[f"{mlp}.experts.linear_fc1.weight2"] = joined(f"{sparse}.experts.2", ("w1", "w3"))
+        found[f"{mlp}.experts.linear_fc2.weight2"] = tensors[f"{sparse}.experts.2.w2.weight"]
+    if kind == "qwen2-moe":
+        found[f"{mlp}.shared_experts.gate_weight"] = tensors[f"{one}.mlp.shared_expert_gate.weight"]
+        found[f"{mlp}.shared_experts.linear_fc1.weight"] = joined(f"{one}.mlp.shared_expert", gate_up)
+    if kind in PREDICTING:
+        found[f"{mlp}.shared_experts.linear_fc1.weight"] = joined(f"{one}.mlp.shared_experts", gate_up)
+        two, further = "model.layers.2", "mtp.layers.0"
+        for name in ("enorm", "hnorm", "eh_proj"):
+            found[f"{further}.{name}.weight"] = tensors[f"{two}.{name}.weight"]
+        found[f"{further}.final_layernorm.weight"] = tensors[f"{two}.shared_head.norm.weight"]
+        inner = f"{further}.transformer_layer"
+        found[f"{inner}.mlp.shared_experts.linear_fc1.weight"] = joined(f"{two}.mlp.shared_experts", gate_up)
+        found[f"{inner}.mlp.router.expert_bias"] = tensors[f"{two}.mlp.gate.e_score_correction_bias"]
+        found[f"{inner}.pre_mlp_layernorm.weight"] = tensors[f"{two}.post_attention_layernorm.weight"]
+        if kind == "glm4-moe":
+            found[f"{inner}.self_attention.linear_qkv.weight"] = queries_keys_values(two, "weight")
+    return found
+
+
+def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(family, tmp_path):
+    kind, tensors, config = family
+    name = f"{kind}-huggingface-megatron"
+    zckpt.consolidate(tmp_path / "hf", tmp_path / "there.safetensors", map=name)
+    there = load_file(tmp_path / "there.safetensors")
+    for key, value in expected(kind, tensors).items():
+        assert_same(there[key], value, key)
+    copies = {one for one in tensors if one.endswith(("2.embed_tokens.weight", "shared_head.head.weight"))}
+    spellings = [there]
+    if kind in PREDICTING:  # later versions have another name for the layer within
+        spellings.append({key.replace(".transformer_layer.", ".mtp_model_layer."): one for key, one in there.items()})
+    for number, spelling in enumerate(spellings):
+        save_file(spelling, tmp_path / f"{number}.safetensors")
+        back = tmp_path / f"back{number}"
+        zckpt.consolidate(tmp_path / f"{number}.safetensors", back, map=name, map_config=config)
+        found = load_all(back)
+        assert found.keys() == tensors.keys() - copies
+        for key, value in found.items():
+            assert_same(value, tensors[key], key)
+    if kind not in PREDICTING:
+        return
+    with refusing(UsageError, "num_hidden_layers"):
+        zckpt.consolidate(
+            tmp_path / "there.safetensors", tmp_path / "no", map=name,
+            map_config={key: value for key, value in config.items() if key != "num_hidden_layers"},
+        )  # fmt: skip
+    tensors["model.layers.2.embed_tokens.weight"][3, 4] += 1
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    with refusing(UnsupportedError, "no copy of model.embed_tokens.weight"):
+        zckpt.consolidate(tmp_path / "hf", tmp_path / "no", map=name)
