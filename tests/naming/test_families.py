@@ -137,3 +137,21 @@ def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     with refusing(UnsupportedError, "no copy of model.embed_tokens.weight"):
         zckpt.consolidate(tmp_path / "hf", tmp_path / "no", map=name)
+
+
+def test_moments_of_experts_go_where_their_weights_go_and_return(tmp_path):
+    torch.manual_seed(1)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS["gpt-oss"]()).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randint(0, 37, (2, 7))).logits.square().mean().backward()
+    optimizer.step()
+    zckpt.save(tmp_path / "mine", model=model, optimizer=optimizer, step=1)
+    names = {"map": "gpt-oss-huggingface-megatron", "map_config": model.config.to_dict()}
+    zckpt.convert(tmp_path / "mine", tmp_path / "there", to="universal", **names)
+    found = zckpt.open(tmp_path / "there")
+    for key in ("exp_avg", "exp_avg_sq"):
+        both = optimizer.state[model.model.layers[1].mlp.experts.gate_up_proj][key][2]
+        expected = torch.cat((both[:, ::2], both[:, 1::2]), 1).T
+        assert_same(found.read("decoder.layers.1.mlp.experts.linear_fc1.weight2", key), expected, key)
+    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", **names)
+    assert not zckpt.diff(tmp_path / "mine", tmp_path / "back").changed
