@@ -19,7 +19,6 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
-from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.files import entries_of, is_file, read_head, read_json
 from zckpt.storage.ownership import Owned
@@ -224,6 +223,8 @@ def _complete(path: Path, kind: str, found: dict[int, Path], world_size: int) ->
             code=MISSING_FILE,
             ranks=[] if missing is None else [missing],
         )
+        from zckpt.formats.lost import MOST_RANKS, stand_in
+
         if max(found) >= world_size or world_size > MOST_RANKS:
             raise error
         known, like = min(found), found[min(found)].name
