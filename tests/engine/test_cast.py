@@ -55,7 +55,11 @@ def patterns(dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("target", [*TARGETS, "float64"])
 @pytest.mark.parametrize("source", SMALL)
 def test_every_pattern_of_a_small_type(source, target):
-    assert_as_torch(patterns(source), source, target)
+    once = patterns(source)
+    assert_as_torch(once, source, target)
+    many = np.stack([once, once])[:, ::-1]  # of types of one byte, they are looked up
+    assert_as_torch(many, source, target)
+    assert cast(many, target).shape == many.shape
 
 
 @pytest.mark.parametrize("target", [*TARGETS, "float64"])

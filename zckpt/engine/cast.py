@@ -29,6 +29,9 @@ _EXTENDED = {
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 }
+_BYTES = np.arange(256, dtype=np.uint8)
+"""Every element that a type of one byte has: many are looked up in the cast of these."""
+
 _OPAQUE = {"complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
 
 
@@ -87,6 +90,9 @@ def cast(array: Array, target: str) -> Array:
     extended = {np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
     if kinds and not {d for d in (array.dtype, result) if d.kind != "f"} <= extended:
         raise UnsupportedError(f"elements of {array.dtype} are not cast to {target}")
+    if array.itemsize == 1 and array.size > len(_BYTES):
+        found: Array = cast(_BYTES.view(array.dtype), target)[array.view(np.uint8)]
+        return found
     with np.errstate(over="ignore", invalid="ignore"):
         if array.dtype == np.float32 or result == np.float64:
             return array.astype(result)
