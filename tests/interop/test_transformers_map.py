@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import subprocess
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from transformers import CONFIG_MAPPING
 
 import zckpt
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.naming import traced
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     pytest.skip("transformers converts since version 5", allow_module_level=True)
@@ -30,12 +34,26 @@ TINY = {
     "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "pad_token_id": 0,
     "first_k_dense_replace": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
-USUAL = {"qwen3_moe": "ForCausalLM", "vit": "ForImageClassification", "jamba": "ForCausalLM"}
 OTHERS = {
+    "vit": "ForImageClassification",
     **dict.fromkeys(["mixtral", "qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "phimoe", "granitemoe",
-                     "minimax", "ernie4_5_moe", "glm4_moe", "flex_olmo", "afmoe", "gpt_neox"], "ForCausalLM"),
+                     "qwen3_moe", "minimax", "ernie4_5_moe", "glm4_moe", "flex_olmo", "afmoe",
+                     "gpt_neox"], "ForCausalLM"),
     **dict.fromkeys(["deit", "vit_mae", "vit_msn", "ijepa", "clip", "siglip"], "Model"),
 }  # fmt: skip
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Make maps here: to import transformers again takes seconds."""
+
+    def made(command, *, input, **_):  # noqa: A002
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = traced.main(lambda: input)
+        return subprocess.CompletedProcess(command, code, out.getvalue(), "")
+
+    monkeypatch.setattr(subprocess, "run", made)
 
 
 def model_of(kind, head):
@@ -90,9 +108,9 @@ def hold(kind, head, tmp_path):
     return True
 
 
-@pytest.mark.parametrize("kind", USUAL)
-def test_every_slot_is_as_transformers_saves_it_and_comes_back(kind, tmp_path):
-    assert hold(kind, USUAL[kind], tmp_path)
+@pytest.mark.usefixtures("in_this_process")
+def test_every_slot_is_as_transformers_saves_it_and_comes_back(tmp_path):
+    assert hold("jamba", "ForCausalLM", tmp_path)
 
 
 @pytest.mark.nightly
@@ -101,6 +119,73 @@ def test_other_families(kind, tmp_path):
     hold(kind, OTHERS[kind], tmp_path)
 
 
+def in_training(kind, head):
+    """Return a model, an optimizer with the Trainer's groups, and what makes a step of both and returns its loss."""
+    model = model_of(kind, head).train()
+    for one in model.modules():
+        if isinstance(one, torch.nn.Dropout):
+            one.p = 0.0
+    decayed = {*transformers.Trainer.get_decay_parameter_names(None, model)}
+    groups = [[one for name, one in model.named_parameters() if (name in decayed) == is_in] for is_in in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}], lr=1e-2)
+    torch.manual_seed(1)
+    ids, pixels = torch.randint(1, 32, (2, 8)), torch.randn(2, 3, 8, 8)
+    batch = (
+        {"pixel_values": pixels, "labels": torch.tensor([0, 1])} if kind == "vit" else {"input_ids": ids, "labels": ids}
+    )
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize(("kind", "head"), [("qwen3_moe", "ForCausalLM"), ("vit", "ForImageClassification")])
+@pytest.mark.usefixtures("in_this_process")
+def test_a_trainers_numbers_get_the_names_in_memory(kind, head, tmp_path):
+    """And a live model goes on with the losses of the run that went on; the file's names and order are others."""
+    model, optimizer, step = in_training(kind, head)
+    for _ in range(2):
+        step()
+    run = tmp_path / "checkpoint-2"
+    model.save_pretrained(run)
+    torch.save(optimizer.state_dict(), run / "optimizer.pt")
+    (run / "trainer_state.json").write_text('{"global_step": 2}')
+    truth = {name: optimizer.state[one] for name, one in model.named_parameters()}
+    truth = {name: (state["exp_avg"].clone(), state["exp_avg_sq"].clone()) for name, state in truth.items()}
+    losses = [step(), step()]
+    other, its, go_on = in_training(kind, head)
+    zckpt.load(run, model=other, optimizer=its, map="transformers")
+    assert [go_on(), go_on()] == losses
+
+    def is_true(path, **options):
+        done = zckpt.convert(run, path, to="zckpt", map="transformers", **options)
+        assert not done.warnings
+        found = zckpt.open(path)
+        for name, moments in truth.items():
+            for slot, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+                assert torch.equal(found.read(name, slot), moment), (name, slot)
+        return True
+
+    assert is_true(tmp_path / "by-order")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    with pytest.raises(UnsupportedError, match="give --names FILE"):  # another version may have another order
+        zckpt.convert(run, tmp_path / "no", to="zckpt", map="transformers")
+    names = list(truth)
+    assert is_true(tmp_path / "by-names", names=names)
+    with pytest.raises(UsageError, match="do not fit the optimizer"):
+        zckpt.convert(run, tmp_path / "no", to="zckpt", map="transformers", names=names[1:])
+    with pytest.raises(UsageError, match="add --map transformers"):
+        zckpt.convert(run, tmp_path / "no", to="zckpt", names=names)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_what_cannot_be_made_is_refused_in_one_line(tmp_path):
     torch.save({"weight": torch.zeros(2)}, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="needs the configuration"):

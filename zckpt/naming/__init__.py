@@ -8,6 +8,7 @@ its source and goes out under others; elements stay where they lie, and the plan
     axes        how the elements of a tensor are arranged: "(heads half two) in"
     traced      the map of what the installed transformers does to a model's tensors when it saves them
     sizes       what the letters are, from the tensors' shapes and a configuration
+    numbered    names for an optimizer that numbers what was in memory
     apply       which rules of a map names follow, and in which direction; a checkpoint under the other names
     inside      names in what a checkpoint carries along
 """
@@ -70,7 +71,8 @@ class Naming:
         Parameters
         ----------
         checkpoint : Checkpoint
-            Stays as it is. Its inventory speaks of its own names: it is to be taken before.
+            Stays as it is, but for warnings that a map answers. Its inventory speaks of its own names: it is to be
+            taken before.
 
         Raises
         ------
@@ -141,15 +143,21 @@ class Naming:
         from zckpt.naming.apply import Mapped, mapped
         from zckpt.naming.document import parse_map, read_map
         from zckpt.naming.installed import TRANSFORMERS, transformers_map
+        from zckpt.naming.numbered import named_as_live, numbers_alone
         from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
 
         config, where = read_config(self.map_config, checkpoint)
+        bare, live, version = None, {}, None
         if source == TRANSFORMERS:
             with about(checkpoint.named):
-                document = transformers_map(config)
+                document = dict(transformers_map(config))
+            live = document.pop("live")
+            version = read_config(None, checkpoint)[0].get("transformers_version")
+            bare = replace(checkpoint, unnamed={}, param_groups=[]) if numbers_alone(checkpoint) else None
             if all(rule["file"] == rule["memory"] for rule in document["rules"]):
                 same = {one.name: one.name for one in checkpoint.tensors()}
-                return Mapped(checkpoint, [f"{document['about']}: the same names"], side or 0, same)
+                named = bare and named_as_live(bare, checkpoint, live, version)
+                return Mapped(named or checkpoint, [f"{document['about']}: the same names"], side or 0, same)
             found = parse_map(document, TRANSFORMERS)
         else:
             found = read_map(source)
@@ -157,7 +165,13 @@ class Naming:
         with about(checkpoint.named):
             for said in (config, arguments_of(checkpoint)):
                 check_settings(found, said)
-            done = mapped(checkpoint, found.numbered(numbers), numbers, side)
+            known = found.numbered(numbers)
+            done = mapped(bare or checkpoint, known, numbers, side)
+            if bare is not None:
+                is_live = found.sides[done.side].name == "memory"
+                named = named_as_live(done.checkpoint, checkpoint, live, version) if is_live else None
+                # without names, the numbers are refused
+                done = replace(done, checkpoint=named) if named else mapped(checkpoint, known, numbers, side)
         if where is not None and found.sizes and done.notes:
             done.notes.append(f"the numbers of the model are those of {where}")
         return done

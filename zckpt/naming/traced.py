@@ -342,8 +342,12 @@ def model_of(config: dict[str, Any]) -> Any:  # noqa: ANN401
 
 def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
     """Return the map of a model's conversions, and the order of its parameters in memory."""
+    import torch
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
+
+    def is_norm(module: Any) -> bool:  # noqa: ANN401
+        return isinstance(module, torch.nn.LayerNorm)
 
     letters = Letters()
     shapes = {name: tuple(one.shape) for name, one in model.state_dict(keep_vars=True).items()}
@@ -364,6 +368,11 @@ def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
         "rules": rules,
         "order": {"memory": [name for name, _ in every]},
         "tied": {"memory": tied},
+        "live": {
+            "transformers": transformers.__version__,
+            "trained": [name for name, one in model.named_parameters() if one.requires_grad],
+            "layer_norms": sorted({name.rpartition(".")[2] for name, one in model.named_modules() if is_norm(one)}),
+        },
     }
 
 

@@ -136,7 +136,16 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
     """
     shared = only(Salvaged, given)
     if not isinstance(source, Checkpoint):
-        return open_checkpoint(source, **shared)
+        found = open_checkpoint(source, **shared)
+        if found.given_names and found.unnamed and found.format == "transformers-trainer" and given.get("map") is None:
+            raise UsageError(
+                "the names do not fit the optimizer",
+                path=found.named,
+                expected="those of the model in its file",
+                found=f"{len(found.given_names)} names, some of none of its tensors",
+                advice="with the names of the model in memory, add --map transformers",
+            )
+        return found
     idle = [
         name
         for name in ("roots", "tag", "names", "tp_rules", "salvage")

@@ -85,7 +85,9 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
         order = said.known([name if name in weights.shapes else _without_adapter(name) for name in given])
         found = said.recorded(order)
         if not found and {*order} >= {*candidates}:
-            found = _in_order(said, [name for name in dict.fromkeys(order) if name in candidates], weights)
+            found = names_in_order(said, [name for name in dict.fromkeys(order) if name in candidates], weights)
+        if names is not None and len(found) < len(numbers) and weights.is_converted and {*order} - {*candidates}:
+            return {}  # those in memory, which a map may tell
         if names is not None and len(found) < len(numbers):
             raise UsageError(
                 "the names do not fit the optimizer",
@@ -95,7 +97,7 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
         if found:
             return found
     if weights.is_ordered:
-        return _in_order(said, [*candidates], weights)
+        return names_in_order(said, [*candidates], weights)
     return {} if weights.is_converted else _in_any_order(said, weights)
 
 
@@ -115,8 +117,8 @@ def _without_adapter(name: str) -> str:
     return ".".join(found).replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
-def _in_order(said: Evidence[int], order: Sequence[str], weights: Weights) -> dict[int, str]:
-    """Return what is certain where the model's order is known."""
+def names_in_order(said: Evidence[int], order: Sequence[str], weights: Weights) -> dict[int, str]:
+    """Return what is certain where the model's order, that of some candidates, is known."""
     said = replace(said, candidates={name: said.candidates[name] for name in order})
     groups = _groups(said, weights.known)
     found = said.recorded([name for members in groups for name in members]) if groups is not None else {}
@@ -135,7 +137,7 @@ def _in_any_order(said: Evidence[int], weights: Weights) -> dict[int, str]:
         order = None if is_whole else only_order(said.candidates, one)
     except TooManyOrdersError:
         return {}
-    return _in_order(said, order, weights) if order is not None else {}
+    return names_in_order(said, order, weights) if order is not None else {}
 
 
 def _searched(
