@@ -300,8 +300,67 @@ def test_a_file_of_one_rank_is_refused_under_any_name(holds, written, tmp_path):
     shutil.copy(tmp_path / "ckpt_rank1.pt", tmp_path / "ckpt_rank0.pt")
     for name in ("checkpoint-500.pt", "pytorch_model.bin"):
         (tmp_path / name).unlink()
-    with refusing(SourceError, r"one rank's part|give one of its files, such as .*ckpt_rank0\.pt"):
+    with refusing(SourceError, r"several files of rank 1|save it with torch.distributed.checkpoint|without their"):
         zckpt.open(tmp_path)
+
+
+@pytest.fixture
+def free(written, tmp_path) -> Path:
+    """The same files under names of a program's own, model and optimizer in one, with more beside them."""
+    folder = tmp_path / "free"
+    folder.mkdir()
+    for rank in range(3):
+        tree: dict[str, Any] = {"step": 5, "args": {"lr": 0.1}, "rng": torch.tensor([rank])}
+        for kind, key in (("model", "model"), ("optim", "optimizer")):
+            path = written(LLAMA, world_size=3) / f"{kind}_world_size_3_rank_{rank}.pt"
+            tree[key] = torch.load(path, weights_only=False)
+        torch.save(tree, folder / f"checkpoint-500.rank{rank}.pt")
+    return folder
+
+
+def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_path):
+    found, expected = zckpt.open(free), zckpt.open(written(LLAMA, world_size=3))
+    for name in expected.parameters:
+        assert_same_slots(found, expected, name)
+    assert [one.parameters for one in found.param_groups] == [one.parameters for one in expected.param_groups]
+    assert (found.metadata["step"], found.metadata["args"]) == (5, {"lr": 0.1})
+    assert [key for key in found.metadata if key.endswith(".rng")] == [
+        f"extra_state_world_size_3_rank_{rank}.rng" for rank in (1, 2)
+    ]
+    assert not take_inventory(found).left_out
+    assert zckpt.verify(free, deep=True).sound
+    node = tmp_path / "node"
+    node.mkdir()
+    (free / "checkpoint-500.rank2.pt").rename(node / "checkpoint-500.rank0.pt")
+    nodes = zckpt.open(free, roots=[node])
+    for name in expected.parameters:
+        assert_same_slots(nodes, expected, name)
+    assert nodes.metadata.keys() == found.metadata.keys()
+    with refusing(zckpt.UsageError, "--root: is for a directory"):
+        zckpt.open(node / "checkpoint-500.rank0.pt", roots=[node])
+    with refusing(ShardError, "the model file of rank 2 is missing: expected 3 files, found 2"):
+        zckpt.open(free)
+
+
+def test_free_names_of_several_steps_and_other_shared_state_are_refused(free):
+    path = free / "checkpoint-500.rank1.pt"
+    shutil.copy(path, free / "checkpoint-600.rank1.pt")
+    with refusing(ShardError, r"several files of rank 1.* found checkpoint-500\.rank1\.pt, checkpoint-600\.rank1\.pt"):
+        zckpt.open(free)
+    (free / "checkpoint-600.rank1.pt").write_bytes(path.read_bytes()[:3000])
+    with refusing(DamagedFileError, "checkpoint-600"):
+        zckpt.open(free)
+    (free / "checkpoint-600.rank1.pt").unlink()
+    for path in free.iterdir():
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "ema": dict(tree["model"])}, path)
+    with refusing(UnsupportedError, "not just one model and one optimizer.* found models model, ema"):
+        zckpt.open(free)
+    for path in free.iterdir():
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "ema": {"shadow": [tree["ema"]]}}, path)
+    with refusing(UnsupportedError, r"one rank's part of what ranks share: ema\.shadow"):
+        zckpt.open(free)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

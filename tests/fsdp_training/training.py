@@ -227,3 +227,18 @@ def resume(rank: int, world_size: int, wrap: str, folder: Path) -> list[float]:
     model, optimizer, scheduler = made(wrap, world_size, seed=1)
     load(model, optimizer, scheduler, folder, rank, world_size)
     return [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
+
+
+def train_and_save_freely(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
+    """Do as `train_and_save`, and then as a program of one's own: one file for each rank, with all in it."""
+    found = train_and_save(rank, world_size, wrap, folder)
+    tree = {
+        key: torch.load(folder / f"{kind}_world_size_{world_size}_rank_{rank}.pt", weights_only=False)
+        for key, kind in (("model", "model"), ("optimizer", "optim"))
+    }
+    for path in folder.glob(f"*_world_size_{world_size}_rank_{rank}.pt"):
+        path.unlink()
+    if not rank:
+        (folder / "fsdp_config.json").unlink()
+    torch.save({**tree, "step": STEPS, "args": {"lr": 0.01}}, folder / f"ckpt_rank{rank}.pt")
+    return found

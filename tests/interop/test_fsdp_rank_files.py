@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import zckpt
 from tests import gloo
-from tests.fsdp_training.training import resume, train_and_save
+from tests.fsdp_training.training import resume, train_and_save, train_and_save_freely
 from tests.pairwise import some
+from tests.refusals import refusing
+from zckpt.errors import ShardError
 from zckpt.formats.account import take_inventory
 from zckpt.operations.open import OpenedCheckpoint
 
@@ -74,3 +77,18 @@ def test_other_ranks_go_on_where_these_left_off(wrap, ranks, other, others, opti
     if wrap != "fsdp2 trained":  # of which FSDP1 has state for the parameters that no step has reached, too
         assert zckpt.diff(source, target).equal
     assert gloo.run(resume, others, other, target) == [pytest.approx(losses, rel=1e-6)] * others
+
+
+def test_files_under_a_programs_own_names_are_read_and_converted(tmp_path):
+    source = tmp_path / "saved"
+    truth, _ = gloo.run(train_and_save_freely, 2, "fsdp2", source)[0]
+    assert_is(zckpt.open(source), truth)
+    assert not take_inventory(zckpt.open(source)).left_out
+    zckpt.convert(source, tmp_path / "dcp", to="dcp")
+    assert_is(zckpt.open(tmp_path / "dcp"), truth)
+    zckpt.consolidate(source, tmp_path / "model.safetensors")
+    whole = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(one, truth[f"weight/{name}"]) for name, one in whole.items())
+    (source / "ckpt_rank0.pt").unlink()
+    with refusing(ShardError, "the model file of rank 0 is missing"):
+        zckpt.open(source)

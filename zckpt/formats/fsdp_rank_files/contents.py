@@ -62,10 +62,36 @@ class Model:
     sums: list[dict[int, tuple[int, int]]] = field(default_factory=list)
 
 
-def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
+Place = tuple[object, ...]
+"""Where in a file a model or an optimizer is: nothing is the whole file, else it is a key."""
+
+
+def at(root: object, place: Place) -> object:
+    """Return what a file has at a place; None where it has nothing there."""
+    return (root.get(place[0]) if isinstance(root, dict) else None) if place else root
+
+
+def add_part(
+    checkpoint: Checkpoint, file: TorchFile, role: str, rank: int, place: Place, tree: object, rules: Sequence[Rule]
+) -> None:
+    """Describe a file, of which the inventory is to see `tree` at a place, or more of one that is described already."""
+    own = tuple(replace(rule, pattern=(*map(str, place), *rule.pattern)) for rule in rules)
+    known = next(
+        (number for number, one in enumerate(checkpoint.files) if one.path == file.path), len(checkpoint.files)
+    )
+    if known == len(checkpoint.files):
+        checkpoint.files.append(describe(file, role, dp_rank=rank))
+    one = checkpoint.files[known]
+    part = {place[0]: tree} if place else as_mapping(tree, file.path)
+    whole = {**as_mapping(one.tree, file.path), **part}
+    checkpoint.files[known] = replace(one, tree=whole, rules=(*one.rules, *own))
+
+
+def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()) -> Model:
     """Give a checkpoint the parameters and buffers of all ranks' files.
 
-    Raises SourceError: a file is damaged, has other names than rank 0's, or ranks do not have every element once.
+    `place`: where in each file they are; what is there besides is not described. Raises SourceError: a file is
+    damaged, has other names than rank 0's, or ranks do not have every element once.
     """
     model = Model(RankFiles([str(path) for path in paths]))
     there = [rank for rank, path in enumerate(paths) if not is_lost(path)]
@@ -75,11 +101,11 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
             continue
         with about(path):
             file = read_torchfile(path)
-            root = file.root
+            root = at(file.root, place)
             if not isinstance(root, dict) or not root:
                 raise DamagedFileError("unexpected content", expected="a state dict", found=brief(root, 60))
             tree = {name: elements(node) for name, node in root.items()}
-            checkpoint.files.append(replace(describe(file, "model", dp_rank=rank, rules=rules_of("*")), tree=tree))
+            add_part(checkpoint, file, "model", rank, place, tree, rules_of("*"))
             records = file.records if has_checksums(file.records) else ()
             model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
             reader = RankReader()
@@ -191,10 +217,11 @@ class Optimizer:
         return {slot: held for slot, held in self.tensors.get(key, {}).items() if held[0][1].shape != ()}
 
 
-def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
+def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()) -> Optimizer:
     """Read the optimizer's files of all ranks, and hold against each other what they must agree on.
 
-    Raises DamagedFileError: a file does not hold an optimizer's state dict; LayoutError: ranks have other param groups,
+    `place`: as of `read_models`. Raises DamagedFileError: a file does not hold an optimizer's state dict;
+    LayoutError: ranks have other param groups,
     or other single values.
     """
     found = Optimizer(RankFiles([str(path) for path in paths]))
@@ -203,19 +230,20 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
         path, first = paths[rank], rank == there[0]
         file = read_torchfile(path)
         with about(path):
-            groups, state = _parsed(file)
+            node = at(file.root, place)
+            groups, state = _parsed(node, file.path)
             if first:
                 found.groups = groups
             else:
                 _check_groups(found.groups, groups, rank)
             single = _add(found, rank, file, state)
-        described = describe(file, "optimizer", dp_rank=rank, rules=_rules(single, first=first))
-        root = as_mapping(file.root, file.path)
+        root = as_mapping(node, file.path)
         seen = {
             key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
             for key, slots in as_mapping(root.get("state", {})).items()
         }
-        checkpoint.files.append(replace(described, tree={**root, "state": seen}))
+        tree = {**root, "state": seen}
+        add_part(checkpoint, file, "optimizer", rank, place, tree, _rules(single, first=first))
     for rank in sorted({*range(len(paths))} - {*there}):  # of flat parameters all ranks have as much
         for held in (held for slots in found.tensors.values() for held in slots.values()):
             one = held[0][1]
@@ -237,8 +265,8 @@ def _rules(single: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
     return (*inside, *same, *listed, Rule(("param_groups", "*", "**"), COPY, about, tensors=True), *optimizer_rules())
 
 
-def _parsed(file: TorchFile) -> tuple[list[dict[str, Any]], dict[Key, dict[str, object]]]:
-    found = parse(file.root, file.path)
+def _parsed(node: object, path: str) -> tuple[list[dict[str, Any]], dict[Key, dict[str, object]]]:
+    found = parse(node, path)
     label: dict[int, Key] = {number: found.names.get(number, number) for number in found.every_number}
     groups = [{**group, "params": [label[number] for number in group["params"]]} for group in found.groups]
     return groups, {label[number]: slots for number, slots in found.state.items()}

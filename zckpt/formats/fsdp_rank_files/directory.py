@@ -68,6 +68,8 @@ class Directory:
         `fsdp_config.json`.
     own : Path or None
         `zckpt.pt`, where zckpt wrote the files.
+    places : tuple of tuple, tuple
+        The keys under which files have the model and the optimizer, where they hold more than one of both.
     """
 
     path: Path
@@ -81,6 +83,7 @@ class Directory:
     step: int | None = None
     config: dict[str, object] = field(default_factory=dict)
     own: Path | None = None
+    places: tuple[tuple[object, ...], tuple[object, ...]] = ((), ())
 
 
 def rank_name(kind: str, world_size: int, rank: int) -> str:
@@ -185,7 +188,7 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
             expected=rank_name(MODEL, world_size, 0),
             advice="put the files of the model there, of the same run",
         )
-    ranks = {kind: _complete(path, kind, files.get(kind, {}), world_size) for kind in (MODEL, OPTIMIZER, EXTRA)}
+    ranks = {kind: complete(path, kind, files.get(kind, {}), world_size) for kind in (MODEL, OPTIMIZER, EXTRA)}
     others = tuple(one for kinds in by_size.values() for found in kinds.values() for one in found.values())
     return Directory(
         path, world_size, ranks[MODEL], ranks[OPTIMIZER], ranks[EXTRA], beside, trackers, others, step, config,
@@ -209,7 +212,7 @@ def _world_size(path: Path, by_size: dict[int, dict[str, dict[int, Path]]], conf
     return next(iter(by_size))
 
 
-def _complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> tuple[Path, ...]:
+def complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> tuple[Path, ...]:
     """Return the files of all ranks, or none where there are none."""
     if not found:
         return ()

@@ -298,9 +298,14 @@ def elements(node: object) -> object:
     return node
 
 
+def is_share(file: TorchFile) -> bool:
+    """Tell whether a file names the classes of tensors that several ranks share."""
+    return any(name.rpartition(".")[2] in (DTENSOR, SHARDED) for names in file.globals.values() for name in names)
+
+
 def refuse_share(file: TorchFile) -> None:
     """Raise UnsupportedError if a file, whatever its name is, has what one rank has of tensors that several share."""
-    if not any(name.rpartition(".")[2] in (DTENSOR, SHARDED) for names in file.globals.values() for name in names):
+    if not is_share(file):
         return
     waiting: list[tuple[tuple[object, ...], object]] = [((), file.root)]
     seen: set[int] = set()
@@ -318,7 +323,8 @@ def refuse_share(file: TorchFile) -> None:
                 path=file.path,
                 expected="whole tensors, or a format whose files say which rank's they are",
                 found=None if mesh is None else f"rank {mesh.rank} of {math.prod(mesh.sizes)}",
-                advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
+                advice="give the directory with the files of all ranks, or save it with torch.distributed.checkpoint, "
+                "at all ranks of the program that wrote it",
             )
         if id(node) not in seen:
             seen.add(id(node))

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
+from zckpt.errors import UnsupportedError
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
-from zckpt.formats.fsdp_rank_files.contents import Model, read_models, read_optimizers, tie_as_configured
-from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, FORMAT, HUGGINGFACE, LORA_NAME, Directory
+from zckpt.formats.fsdp_rank_files.contents import Model, add_part, read_models, read_optimizers, tie_as_configured
+from zckpt.formats.fsdp_rank_files.directory import (
+    CONFIG_NAME,
+    EXTRA,
+    FORMAT,
+    HUGGINGFACE,
+    LORA_NAME,
+    Directory,
+    rank_name,
+)
+from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULES, give_masters, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
@@ -43,7 +55,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     """
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     checkpoint.world_size = directory.world_size
-    model = read_models(checkpoint, directory.models)
+    model = read_models(checkpoint, directory.models, directory.places[0])
     own = read_torchfile(directory.own) if directory.own is not None else None
     _describe_mesh(checkpoint, model)
     if directory.optimizers:
@@ -51,7 +63,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
         if own is not None:
             note_not_used(checkpoint, names)
             known = recorded_names(own, list(checkpoint.parameters))
-        optimizer = read_optimizers(checkpoint, directory.optimizers)
+        optimizer = read_optimizers(checkpoint, directory.optimizers, directory.places[1])
         attach(checkpoint, model, optimizer, known, ties_are_known=own is not None)
     if own is None:
         tie_as_configured(checkpoint, model, directory.path)
@@ -62,6 +74,8 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     if is_file(directory.path / ADAPTER):
         note_adapter(checkpoint, directory.path / ADAPTER)
     _read_extras(checkpoint, directory)
+    if any(directory.places):
+        _read_rest(checkpoint, directory)
     for path in directory.beside:
         carry(checkpoint, path)
     _claim(checkpoint, directory)
@@ -111,6 +125,44 @@ def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
     for rank, (one, _) in enumerate(contents):
         own = (Rule(("**",), COPY, f"as in {OWN_NAME}", tensors=True),) if directory.own is not None else ()
         checkpoint.files.append(describe(one, "metadata", rank, rules=(*about, *own, *rules.get(one.path, ()))))
+
+
+def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
+    """Keep what files with a model and an optimizer hold besides, as `_read_extras` does."""
+    places: dict[tuple[Path, ...], set[object]] = {}
+    for paths, place in zip((directory.models, directory.optimizers), directory.places, strict=True):
+        if paths and place:
+            places.setdefault(paths, set()).update(place)
+    every: list[str] = []
+    about = tuple(Rule((key,), IMPLIED, "which rank the file is of") for key in OF_ITS_RANK)
+    for paths, gone in places.items():
+        found = []
+        for rank, path in enumerate(paths):
+            if is_lost(path):
+                continue
+            file = read_torchfile(path)
+            root = {key: value for key, value in as_mapping(file.root, file.path).items() if key not in gone}
+            content = by_name(root, file.path)
+            refuse_share(replace(file, root=content))
+            found.append((rank, file, content))
+        first = found[0][1:]
+        keys = list(dict.fromkeys(key for *_, content in found for key in content))
+        twice = [key for key in keys if key in every or key in checkpoint.metadata]
+        if twice:
+            raise UnsupportedError(f"{twice[0]} is there twice: in the files of the model, and of the optimizer",
+                                   path=first[0].path)  # fmt: skip
+        every += keys
+        keys = [key for key in keys if key not in OF_ITS_RANK]
+        checkpoint.metadata |= {key: carried(first[0], first[1][key]) for key in keys if key in first[1]}
+        add_part(checkpoint, first[0], "model", 0, (), first[1], about)
+        for rank, file, content in found[1:]:
+            others, rules = keep_others(first, [(file, content)], keys)
+            stem = Path(rank_name(EXTRA, directory.world_size, rank)).stem  # names may be the same on two nodes
+            for key, value in others.items():
+                checkpoint.metadata[f"{stem}.{key.removeprefix(f'{Path(file.path).stem}.')}"] = value
+            own = (*about, *rules.get(file.path, ()))
+            add_part(checkpoint, file, "model", rank, (), content, own)
+    checkpoint.details[KEYS] = every
 
 
 def _claim(checkpoint: Checkpoint, directory: Directory) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.formats.format import ROOTS, Format, Found, NearMiss, Search
 from zckpt.formats.steps import LastStep, last_file
 from zckpt.storage.files import read_head
 
@@ -40,20 +40,33 @@ class TorchSave(Format):
          "Composer); zip and legacy, both byte orders, every dtype, strided and shared storages"),
     )  # fmt: skip
 
+    takes = frozenset({ROOTS})
+
     def find(self, search: Search) -> Found | NearMiss | None:
         """Tell a file by its first bytes; of any other it is tried last, as its reader says best what is wrong.
 
-        Of a directory, the last of Composer's files.
+        Of a directory, the last of Composer's files, or those of FSDP's ranks under any names.
         """
         path = search.path
         if path.is_dir():
-            last = last_file(path)
+            from zckpt.formats.fsdp_rank_files import free_names
+
+            last = None if search.roots else last_file(path)
+            ranks = free_names.find(search) if last is None else None
+            if ranks is not None:
+                return Found(ranks)
             return Found(last.path) if isinstance(last, LastStep) else last
+        if search.roots:
+            return None
         head = read_head(str(path), HEAD_NBYTES)
         return Found(path, sure=head.startswith(PICKLE) or (head.startswith(ZIP) and FIRST_RECORD in head))
 
     def read(self, found: Found, search: Search) -> Checkpoint:
         """Read the tree of the file."""
+        if not isinstance(found.place, Path):
+            from zckpt.formats.fsdp_rank_files.reader import read as read_ranks
+
+            return read_ranks(found.place, names=search.names)
         from zckpt.formats.companions import warned
         from zckpt.formats.torch_files.reader import read
 

@@ -175,9 +175,13 @@ def _families(names: list[str]) -> list[dict[int, str]]:
 
 def _holds_optimizer(path: Path, family: Mapping[int, str]) -> bool:
     """Tell by its first file whether a set of files is what it seems; a file by itself has to say that it is whole."""
+    from zckpt.formats.fsdp_rank_files.held import is_share
     from zckpt.torchfile import read_torchfile
 
-    root = read_torchfile(path / family[min(family)]).root
+    file = read_torchfile(path / family[min(family)])
+    if is_share(file):
+        return False
+    root = file.root
     try:
         optimizer_key(root)
     except KeyError:
