@@ -151,6 +151,7 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
         "per_rank",
         "roots",
         "given_names",
+        "lost",
         "places",
     }
     assert {field.name for field in fields(Checkpoint)} == compared | of_the_files

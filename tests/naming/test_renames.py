@@ -79,7 +79,8 @@ def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path):
         (("--rename", "fc1"), ("OLD=NEW",)),
         (("--rename", "fc1.*=x.*.*"), ("as often", "fc1.*=x.*.*")),
         (("--rename", "c1.*=x.*"), ("finds no name",)),
-        (("--map", "no-such-map"), ("no map no-such-map", "llama-huggingface-meta")),
+        (("--map", "no-such-map"), ("no map no-such-map", "`zckpt formats`")),
+        (("--map", "llama-huggingface-mta"), ("such as llama-huggingface-meta",)),
         (("--map", "llama-huggingface-meta"), ("has no rule for", "huggingface or meta")),
     ],
 )

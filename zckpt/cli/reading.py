@@ -131,7 +131,7 @@ def inspect_command(
         from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
-        return inspect_page(document, map_of(source, **shared).as_dict())
+        return inspect_page(document, map_of(source, **only(Reading, shared)).as_dict())
 
     return _Shown([], document, text, page)
 

@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import reduce
 from importlib import resources
 from pathlib import Path
@@ -243,7 +244,11 @@ def read_map(source: str | os.PathLike[str] | Mapping[str, object]) -> Map:
     if name in shipped():
         return parse_map(_read_shipped(name), name)
     if not Path(name).is_file():
-        raise UsageError(f"no map {name}", expected=f"a JSON file, or {', '.join(shipped())}")
+        near = get_close_matches(name, shipped(), cutoff=0.5)
+        found = f", such as {' or '.join(near)}" if near else ""
+        raise UsageError(
+            f"no map {name}", expected=f"transformers, a JSON file, or a map that `zckpt formats` lists{found}"
+        )
     return parse_map(read_json(name), name)
 
 
