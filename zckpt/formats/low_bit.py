@@ -26,7 +26,7 @@ _SCALE = re.compile(
 )
 _CODES = re.compile(r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed)|_blocks)", re.DOTALL)
 _PACKED = re.compile(r"(.*)\.quant_state\..*", re.DOTALL)
-"""Beside codes of bitsandbytes, which may be kept as floats."""
+"""Beside codes of bitsandbytes, which may be kept as floats, as one column."""
 
 _SETTINGS = {CONFIG_NAME: ("quantization_config", "compression_config"), "hf_quant_config.json": ("quantization",)}
 
@@ -34,7 +34,8 @@ _SETTINGS = {CONFIG_NAME: ("quantization_config", "compression_config"), "hf_qua
 def codes_in(checkpoint: Checkpoint) -> list[str]:
     """Return the names of tensors that are codes, by scales that lie beside them, or as the model's files say."""
     every = list(checkpoint.tensors())
-    packed = {found[1] for one in every if (found := _PACKED.fullmatch(one.name)) is not None}
+    beside = {found[1] for one in every if (found := _PACKED.fullmatch(one.name)) is not None}
+    packed = {one.name for one in every if one.name in beside and one.shape[1:] == (1,)}
     low = [one for one in every if (len(one.shape) > 1 and _is_low(one.dtype)) or one.name in packed]
     if not low:
         return []
