@@ -57,6 +57,19 @@ def _hugging_face(at: Path) -> None:
     (at / "config.json").write_text(json.dumps(CONFIG))
 
 
+def _transformers_fsdp(at: Path) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+
+    checkpoint = zckpt.open(FIXTURES / LLAMA)
+    model = {name: checkpoint.read(name, "weight") for name in checkpoint.parameters}
+    names = [one.name for one in checkpoint.owners]
+    moments = {f"state.{name}.exp_avg": checkpoint.read(name, "exp_avg") for name in names}
+    groups = {f"param_groups.{name}.lr": 0.1 for name in names}
+    save(model, storage_writer=HuggingFaceStorageWriter(path=str(at), save_distributed=True), no_dist=True)
+    save({"optimizer": {**moments, **groups}}, checkpoint_id=at / "optimizer", no_dist=True)
+    (at / "config.json").write_text(json.dumps(CONFIG))
+
+
 def _few_bits(at: Path) -> None:
     at.mkdir()
     tensors = {"q.weight": torch.ones(200, 130).to(torch.float8_e4m3fn), "q.weight_scale_inv": torch.ones(2, 2)}
@@ -230,6 +243,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "llama": _hugging_face,
     "adapter": _adapter,
     "deepseek-fp8": _few_bits,
+    "transformers-fsdp": _transformers_fsdp,
     "adapter-experts": _adapter_of_experts,
     "mixtral": _mixtral,
     "verl-lora/actor": _verl_lora,

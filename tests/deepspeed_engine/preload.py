@@ -42,6 +42,7 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "tests.deepspeed_engine.resume",
     "tests.deepspeed_engine.training",
     "tests.deepspeed_engine.truth",
+    "tests.hf_training.distributed",
     "tests.hf_training.training",
     "tests.optim.zero.reference",
     "tests.training.trainings",

@@ -230,15 +230,14 @@ def resume(rank: int, world_size: int, wrap: str, folder: Path) -> list[float]:
 
 
 def train_and_save_freely(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
-    """Do as `train_and_save`, and then as a program of one's own: one file for each rank, with all in it."""
-    found = train_and_save(rank, world_size, wrap, folder)
-    tree = {
-        key: torch.load(folder / f"{kind}_world_size_{world_size}_rank_{rank}.pt", weights_only=False)
-        for key, kind in (("model", "model"), ("optimizer", "optim"))
-    }
-    for path in folder.glob(f"*_world_size_{world_size}_rank_{rank}.pt"):
-        path.unlink()
-    if not rank:
-        (folder / "fsdp_config.json").unlink()
-    torch.save({**tree, "step": STEPS, "args": {"lr": 0.01}}, folder / f"ckpt_rank{rank}.pt")
-    return found
+    """Train and save as a program of one's own: one file for each rank, with all in it."""
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    model, optimizer, scheduler = made(wrap, world_size)
+    for number in range(STEPS):
+        step(model, optimizer, scheduler, number)
+    with state_context(model):
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "step": STEPS, "args": {"lr": 0.01}}, folder / f"ckpt_rank{rank}.pt")
+    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    return held if not rank else None

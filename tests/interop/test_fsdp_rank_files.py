@@ -81,7 +81,7 @@ def test_other_ranks_go_on_where_these_left_off(wrap, ranks, other, others, opti
 
 def test_files_under_a_programs_own_names_are_read_and_converted(tmp_path):
     source = tmp_path / "saved"
-    truth, _ = gloo.run(train_and_save_freely, 2, "fsdp2", source)[0]
+    truth = gloo.run(train_and_save_freely, 2, "fsdp2", source)[0]
     assert_is(zckpt.open(source), truth)
     assert not take_inventory(zckpt.open(source)).left_out
     zckpt.convert(source, tmp_path / "dcp", to="dcp")

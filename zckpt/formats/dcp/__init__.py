@@ -67,6 +67,10 @@ class Dcp(Format):
             "DDP, FSDP1, FSDP2, tensor parallel; flattened, raw and nested keys",
         ),
         ("Trainer, Lightning, Accelerate", "the DeepSpeed and DCP directories inside theirs"),
+        (
+            "transformers' distributed save, NeMo Automodel",
+            "a model in shards of safetensors or of DCP, with the optimizer's DCP folder in it or beside it",
+        ),
     )
     writes = "torch.distributed.checkpoint"
     options = Options

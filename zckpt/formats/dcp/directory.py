@@ -5,6 +5,9 @@ DIR/.metadata, __R_N.distcp, meta.pt                      Lightning: the rest of
 DIR/.metadata, __R_N.distcp, zckpt.pt                     zckpt: what the dict has no place for
 DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, and the rest;
                                                           further models have further numbers
+DIR/shard-R-model-N-of-M.safetensors, optimizer/.metadata transformers: its model, and `save_optimizer_distributed`
+DIR/{model,weights,...}/, {optim,optimizer}/.metadata     NeMo Automodel, NeMo RL and loops of one's own: a folder for
+                                                          each, or below it, the model's of DCP or safetensors
 """
 
 from __future__ import annotations
@@ -31,11 +34,14 @@ HEAD_NBYTES = 4096
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
+_OPTIMIZER = re.compile(r"optim(?:izer)?s?(?:_states?)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
     """The folders with a `.metadata`, by name where there are several, and Lightning's file next to it.
+
+    One of several may have a model in safetensors.
 
     `unfinished`: names of later ones of the same run that are not whole.
     """
@@ -64,9 +70,35 @@ def find(path: Path) -> Directory | None:
         return None
     folders = {"": path} if is_whole(path) else {
         one.name: Path(one.path) for one in entries_of(path) if _FOLDER.fullmatch(one.name) and is_whole(Path(one.path))
-    }  # fmt: skip
+    } or _pair(path)  # fmt: skip
     own, lightning = (one if is_file(one) else None for one in (path / OWN_NAME, path / LIGHTNING_NAME))
     return Directory(path, folders, own, lightning if "" in folders else None) if folders else None
+
+
+def _pair(path: Path) -> dict[str, Path]:
+    """Return the folders of an optimizer and of its model, which may lie around it; none if there are not just two."""
+    below = {one.name: Path(one.path) for one in entries_of(path) if one.is_dir()}
+    optimizer = {name: found for name, one in below.items() if _OPTIMIZER.fullmatch(name) and (found := _part(one))}
+    if len(optimizer) != 1 or not is_whole(next(iter(optimizer.values()))):
+        return {}
+    models = {"model": path} if is_model(path) else {
+        name: found for name, one in below.items() if name not in optimizer and (found := _part(one))
+    }  # fmt: skip
+    return {**models, **optimizer} if len(models) == 1 else {}
+
+
+def _part(folder: Path) -> Path | None:
+    """Return the folder, or the only one in it, that DCP or a model's safetensors are in."""
+    inner = sorted(Path(one.path) for one in entries_of(folder, lenient=True) if one.is_dir())
+    own = [one for one in (folder, *inner) if is_whole(one) or is_model(one)]
+    return own[0] if own[:1] == [folder] or len(own) == 1 else None
+
+
+def is_model(path: Path) -> bool:
+    """Tell whether a folder has a model in safetensors: whole, or in torch's shards."""
+    from zckpt.formats.safetensors import file, shards
+
+    return shards.is_sharded(path) or file.is_safetensors(path)
 
 
 def is_whole(path: Path) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 
-from zckpt.errors import UnknownFormatError, UnsupportedError, listed
+from zckpt.codes import MISSING_FILE
+from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.account.trees import LazyTree
-from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, find, is_megatrons, rank_of
+from zckpt.formats.dcp.directory import MEGATRON_NAMES, Directory, find, is_megatrons, is_whole, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
@@ -29,6 +30,8 @@ from zckpt.formats.dcp.tree import (
     joined,
     owners,
 )
+from zckpt.formats.safetensors import file as safetensors
+from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
@@ -76,6 +79,16 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     root, folders = tree_of(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
+    for one in checkpoint.owners if any(map(shards.is_sharded, directory.folders.values())) else ():
+        if whole := next((slot for slot in one.slots.values() if slot.numel > one.numel), None):
+            raise ShardError(
+                f"the pieces of {one.name} end before its {whole.name} does: shards after the last are missing",
+                path=directory.folders[next(iter(directory.folders))],
+                expected=whole.shape,
+                found=one.shape,
+                code=MISSING_FILE,
+                parameters=[one.name],
+            )
     say_what_values_are(checkpoint, folders, rewritten=own is not None)
     if own is None and directory.lightning is not None:
         file = read_torchfile(directory.lightning)
@@ -246,6 +259,15 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     used: list[ItemFile] = []
     folders: dict[str, Folder] = {}
     for name, folder in directory.folders.items():
+        if not is_whole(folder):
+            model = (shards if shards.is_sharded(folder) else safetensors).read(folder)
+            trees[name] = {
+                one.name: TensorItem(one.name, one.dtype, one.shape, one.slots[WEIGHT].spans, None, folder.name)
+                for one in model.tensors()
+            }
+            checkpoint.files, checkpoint.claims = checkpoint.files + model.files, checkpoint.claims | model.claims
+            checkpoint.warnings += model.warnings
+            continue
         metadata = read_metadata(folder)
         items = read_items(metadata)
         trees[name] = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)

@@ -31,7 +31,7 @@ class Safetensors(Format):
         if is_rank_file(search.path):
             return NearMiss("is one rank's file of a checkpoint of zckpt", f"give its directory, {search.path.parent}")
         if search.path.is_dir() and shards.is_sharded(search.path):
-            return Found("shards")
+            return Found("shards", sure=False)
         if file.is_safetensors(search.path):
             return Found("whole", sure=not search.path.is_dir())
         return None

@@ -1,0 +1,41 @@
+"""What a rank does to train a tiny Llama that transformers has distributed, and to save it as transformers does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.distributed import DistributedConfig, save_optimizer_distributed
+
+from tests.hf_training.training import CONFIGS
+
+
+def train_and_save(rank: int, world_size: int, sizes: dict[str, int], folder: Path) -> Any:
+    """Save the model's shards, with the optimizer in a folder beside them; rank 0 returns the truth."""
+    torch.set_num_threads(1)
+    base = folder.with_name("base")
+    if not rank:
+        torch.manual_seed(0)
+        LlamaForCausalLM(CONFIGS["llama"]).save_pretrained(base)
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    for number in range(2):
+        tokens = torch.randint(0, 67, (2, 5), generator=torch.Generator().manual_seed(number))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder, distributed_checkpoint=True)
+    save_optimizer_distributed(model, optimizer, str(folder / "optimizer"))
+    found = {f"weight/{name}": _whole(one) for name, one in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{slot}/{name}": _whole(one) for slot, one in optimizer.state[parameter].items()}
+    return found if not rank else None
+
+
+def _whole(value: Any) -> torch.Tensor:
+    found: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
+    return found

@@ -1,0 +1,53 @@
+"""What transformers saves of a model that it has distributed: torch's shards, with DCP's optimizer in a folder."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import zckpt
+from tests import gloo
+from tests.hf_training.distributed import train_and_save
+from tests.interop.test_fsdp_rank_files import assert_is
+from tests.pairwise import some
+from tests.refusals import refusing
+from zckpt.errors import ShardError, UnknownFormatError
+from zckpt.formats.account import take_inventory
+
+pytestmark = pytest.mark.interop
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    some([(2, {"fsdp_size": 2})], [(2, {"tp_size": 2}), (4, {"fsdp_size": 2, "tp_size": 2})]),
+)
+def test_shards_and_the_optimizer_beside_them_are_one_checkpoint(ranks, sizes, tmp_path):
+    source, beside = tmp_path / "saved", tmp_path / "run"
+    truth = gloo.run(train_and_save, ranks, sizes, source)[0]
+    shutil.copytree(source, beside / "model")
+    shutil.move(beside / "model" / "optimizer", beside / "optim")  # as NeMo Automodel has it
+    for folder in (source, beside):
+        checkpoint = zckpt.open(folder)
+        assert_is(checkpoint, truth)
+        assert not take_inventory(checkpoint).left_out
+        assert zckpt.verify(folder, deep=True).sound
+    zckpt.convert(source, tmp_path / "dcp", to="dcp")
+    assert_is(zckpt.open(tmp_path / "dcp"), truth)
+    zckpt.consolidate(source, tmp_path / "whole")
+    live = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    assert all(torch.equal(one, truth[f"weight/{name}"]) for name, one in live.items())
+
+    last = f"shard-{ranks:05}-model-00001-of-00001.safetensors"
+    (source / last).rename(tmp_path / last)
+    with refusing(ShardError, "end before its exp_avg does: shards after the last are missing"):
+        zckpt.open(source)
+    (tmp_path / last).rename(source / last)
+    (source / "optimizer" / "__1_0.distcp").unlink()
+    with refusing(ShardError, "file __1_0.distcp is missing"):
+        zckpt.open(source)
+    shutil.rmtree(beside / "model")
+    with refusing(UnknownFormatError, f"did you mean {beside / 'optim'}"):
+        zckpt.open(beside)
