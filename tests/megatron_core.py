@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from tests.megatron_families import FAMILIES
 from tests.megatron_families import layers as family_layers
-from tests.megatron_families import settings
 
 VOCABULARY, LENGTH = 64, 8
 
@@ -79,7 +79,11 @@ class Live:
 
     def _model(self) -> Any:
         from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_decoder_block_spec,
+            get_gpt_layer_local_spec,
+            get_gpt_mtp_block_spec,
+        )
         from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
         spec = self.spec
@@ -100,20 +104,26 @@ class Live:
                       "moe_token_dispatcher_type": "allgather", "moe_router_score_function": "sigmoid",
                       "moe_router_enable_expert_bias": True,
                       "moe_layer_freq": list(spec.moe_layers) if spec.moe_layers else 1}  # fmt: skip
-        about |= settings(spec.family) if spec.family else {}
+        family = FAMILIES[spec.family] if spec.family else None
+        if family:
+            about |= {"hidden_size": 24, "num_attention_heads": 6, "kv_channels": 8, "ffn_hidden_size": 20,
+                      "layernorm_epsilon": 1e-6, **family.settings}  # fmt: skip
         latent = about.get("multi_latent_attention")
         config = (MLATransformerConfig if latent else TransformerConfig)(**about)
         norm = about["normalization"]
-        if spec.family:
-            layers = family_layers(config)
+        if family:
+            layers = family_layers(config, spec.family)
         elif spec.moe_layers:
             layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
         else:
             layers = get_gpt_layer_local_spec(spec.experts or None, moe_grouped_gemm=False, normalization=norm)
+        more = {"share_embeddings_and_output_weights": not spec.llama,
+                "position_embedding_type": "rope" if spec.llama else "learned_absolute"}  # fmt: skip
+        if about.get("mtp_num_layers"):
+            more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
         model = GPTModel(config, layers, VOCABULARY, LENGTH, pre_process=self.state.is_pipeline_first_stage(),
                          post_process=self.state.is_pipeline_last_stage(),
-                         share_embeddings_and_output_weights=not spec.llama,
-                         position_embedding_type="rope" if spec.llama else "learned_absolute")  # fmt: skip
+                         **{**more, **(family.model if family else {})})  # fmt: skip
         model = model.to(spec.dtype)
         for name, buffer in model.named_buffers():
             if "expert_bias" in name or "local_tokens" in name:

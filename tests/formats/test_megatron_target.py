@@ -151,6 +151,18 @@ def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(tm
     assert {*zckpt.open(tmp_path / "out").parameters} == {*new, *linear}
 
 
+def test_grouped_experts_have_the_keys_of_those_that_are_modules(tmp_path):
+    grouped = {f"decoder.layers.0.mlp.experts.linear_fc{n}.weight{e}": torch.randn(4, 4) for n in "12" for e in (0, 1)}
+    torch.save({**grouped, "decoder.layers.0.self_attention.linear_proj.weight": torch.ones(2, 2)}, tmp_path / "w.pt")
+    zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron", verify=True)
+    assert {*grouped} < {*zckpt.open(tmp_path / "out").parameters}
+    (tmp_path / "out" / "release" / "zckpt.pt").unlink()
+    found = zckpt.open(tmp_path / "out")
+    for name, value in grouped.items():
+        front, _, rest = name.partition("linear_fc")
+        assert torch.equal(found.read(f"{front}local_experts.{rest[-1]}.linear_fc{rest[:-1]}"), value)
+
+
 def test_weights_alone_are_a_release(tmp_path):
     torch.save(dict(model()), tmp_path / "w.pt")
     zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron", dtype="bfloat16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -75,9 +76,9 @@ def expected(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             end = "" if name == "weight" else "_bias"
             both = tensors[f"{one}.mlp.experts.gate_up_proj{end}"][2]
             apart = torch.cat((both[..., ::2], both[..., 1::2]), -1)
-            found[f"{mlp}.experts.linear_fc1.{name}2"] = apart.T if name == "weight" else apart
+            found[f"{mlp}.experts.local_experts.2.linear_fc1.{name}"] = apart.T if name == "weight" else apart
             down = tensors[f"{one}.mlp.experts.down_proj{end}"][2]
-            found[f"{mlp}.experts.linear_fc2.{name}2"] = down.T if name == "weight" else down
+            found[f"{mlp}.experts.local_experts.2.linear_fc2.{name}"] = down.T if name == "weight" else down
             found[f"{mlp}.router.{name}"] = tensors[f"{one}.mlp.router.{name}"]
         found["decoder.layers.1.self_attention.core_attention.softmax_offset"] = tensors[f"{one}.self_attn.sinks"]
         found["decoder.layers.1.self_attention.linear_proj.bias"] = tensors[f"{one}.self_attn.o_proj.bias"]
@@ -87,8 +88,8 @@ def expected(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             key = f"decoder.layers.1.self_attention.{name}_layernorm.weight"
             found[key] = tensors[f"{one}.self_attn.{name}_norm.weight"]
         found[f"{mlp}.router.expert_bias"] = tensors[f"{sparse}.e_score_correction_bias"]
-        found[f"{mlp}.experts.linear_fc1.weight2"] = joined(f"{sparse}.experts.2", ("w1", "w3"))
-        found[f"{mlp}.experts.linear_fc2.weight2"] = tensors[f"{sparse}.experts.2.w2.weight"]
+        found[f"{mlp}.experts.local_experts.2.linear_fc1.weight"] = joined(f"{sparse}.experts.2", ("w1", "w3"))
+        found[f"{mlp}.experts.local_experts.2.linear_fc2.weight"] = tensors[f"{sparse}.experts.2.w2.weight"]
     if kind == "qwen2-moe":
         found[f"{mlp}.shared_experts.gate_weight"] = tensors[f"{one}.mlp.shared_expert_gate.weight"]
         found[f"{mlp}.shared_experts.linear_fc1.weight"] = joined(f"{one}.mlp.shared_expert", gate_up)
@@ -115,7 +116,8 @@ def test_names_and_values_are_as_published_and_the_way_back_gives_the_same_bits(
     for key, value in expected(kind, tensors).items():
         assert_same(there[key], value, key)
     copies = {one for one in tensors if one.endswith(("2.embed_tokens.weight", "shared_head.head.weight"))}
-    spellings = [there]
+    grouped = re.compile(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
+    spellings = [there, {grouped.sub(r"\2\1", key): one for key, one in there.items()}]  # as published
     if kind in PREDICTING:  # later versions have another name for the layer within
         spellings.append({key.replace(".transformer_layer.", ".mtp_model_layer."): one for key, one in there.items()})
     for number, spelling in enumerate(spellings):
@@ -152,6 +154,6 @@ def test_moments_of_experts_go_where_their_weights_go_and_return(tmp_path):
     for key in ("exp_avg", "exp_avg_sq"):
         both = optimizer.state[model.model.layers[1].mlp.experts.gate_up_proj][key][2]
         expected = torch.cat((both[:, ::2], both[:, 1::2]), 1).T
-        assert_same(found.read("decoder.layers.1.mlp.experts.linear_fc1.weight2", key), expected, key)
+        assert_same(found.read("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight", key), expected, key)
     zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", **names)
     assert not zckpt.diff(tmp_path / "mine", tmp_path / "back").changed

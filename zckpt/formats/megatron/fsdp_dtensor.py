@@ -27,7 +27,7 @@ from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Branch, Node, branch, 
 from zckpt.formats.megatron.cut import end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.keys import stored
-from zckpt.formats.megatron.names import in_order
+from zckpt.formats.megatron.names import by_itself, in_order
 from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, settle, topology_of
 from zckpt.formats.torch_files.tensors import TensorItem
 from zckpt.state import Checkpoint, Duplicate, Shape
@@ -39,7 +39,6 @@ Shapes = Mapping[str, Shape]
 """Of the model's tensors as they are saved."""
 
 _WRAPPERS = re.compile(r"(?:module\.)+")
-_GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))([0-9]+)(_[wv])?")
 
 
 def read(place: Place) -> Checkpoint:
@@ -83,9 +82,7 @@ def read(place: Place) -> Checkpoint:
 
 def _bare(name: str) -> str:
     """Return a name without wrappers, experts as modules of their own."""
-    name = _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
-    match = _GROUPED.fullmatch(name)
-    return f"{match[1]}local_experts.{match[3]}.{match[2]}{match[4] or ''}" if match is not None else name
+    return by_itself(_WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name)
 
 
 def _named(names: Iterable[str]) -> dict[str, str]:

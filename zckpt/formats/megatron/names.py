@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,9})\.(.+)")
 _EXPERT = re.compile(r"((?:.*\.)?experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,9})((?:\..+)?)")
+_GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.(?:weight|bias))([0-9]+)(_[wv])?\Z")
 _OF_EXPERTS = re.compile(r"(?:.*\.)?experts\..*")
 
 BLOCK = re.compile(r"(?:language_model\.)?(?:decoder|encoder|transformer)\.layers")
@@ -65,6 +66,11 @@ class Name:
 def is_expert(name: str) -> bool:
     """Tell by its name whether a parameter is an expert's, or of several."""
     return _OF_EXPERTS.fullmatch(name) is not None
+
+
+def by_itself(name: str) -> str:
+    """Return what a parameter of grouped experts is called where each expert is a module."""
+    return _GROUPED.sub(r"\1local_experts.\3.\2\4", name)
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -32,6 +32,7 @@ from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.megatron.cut import is_gated
 from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
 from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
+from zckpt.formats.megatron.names import by_itself
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of
 from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
@@ -97,7 +98,8 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     source = Source.of(checkpoint, options, options.expert_parallel_size)
     tensors, kind = source.tensors, source.kind
-    filed = keyed_names(tensors, options.transformer_impl or _implementation(checkpoint))
+    keyed = keyed_names(tensors, options.transformer_impl or _implementation(checkpoint))
+    filed = {name: by_itself(new) for name, new in keyed.items()}
     slots = {name: sorted({*one.slots} - {WEIGHT}) for name, one in source.trained.items()}
     kinds = {filed[name]: (slot.shape, (dtype, *slots.get(name, ()))) for name, (slot, dtype) in tensors.items()}
     apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
