@@ -19,7 +19,7 @@ from tests.truth import Truth, bits
 ADAPTERS = Path(__file__).parent / "adapters"
 """Of `make.py` there."""
 
-MERGED = sorted(path.parent.name for path in ADAPTERS.glob("*/merged.safetensors"))
+MERGED = sorted({path.parent.name for path in ADAPTERS.glob("*/merged.safetensors")} - {"several"})
 PEFT = "base_model.model."
 
 
@@ -47,7 +47,7 @@ def test_what_peft_merges(name, tmp_path):
     assert done.verified == sum(tensor.nbytes for tensor in found.values())
 
 
-@pytest.mark.parametrize("name", ["plain", "saved", "embedding", "experts"])
+@pytest.mark.parametrize("name", ["plain", "saved", "embedding", "experts", "dora", "lora_bias", "tokens"])
 def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
     whole = ADAPTERS / name / "whole.safetensors"
     zckpt.convert(whole, tmp_path / "dcp", to="dcp")
@@ -60,6 +60,27 @@ def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
         found = load_file(target)
         assert found.keys() == expected.keys()
         assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in expected.items())
+
+
+def test_one_of_several_adapters_is_named(tmp_path):
+    """In a directory of PEFT, which has the first one in itself, and in a whole model."""
+    source = ADAPTERS / "several"
+    base, whole = source / "base.safetensors", source / "whole.safetensors"
+    for adapter in (source, whole):
+        with refusing((zckpt.UsageError, zckpt.UnsupportedError), r"holds .*adapters: .*default.*other.*--adapter"):
+            zckpt.merge_adapter(base, adapter, tmp_path / "m.safetensors", adapter_config=source)
+        with refusing(zckpt.UsageError, "default.*other"):
+            zckpt.merge_adapter(base, adapter, tmp_path / "m.safetensors", adapter_config=source, adapter_name="x")
+    for name, path in (("default", source), ("other", source / "other")):
+        expected = load_file(path / "merged.safetensors")
+        for number, (one, adapter) in enumerate([(base, source), (base, whole), (whole, whole)]):
+            target = tmp_path / f"{name}{number}.safetensors"
+            arguments = ("--adapter", name, *(("--adapter-config", path) if number else ()))
+            assert run("merge-adapter", one, adapter, target, *arguments).returncode == 0
+            found = load_file(target)
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                assert_close(found[key], tensor, key)
 
 
 def test_verls_actor_is_base_and_adapter_and_says_its_scale(tmp_path):
@@ -211,6 +232,29 @@ def test_a_tied_tensor_that_is_replaced_is_tied_no_more(replaced, tmp_path):
     assert (done.num_merged, done.num_replaced, done.num_added) == (0, 1, 0)
 
 
+def test_an_embedding_that_was_saved_beside_its_adapter_stays_tied(tmp_path):
+    """PEFT saves the base of embeddings that have an adapter, and loads it into the tied weight."""
+    base, added = torch.randn(5, 3), torch.randn(5, 3)
+    torch.save({"embed.weight": base, "head.weight": base}, tmp_path / "base.pt")
+    a, b = torch.randn(2, 5), torch.randn(3, 2)
+    tensors = {"embed.base_layer.weight": base, "embed.lora_embedding_A": a, "embed.lora_embedding_B": b}
+    zckpt.merge_adapter(tmp_path / "base.pt", adapter(tmp_path / "a", tensors), tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(found["embed.weight"], found["head.weight"])
+    assert_close(found["head.weight"], base + 1.5 * (b @ a).T, "head")
+
+    # a module of its own: tied no more, as transformers is to know; which cannot be said of a head that is in no file
+    path = adapter(tmp_path / "b", {"embed.weight": added}, modules_to_save=["embed"], task_type="CAUSAL_LM")
+    for name, tied in (("both", {"head.weight": base}), ("one", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 5, "tie_word_embeddings": true}')
+        save_file({"embed.weight": base.clone(), **tied}, tmp_path / name / "model.safetensors")
+    zckpt.merge_adapter(tmp_path / "both", path, tmp_path / "m")
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"] is False
+    with refusing(zckpt.UnsupportedError, r"embed\.weight takes the place of a tied one.*in no file"):
+        zckpt.merge_adapter(tmp_path / "one", path, tmp_path / "n")
+
+
 def test_a_head_that_the_base_lacks_is_added(tmp_path):
     save_file({"w.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
     tensors = {**factors("w", 3, 4), "score.weight": torch.ones(2, 3)}
@@ -262,9 +306,7 @@ def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dora", "use_dora: not merged as weight"),
         ("ia3", "is no LoRA adapter: expected peft_type LORA, found IA3"),
-        ("tokens", "trainable_token_indices: not merged"),
     ],
 )
 def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
@@ -278,7 +320,9 @@ def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
     [
         ({"init_lora_weights": "pissa_niter_4"}, "began as 'pissa_niter_4' belongs to weights that this changed"),
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
-        ({"lora_bias": True}, "lora_bias"),
+        ({"lora_bias": True}, r"w has only lora_A, lora_B: expected lora_A, lora_B, lora_B\.bias"),
+        ({"use_dora": True}, "w has only lora_A, lora_B"),
+        ({"use_qalora": True}, "use_qalora: not merged as weight"),
         ({"something_new": "x"}, "something_new"),
         ({"r": 4}, r"the factors of w do not fit.*a rank of 4.*A \(2, 4\), B \(3, 2\)"),
         ({"rank_pattern": {"w": 8}}, "a rank of 8"),
@@ -374,5 +418,5 @@ def test_the_command_prints_its_document_and_dry_runs(tmp_path):
     assert run(*arguments, "-q", "--verify").returncode == 0
     again = run(*arguments)
     assert (again.returncode, again.stderr.count("\n")) == (4, 1)
-    dora = run("merge-adapter", source / "base.safetensors", ADAPTERS / "dora", target, "--overwrite")
-    assert (dora.returncode, dora.stderr.count("\n")) == (5, 1)
+    ia3 = run("merge-adapter", source / "base.safetensors", ADAPTERS / "ia3", target, "--overwrite")
+    assert (ia3.returncode, ia3.stderr.count("\n")) == (5, 1)

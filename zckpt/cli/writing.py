@@ -236,6 +236,12 @@ def average_command() -> None:
     help="The adapter_config.json, where it is not with ADAPTER's tensors.",
 )
 @click.option(
+    "--adapter",
+    "adapter_name",
+    metavar="NAME",
+    help="Which of several adapters: its folder in ADAPTER, or its name in a whole model.",
+)
+@click.option(
     "--fan-in-fan-out/--no-fan-in-fan-out",
     default=None,
     help="Whether square weights lie as (in, out), as in GPT-2, where neither shapes nor others tell.",
@@ -247,7 +253,7 @@ def average_command() -> None:
 @recomputed_option
 @runs(Renamed, label="merge")
 def merge_adapter_command() -> None:
-    """Write a model with a LoRA adapter of PEFT merged into it.
+    """Write a model with a LoRA or DoRA adapter of PEFT merged into it.
 
     BASE is the model that the adapter was trained on, of any format; ADAPTER a directory that PEFT saved, or a
     checkpoint with an adapter in it, which may be BASE itself. TARGET is named as that of consolidate. Of BASE are

@@ -1,5 +1,8 @@
 """The function that adds a product of two small matrices to a slot: W + scale * (left @ right), rounded once.
 
+DoRA gives each row of the sum, or each column where W lies as (in, out), a norm of its own: it is divided by the norm
+it has, and multiplied by that. Norms of columns need all of a tensor: they are computed once, and kept, too.
+
 W is seen as a matrix: its first dimension, and all others. Whole rows of it are computed together, as many in each
 block whoever asks, since a product of matrices may be summed in another order where their sizes differ. The right
 factor, which every block of a tensor needs whole, is kept while others of it are computed.
@@ -73,6 +76,10 @@ class LowRank:
         Shared by all tensors of an operation.
     experts : int
         Matrices of as many rows one below the other, in each factor too; if more than 1, it is not `transposed`.
+    magnitude : Slot or None
+        The norm of each row, or column where `transposed`.
+    norms : Slot or None
+        What `Norms` computes of the same without a `magnitude`, where `transposed`.
     """
 
     base: Slot
@@ -83,6 +90,8 @@ class LowRank:
     transposed: bool
     kept: Kept = field(repr=False)
     experts: int = 1
+    magnitude: Slot | None = None
+    norms: Slot | None = None
 
     @property
     def columns(self) -> int:
@@ -112,11 +121,15 @@ class LowRank:
             left = Extent((0, first), (rank, count), 0, rank * count)
         extents = self.base.flat(start, numel), left, self.right.whole
         slots = self.base, self.left, self.right
-        return [Input(slot, extent, self.dtype) for slot, extent in zip(slots, extents, strict=True)]
+        found = [Input(slot, extent, self.dtype) for slot, extent in zip(slots, extents, strict=True)]
+        for slot in (self.magnitude, self.norms):
+            if slot is not None:
+                found.append(Input(slot, slot.whole if self.transposed else slot.flat(first, count), self.dtype))
+        return found
 
     def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002
         """Return rows of the slot with the product added."""
-        read_base, read_left, read_right = inputs
+        read_base, read_left, read_right, *read_norms = inputs
         right = self.kept.get(self.right, read_right)
         left = read_left()
         if self.transposed:
@@ -134,4 +147,44 @@ class LowRank:
         found *= numpy_dtype(self.dtype).type(self.scale)
         total = read_base()
         total += found.reshape(-1)
+        if self.magnitude is not None:
+            matrix = total.reshape(-1, self.columns)
+            wanted = read_norms[0]()
+            if self.norms is None:
+                matrix *= (wanted / np.linalg.norm(matrix, axis=1).astype(matrix.dtype))[:, None]
+            else:
+                matrix *= wanted / self.kept.get(self.norms, read_norms[1])
         return total
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norms:
+    """The norm of each column of what a slot is after a product has been added to it."""
+
+    of: LowRank
+
+    @property
+    def step(self) -> int:
+        """All of them."""
+        return self.of.columns
+
+    @property
+    def width(self) -> int:
+        """Bytes of a float64, in which they are summed."""
+        return 8
+
+    def _blocks(self) -> range:
+        return range(0, self.of.base.numel, self.of.step)
+
+    def inputs(self, start: int, numel: int) -> list[Input]:  # noqa: ARG002
+        """Return what all blocks of the slot need."""
+        last = self.of.base.numel
+        return [one for low in self._blocks() for one in self.of.inputs(low, min(self.of.step, last - low))]
+
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002
+        """Return the norms."""
+        total = np.zeros(self.of.columns, np.float64)
+        for at, low in enumerate(self._blocks()):
+            rows = self.of.compute(inputs[3 * at : 3 * at + 3], low, 0).reshape(-1, self.of.columns)
+            total += np.square(rows, dtype=np.float64).sum(axis=0)
+        return np.sqrt(total).astype(numpy_dtype(self.of.dtype))

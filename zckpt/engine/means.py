@@ -1,5 +1,6 @@
-"""Functions that compute a slot as the mean of several: weighted, or exponential. Every step is rounded, as torch's is.
+"""Functions that compute a slot as a sum or mean of several: weighted, or exponential. Steps are rounded, as torch's.
 
+Sum      w0*x0 + w1*x1 + ...                            a bias, and what an adapter adds to it
 Mean     w0*x0 + w1*x1 + ...                            a model soup, or the last checkpoints of a run; of equal
          (x0 + x1 + ...) / n                            weights, which together are 1 in any case
 Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is kept during training does
@@ -41,24 +42,31 @@ class _OfSeveral:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean(_OfSeveral):
-    """The mean of slots, summed in their order; of equal weights, the sum is divided by their number.
-
-    `weights`: one for each slot; together they are 1.
-    """
+class Sum(_OfSeveral):
+    """The sum of slots, in their order, each times its weight."""
 
     weights: tuple[float, ...]
 
     def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002  # alike everywhere
-        """Return the mean of a block."""
+        """Return the sum of a block."""
         number = numpy_dtype(self.dtype).type
-        alike = len(set(self.weights)) == 1
-        weights = [1.0] * len(self.weights) if alike else self.weights
-        total = _weighted(weights[0], inputs[0], number)
-        for weight, read in zip(weights[1:], inputs[1:], strict=True):
+        total = _weighted(self.weights[0], inputs[0], number)
+        for weight, read in zip(self.weights[1:], inputs[1:], strict=True):
             total += _weighted(weight, read, number)
-        if alike:
-            total /= number(len(weights))
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Mean(Sum):
+    """The mean of slots, whose weights together are 1; of equal weights, the sum is divided by their number."""
+
+    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
+        """Return the mean of a block."""
+        count = len(self.weights)
+        if len(set(self.weights)) > 1:
+            return Sum.compute(self, inputs, start, numel)
+        total = Sum(self.slots, self.dtype, (1.0,) * count).compute(inputs, start, numel)
+        total /= numpy_dtype(self.dtype).type(count)
         return total
 
 

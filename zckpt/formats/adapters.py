@@ -6,6 +6,10 @@ DIR/adapter_model.safetensors or .bin                    tensors, named base_mod
 
 lora_A.weight, lora_B.weight                             (r, in), (out, r): scale * B @ A is added to MODULE.weight
 lora_embedding_A, lora_embedding_B                       (r, rows), (columns, r): scale * (B @ A).T is
+lora_magnitude_vector                                    DoRA: what the norm of each row of the sum is made, or of each
+                                                         column where the weight lies as (in, out), of an embedding too
+lora_B.bias                                              scale * it is added to MODULE.bias
+token_adapter.trainable_tokens_delta                     (n, columns): rows `trainable_token_indices` of MODULE.weight
 (base_layer.)*lora_A.weight, lora_B.weight               (e r, in), (out, r e): of `target_parameters` of MODULE, the
                                                          first the innermost; scale * B[:, :, e] @ A[e] is to index e
 NAME, base_layer.NAME, modules_to_save.ADAPTER.NAME      takes the place of MODULE.NAME
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from pathlib import Path
@@ -48,22 +52,33 @@ MOST = 3.4e38
 _HARMLESS = frozenset({
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
-    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
-    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-    "runtime_config", "target_modules", "target_parameters", "task_type", "use_rslora",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config",
+    "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+    "revision", "runtime_config", "target_modules", "target_parameters", "task_type", "trainable_token_indices",
+    "use_dora", "use_rslora",
 })  # fmt: skip
 """Keys of a configuration that change nothing of what is added, or that are read here; any other must be unset."""
+
+_OF_SETTINGS = {"use_dora": "lora_magnitude_vector", "lora_bias": "lora_B.bias"}
+"""What every module has where a configuration says so."""
 
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin that leave the model's own weights as they were; PiSSA, OLoRA, CorDA and others change them."""
 
 _FACTOR = re.compile(
-    r"(?P<module>.+?)(?P<inner>(?:\.base_layer)*)\.lora_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?\.weight"
+    r"(?P<module>.+?)(?P<inner>(?:\.base_layer)*)\.lora_(?P<factor>(?:embedding_)?[AB]|magnitude_vector)"
+    r"(?:\.(?P<adapter>(?!(?:weight|bias)$)[^.]+))?(?P<of>\.weight|\.bias)?"
 )
-_EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<factor>A|B)(?:\.(?P<adapter>[^.]+))?")
+_FACTORS = {
+    "A.weight": "lora_A", "B.weight": "lora_B", "embedding_A": "lora_embedding_A", "embedding_B": "lora_embedding_B",
+    "magnitude_vector": "lora_magnitude_vector", "magnitude_vector.weight": "lora_magnitude_vector",
+    "B.bias": "lora_B.bias",
+}  # fmt: skip
+_TOKENS = re.compile(r"(?P<module>.+)\.token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<name>.+)")
 _OF_BASE = re.compile(
-    r"(?P<module>.+?)(?:\.(?:base_layer|original_module))+\.(?P<name>(?!.*\b(?:base_layer|original_module)\.).+)"
+    r"(?P<module>.+?)(?:\.(?:base_layer|original_module|token_adapter))+"
+    r"\.(?P<name>(?!.*\b(?:base_layer|original_module|token_adapter)\.).+)"
 )
 _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera_|boft_|trainable_tokens_)\w*)")
 
@@ -73,7 +88,8 @@ class Product:
     """What is added to the weight of a module: scale * B @ A; of an embedding its transpose.
 
     `module`: as the model has it; `name`: of its weight. Of experts there are `num_experts` products: `a` has their
-    rows one expert after the other, `b` their columns one rank after the other.
+    rows one expert after the other, `b` their columns one rank after the other. `magnitude`: of DoRA; `bias`: scale *
+    it is added to the module's.
     """
 
     module: str
@@ -83,6 +99,13 @@ class Product:
     is_embedding: bool
     name: str = ""
     num_experts: int | None = None
+    magnitude: Slot | None = None
+    bias: Slot | None = None
+
+    @property
+    def bias_name(self) -> str:
+        """What `bias` is added to."""
+        return f"{self.module}.bias"
 
 
 @dataclass(slots=True)
@@ -100,8 +123,10 @@ class Adapter:
         What takes the place of tensors of the model, by their names there.
     experts : dict of str to list of (Slot, Slot)
         By module, A and B of its parameters, the innermost first.
+    tokens : dict of str to (Parameter, list of int)
+        Rows that take the place of those of a weight, by its name.
     saved : frozenset of str
-        Those of `replaced` that belong to modules which the model may not have.
+        Those of `replaced` that belong to modules of their own, which the model may not have.
     fan_in_fan_out : bool
         Whether the configuration says that weights lie as (in, out).
     """
@@ -111,6 +136,7 @@ class Adapter:
     products: list[Product] = field(default_factory=list)
     replaced: dict[str, Parameter] = field(default_factory=dict)
     experts: dict[str, list[tuple[Slot, Slot]]] = field(default_factory=dict)
+    tokens: dict[str, tuple[Parameter, list[int]]] = field(default_factory=dict)
     saved: frozenset[str] = frozenset()
     fan_in_fan_out: bool = False
 
@@ -148,7 +174,9 @@ class Adapter:
         )
 
 
-def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path | None = None) -> Adapter:
+def read_adapter(
+    path: Path, opened: Callable[[Path], Checkpoint], config: Path | None = None, name: str | None = None
+) -> Adapter:
     """Read the structure of a LoRA adapter.
 
     Parameters
@@ -159,6 +187,8 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
         Opens a checkpoint that is none of PEFT's.
     config : Path, optional
         `adapter_config.json`, or the directory that it is in; by default the adapter's.
+    name : str, optional
+        Which of several. PEFT has the one called default in the directory itself, others in folders of it.
 
     Raises
     ------
@@ -169,14 +199,18 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
     DamagedFileError
         It contradicts itself.
     """
-    file = next((path / name for name in MODEL_NAMES if (path / name).is_file()), None)
-    if file is None and path.is_dir():
-        several = sorted(one.parent.name for one in path.glob(f"*/{CONFIG_NAME}"))
-        if several:
-            raise UsageError(f"holds adapters: {listed(several)}", path=path, advice=f"give one: {path / several[0]}")
+    if path.is_dir():
+        folders = {one.parent.name: one.parent for one in sorted(path.glob(f"*/{CONFIG_NAME}"))}
+        own = {"default": path} if (path / CONFIG_NAME).is_file() else {}  # a Trainer's has its last steps beside it
+        several = own | {one: its for one, its in folders.items() if not (own and one.startswith("checkpoint-"))}
+        if len(several) > len(own) and name not in several:
+            raise UsageError(f"holds adapters: {listed(list(several))}", path=path, found=name,
+                             advice=f"say which: --adapter {next(iter(several))}")  # fmt: skip
+        path = several.get(name or "", path)
+    file = next((path / one for one in MODEL_NAMES if (path / one).is_file()), None)
     checkpoint = open_checkpoint(file) if file else opened(path)
     where = config or (path if path.is_dir() else path.parent)
-    if config is None and not any((where / name).is_file() for name in (CONFIG_NAME, VERL_NAME)):
+    if config is None and not any((where / one).is_file() for one in (CONFIG_NAME, VERL_NAME)):
         where = Path(checkpoint.source) if Path(checkpoint.source).is_dir() else where  # a run's last step
     if where.is_dir():
         where /= VERL_NAME if (where / VERL_NAME).is_file() and not (where / CONFIG_NAME).is_file() else CONFIG_NAME
@@ -186,7 +220,7 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
             path=where.parent,
             advice="give it with --adapter-config",
         )
-    return _Reading(checkpoint, _settings(where), where).read()
+    return _Reading(checkpoint, _settings(where), where).read(name)
 
 
 def has_live_adapter(names: Iterable[str]) -> bool:
@@ -250,60 +284,96 @@ class _Reading:
     path: Path
     patterns: Patterns = field(default_factory=Patterns)
 
-    def read(self) -> Adapter:
+    def read(self, chosen: str | None) -> Adapter:
         for setting, kind in (("rank_pattern", dict), ("alpha_pattern", dict), ("modules_to_save", list)):
             if not isinstance(self.settings.get(setting) or kind(), kind):
                 raise DamagedFileError(f"unusable {setting}", path=self.path, found=brief(self.settings[setting]),
                                        expected="an object" if kind is dict else "a list")  # fmt: skip
+        names = _plain(one.name for one in self.checkpoint.tensors())
+        kinds = _FACTOR, _TOKENS, _SAVED
+        of = {name: next((one for kind in kinds if (one := kind.fullmatch(name))), None) for name in names.values()}
+        adapters = {match["adapter"] or UNNAMED for match in of.values() if match}
+        unlike = {match["adapter"] for match in of.values() if match and match.re is not _SAVED}
+        several = listed(sorted(adapters))
+        if chosen is not None and adapters - {UNNAMED} and chosen not in adapters:
+            raise UsageError(f"no adapter is called {chosen}", path=self.checkpoint.source, expected=several)
+        if chosen is None and (len(unlike) > 1 or len(adapters - {UNNAMED}) > 1):
+            raise UnsupportedError(f"holds several adapters: {several}", path=self.checkpoint.source,
+                                   advice="say which with --adapter")  # fmt: skip
         found = Adapter(self.checkpoint, self, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
-        factors: dict[tuple[str, bool], dict[int, dict[str, Slot]]] = {}
-        adapters, others, strange = set[str](), set[str](), list[str]()
-        parameters = {one.name: one for one in self.checkpoint.tensors()}
-        for filed, name in _plain(parameters).items():
-            match = _FACTOR.fullmatch(name) or _EMBEDDING.fullmatch(name)
-            saved = _SAVED.fullmatch(name)
-            if match:
-                key = match["module"], "lora_embedding" in match[0][len(match["module"]) :]
-                slots = self.checkpoint.owner(filed).slots
-                depth = match.groupdict().get("inner", "").count(".")
-                own = factors.setdefault(key, {}).setdefault(depth, {})
-                own[match["factor"]] = slots.get(MASTER) or slots[WEIGHT]
-                adapters.add(match["adapter"] or UNNAMED)
-            elif _ADDED.search(f".{name}") and not saved:
+        read = {
+            filed: (name, match) for filed, name in names.items() for match in (of[name],)
+            if chosen is None or match is None or match["adapter"] in (chosen, None)
+        }  # fmt: skip
+        self._add(found, read)
+        if not found.products and not found.experts and not found.replaced and not found.tokens:
+            raise UsageError("holds no adapter", path=self.checkpoint.source, expected="tensors called lora_A, lora_B")
+        return found
+
+    def _add(self, found: Adapter, read: Mapping[str, tuple[str, re.Match[str] | None]]) -> None:
+        more = {one for key, one in _OF_SETTINGS.items() if self.settings.get(key)}
+        modules = self.settings.get("modules_to_save") or []
+        ensured = bool(modules and self.settings.get("ensure_weight_tying"))  # then heads are saved, too
+        factors: dict[str, dict[int, dict[str, Slot]]] = {}
+        tokens: dict[str, list[str]] = {}
+        saved, strange = set[str](), list[str]()
+        for filed, (name, match) in read.items():
+            owner = self.checkpoint.owner(filed)
+            if match and match.re is _FACTOR:
+                factor = _FACTORS.get(match["factor"] + (match["of"] or ""), "")
+                if factor in {"", *_OF_SETTINGS.values()} - more:
+                    strange.append(name)
+                own = factors.setdefault(match["module"], {}).setdefault(match["inner"].count("."), {})
+                own[factor] = owner.slots.get(MASTER) or owner.slots[WEIGHT]
+            elif match and match.re is _TOKENS:
+                tokens.setdefault(owner.name, []).append(match["module"])
+            elif not match and _ADDED.search(f".{name}"):
                 strange.append(name)
-            elif saved or ".original_module." not in name:
-                plain = f"{saved['module']}.{saved['name']}" if saved else _unwrapped(name)
-                others |= {saved["adapter"]} if saved else set()
+            elif match or ".original_module." not in name:
+                plain = f"{match['module']}.{match['name']}" if match else _unwrapped(name)
                 if plain in found.replaced:
                     raise DamagedFileError(f"has {plain} twice", path=self.checkpoint.source, found=name)
-                found.replaced[plain] = parameters[filed] if saved else self.checkpoint.owner(filed)
+                found.replaced[plain] = owner
+                if match or ensured or any(f".{one}." in f".{plain}" for one in modules):
+                    saved.add(plain)
         if strange:
             raise UnsupportedError(f"{listed(strange)}: not added to weights as B @ A", path=self.checkpoint.source,
                                    advice="merge it with PEFT's merge_and_unload")  # fmt: skip
-        if len(adapters) > 1 or len(others | adapters - {UNNAMED}) > 1:
-            several = listed(sorted(adapters | others))
-            raise UnsupportedError(f"holds several adapters: {several}", path=self.checkpoint.source,
-                                   advice="save one by itself, with PEFT's save_pretrained")  # fmt: skip
-        if not factors and not found.replaced:
-            raise UsageError("holds no adapter", path=self.checkpoint.source, expected="tensors called lora_A, lora_B")
-        self._add_products(found, factors)
-        modules = self.settings.get("modules_to_save") or []
-        found.saved = frozenset(name for name in found.replaced if any(f".{one}." in f".{name}" for one in modules))
+        for filed, every in tokens.items():
+            rows = self._rows(every, self.checkpoint.owner(filed).shape)
+            found.tokens |= {f"{module}.weight": (self.checkpoint.owner(filed), rows) for module in every}
+        found.saved = frozenset(saved)
+        self._add_products(found, factors, more)
+
+    def _rows(self, modules: Sequence[str], shape: Shape) -> list[int]:
+        """Return which rows were trained of the weight of modules, which are tied."""
+        stated = found = self.settings.get("trainable_token_indices")
+        if isinstance(stated, dict):
+            every = [rows for name, rows in stated.items() if any(f".{one}".endswith(f".{name}") for one in modules)]
+            found = every[0] if len(every) == 1 else None
+        usable = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
+        if not isinstance(found, list) or not usable or not len(set(found)) == len(found) == shape[0]:
+            raise DamagedFileError("unusable trainable_token_indices", path=self.path, found=brief(stated),
+                                   expected=f"{shape[0]} different rows of {listed(modules)}")  # fmt: skip
         return found
 
     def _add_products(
-        self, found: Adapter, factors: Mapping[tuple[str, bool], Mapping[int, Mapping[str, Slot]]]
+        self, found: Adapter, factors: Mapping[str, Mapping[int, Mapping[str, Slot]]], more: Collection[str]
     ) -> None:
-        for (module, embedding), depths in factors.items():
-            for both in depths.values():
-                if len(both) < 2:
-                    raise DamagedFileError(f"{module} has only lora_{next(iter(both))}", path=self.checkpoint.source,
-                                           expected="lora_A and lora_B")  # fmt: skip
+        wanted = [{f"lora_{kind}A", f"lora_{kind}B", *more} for kind in ("", "embedding_")]
+        for module, depths in factors.items():
+            for own in depths.values():
+                if own.keys() not in wanted:
+                    raise DamagedFileError(f"{module} has only {listed(sorted(own))}", path=self.checkpoint.source,
+                                           expected=listed(sorted(wanted[0])))  # fmt: skip
             if sorted(depths) != list(range(len(depths))):
                 raise DamagedFileError(f"{module} lacks an adapter, of those that are one in the other",
                                        path=self.checkpoint.source)  # fmt: skip
+            embedding = "lora_embedding_A" in depths[0]
             if self._is_of_parameters(module, is_embedding=embedding, depth=len(depths)):
-                found.experts[module] = [(depths[n]["A"], depths[n]["B"]) for n in sorted(depths, reverse=True)]
+                found.experts[module] = [
+                    (depths[n]["lora_A"], depths[n]["lora_B"]) for n in sorted(depths, reverse=True)
+                ]
             else:
                 found.products.append(self._product(module, embedding, depths[0]))
 
@@ -342,7 +412,7 @@ class _Reading:
         targets = self.settings.get("target_modules")
         if not self._is_target(module, targets):
             raise DamagedFileError(f"{module} is none of target_modules", path=self.path, expected=str(targets))
-        a, b = factors["A"], factors["B"]
+        a, b = (factors[f"lora_{'embedding_' * is_embedding}{one}"] for one in "AB")
         rank = self._number("r", module, "rank_pattern")
         if len(a.shape) < 2 or len(b.shape) < 2 or not a.shape[0] == b.shape[1] == rank:
             raise DamagedFileError(
@@ -352,7 +422,9 @@ class _Reading:
                 found=f"A {a.shape}, B {b.shape}",
                 advice="partitions of ZeRO-3 or FSDP that were not gathered look like this" if 0 in a.shape else None,
             )
-        return Product(module, a, b, self._scale(module, rank), is_embedding, f"{module}.weight")
+        magnitude, bias = (factors.get(one) for one in _OF_SETTINGS.values())
+        name, scale = f"{module}.weight", self._scale(module, rank)
+        return Product(module, a, b, scale, is_embedding, name, magnitude=magnitude, bias=bias)
 
     def _scale(self, name: str, rank: float) -> float:
         alpha = self._number("lora_alpha", name, "alpha_pattern")

@@ -13,7 +13,7 @@ the same functions compute once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -270,13 +270,14 @@ def write_computed(
     verify: bool,
     dropped: tuple[str, ...],
     without: Collection[str] = (),
+    settings: Mapping[str, object] | None = None,
 ) -> tuple[Written, int]:
     """Write a model whose slots are computed from those of sources, or are theirs; return its number of tensors, too.
 
     `verify`: compute all elements once more after writing, and compare; `without`: names of files next to the sources
-    that do not go with what is written.
+    that do not go with what is written; `settings`: what config.json says otherwise.
     """
-    laid, num_tensors = lay_out(checkpoint, target, chosen, how)
+    laid, num_tensors = lay_out(checkpoint, target, chosen, how, settings)
     kept = [one for one in laid.files if one.name not in without]
     laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
     proof = _ModelProof(checkpoint, laid, how, verify)

@@ -179,8 +179,12 @@ def consolidate(
     return replace(Consolidated(**done.fields(), num_tensors=num_tensors), missing=left.missing, filled=left.filled)
 
 
-def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> tuple[TargetFiles, int]:
+def lay_out(
+    checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How, settings: Mapping[str, object] | None = None
+) -> tuple[TargetFiles, int]:
     """Return the files of a model and of its optimizer, and the number of the model's tensors.
+
+    `settings`: what config.json says otherwise than the source's.
 
     Raises
     ------
@@ -204,12 +208,13 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> tup
             advice="`zckpt merge-adapter SOURCE SOURCE TARGET` merges it; x.safetensors as TARGET takes all as it is",
         )
     copied = copies_of(assets)
-    if how.options.get("dequantize") and CONFIG_NAME in assets:
+    if CONFIG_NAME in assets and (settings or how.options.get("dequantize")):
         from zckpt.formats.low_bit_floats import plain_config
 
         types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
-        if types:
-            data = plain_config(assets[CONFIG_NAME], types.most_common(1)[0][0])
+        dtype = types.most_common(1)[0][0] if types and how.options.get("dequantize") else None
+        if dtype or settings:
+            data = plain_config(assets[CONFIG_NAME], dtype, settings or {})
             own = TargetFile.of(CONFIG_NAME, data)
             copied = [own if one.name == CONFIG_NAME else one for one in copied]
     files = _model_files(path, tensors, chosen.max_shard_size, assets)

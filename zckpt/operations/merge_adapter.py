@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zckpt.engine.computed import Computed
-from zckpt.engine.low_rank import Kept, LowRank
+from zckpt.engine.low_rank import Kept, LowRank, Norms
+from zckpt.engine.means import Sum
 from zckpt.engine.scan import refuse_endless
-from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.formats.low_bit import settings_of
 from zckpt.naming import Naming
 from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
@@ -18,8 +20,8 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
 from zckpt.operations.target import How, summary
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape
-from zckpt.state.views import reshape, transpose
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state.views import concat, narrow, reshape, transpose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class Merged(Consolidated):
     base, adapter : dict
         What they are.
     num_merged, num_replaced, num_added : int
-        Weights to which a product was added; tensors that are the adapter's; of these, those that the base lacks.
+        Weights, and biases, to which something was added or which got rows; tensors that are the adapter's; of these,
+        those that the base lacks.
     """
 
     base: dict[str, object]
@@ -48,6 +51,7 @@ def merge_adapter(
     target: Place,
     *,
     adapter_config: Place | None = None,
+    adapter_name: str | None = None,
     fan_in_fan_out: bool | None = None,
     dtype: str | None = None,
     tied: str = "duplicate",
@@ -56,11 +60,11 @@ def merge_adapter(
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Merged:
-    """Write a model with a LoRA adapter merged into it: what PEFT's `merge_and_unload` makes of both.
+    """Write a model with a LoRA or DoRA adapter merged into it: what PEFT's `merge_and_unload` makes of both.
 
     scale * B @ A is computed in float32 (float64 for weights of float64), added to the weight, or its master where the
-    base has one, and rounded once to the target's type. Options that say where it is, and how it is named, are of the
-    base; the names are those that the adapter was trained with.
+    base has one, and rounded once to the target's type, by DoRA after each row got its norm. Options that say where it
+    is, and how it is named, are of the base; the names are those that the adapter was trained with.
 
     Parameters
     ----------
@@ -72,6 +76,8 @@ def merge_adapter(
         As for `consolidate`.
     adapter_config : path-like, optional
         The adapter's `adapter_config.json`, or the directory that it is in; by default next to its tensors.
+    adapter_name : str, optional
+        Which of several adapters: its folder, or its name in a whole model; "default" is a directory's own.
     fan_in_fan_out : bool, optional
         Whether square weights lie as (in, out), which shapes cannot tell; by default as the adapter's other weights do,
         or as its configuration says.
@@ -95,10 +101,11 @@ def merge_adapter(
         The target exists or cannot be written.
     """
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
-    own = {"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out}
+    own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
     how = How.of("merge-adapter", shared, **asdict(chosen), **own)
     model = opened(base, **shared)
-    added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))
+    settings = None if adapter_config is None else Path(adapter_config)
+    added = read_adapter(Path(adapter), opened, settings, adapter_name)
     sources = [model, added.checkpoint]
     dropped = check_nothing_lost(sources, shared["drop"])
     naming = Naming(**only(Renaming, shared))
@@ -106,14 +113,15 @@ def merge_adapter(
     merging = _Merging(model, added, fan_in_fan_out)
     result = merging.merged()
     done, num_tensors = write_computed(
-        result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME]
-    )
+        result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME],
+        settings=merging.settings(),
+    )  # fmt: skip
     return Merged(
         **{**done.fields(), "notes": (*notes, *done.notes)},
         num_tensors=num_tensors,
         base=summary(model),
         adapter=summary(added.checkpoint),
-        num_merged=len(added.products),
+        num_merged=len(added.products) + sum(one.bias is not None for one in added.products) + len(added.tokens),
         num_replaced=len(added.replaced),
         num_added=merging.num_added,
     )
@@ -148,6 +156,8 @@ class _Merging:
         every = {**self.result.parameters, **self.result.buffers}
         missing = [name for name in self.adapter.replaced if name not in every and name not in self.adapter.saved]
         missing += [one.module for one in self.adapter.products if one.name not in every]
+        missing += [name for name in self.adapter.tokens if name not in every]
+        missing += [one.bias_name for one in self.adapter.products if one.bias and one.bias_name not in every]
         if missing:
             raise UsageError(
                 f"{listed(missing)}: not in {named(self.base)}",
@@ -157,23 +167,78 @@ class _Merging:
             )
         for name, one in self.adapter.replaced.items():
             self._replace(name, one)
+        rows: dict[str, tuple[str, Parameter]] = {}
+        for name, (new, indexes) in self.adapter.tokens.items():
+            owner = self.result.owner(name)
+            other, same = rows.setdefault(owner.name, (name, new))
+            if same is not new:
+                raise self._both(name, other)
+            if other == name:
+                self._replace_rows(owner, new, indexes)
         self.adapter.products += self.adapter.of_parameters({name: one.shape for name, one in every.items()})
         owners: dict[str, str] = {}
         for product in self.adapter.products:
             owner = self.result.owner(product.name)
-            if owner.name in owners:
-                raise UnsupportedError(
-                    f"{product.module} and {owners[owner.name]} are one tied weight, and both have an adapter",
-                    path=self.adapter.checkpoint.source,
-                    advice="merge it with PEFT's merge_and_unload",
-                )
+            if owner.name in owners or owner.name in rows:
+                raise self._both(product.module, owners.get(owner.name) or rows[owner.name][0])
             owners[owner.name] = product.module
         for product in self.adapter.products:
             self._add(product)
         return self.result
 
+    def settings(self) -> dict[str, object]:
+        """Return what config.json is to say otherwise: that an embedding or a head that was replaced is tied no more.
+
+        Raises UnsupportedError: the other one is in no file.
+        """
+        config, adapter = settings_of(self.base)[0], self.adapter
+        text = config.get("text_config") or config
+        own = [name for name in sorted(adapter.saved) if adapter.replaced[name].shape[:1] == (text.get("vocab_size"),)]
+        stated = adapter.reading.settings
+        if not own or text.get("tie_word_embeddings") is False or stated.get("ensure_weight_tying"):
+            return {}
+        shape = adapter.replaced[own[0]].shape
+        alike = [one for one in self.result.tensors() if one.shape == shape and one.tied_to is None]
+        if len(alike) == 1 and stated.get("task_type") in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
+            raise UnsupportedError(
+                f"{own[0]} takes the place of a tied one, and what it was tied to stays as it was, which is in no file",
+                path=named(self.base),
+                expected="both names, as torch.save of a state dict has them",
+                advice="merge it with PEFT's merge_and_unload",
+            )
+        return {"tie_word_embeddings": False} if len(alike) > 1 else {}
+
+    def _both(self, one: str, other: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{one} and {other} are one tied weight, and both have an adapter",
+            path=self.adapter.checkpoint.source,
+            advice="merge it with PEFT's merge_and_unload",
+        )
+
+    def _replace_rows(self, owner: Parameter, rows: Parameter, indexes: list[int]) -> None:
+        """Let rows of the adapter take the place of some of a weight."""
+        new = rows.slots.get(MASTER) or rows.slots[WEIGHT]
+        if len(owner.shape) != 2 or new.shape[1:] != owner.shape[1:] or max(indexes) >= owner.shape[0]:
+            raise UsageError(
+                f"trained rows of {owner.name} do not fit {named(self.base)}",
+                path=self.adapter.checkpoint.source,
+                expected=owner.shape,
+                found=f"{new.shape}, of rows up to {max(indexes)}",
+                advice="give the model that the adapter was trained on",
+            )
+        for key in {WEIGHT, MASTER} & owner.slots.keys():
+            slot, done, parts = owner.slots[key], 0, list[Slot]()
+            for at, number in sorted((number, at) for at, number in enumerate(indexes)):
+                parts += [narrow(slot, 0, done, at - done), narrow(new, 0, number, 1)]
+                done = at + 1
+            parts = [one for one in (*parts, narrow(slot, 0, done, slot.shape[0] - done)) if one.numel]
+            owner.slots[key] = replace(concat(parts, 0), name=key, dtype=slot.dtype)
+
     def _replace(self, name: str, one: Parameter) -> None:
-        """Let a tensor of the adapter take the place of one of the base; one that was tied is tied no more."""
+        """Let a tensor of the adapter take the place of one of the base.
+
+        One that was tied and belongs to a module of its own is tied no more.
+        """
         slot = one.slots.get(MASTER) or one.slots[WEIGHT]
         section = self.result.buffers if name in self.result.buffers else self.result.parameters
         if name not in section:
@@ -189,15 +254,18 @@ class _Merging:
                 found=slot.shape,
                 advice="give the model that the adapter was trained on, its vocabulary resized as it was",
             )
-        aliases = [alias for alias, other in self.result.parameters.items() if other.tied_to == name]
-        for alias in aliases:
-            first = alias == aliases[0]
-            slots = dict(was.slots) if first else {}
-            tied_to = None if first else aliases[0]
-            self.result.parameters[alias] = replace(was, name=alias, slots=slots, tied_to=tied_to)
         slots = {
             key: replace(slot, name=key, dtype=was.slots[key].dtype) for key in (WEIGHT, MASTER) if key in was.slots
         }
+        if name not in self.adapter.saved:
+            was.slots.update(slots)
+            return
+        aliases = [alias for alias, other in self.result.parameters.items() if other.tied_to == name]
+        for alias in aliases:
+            first = alias == aliases[0]
+            tied_to = None if first else aliases[0]
+            own = dict(was.slots) if first else {}
+            self.result.parameters[alias] = replace(was, name=alias, slots=own, tied_to=tied_to)
         section[name] = replace(was, name=name, slots=slots, tied_to=None)
 
     def _add(self, product: Product) -> None:
@@ -236,9 +304,33 @@ class _Merging:
             left, right = reshape(left, (num * rows[0], rank)), reshape(right, (num * rank, *columns))
             slot, transposed = reshape(slot, (num * rows[0], *columns)), False
         function = LowRank(slot, left, right, product.scale, dtype, transposed, self.kept, product.num_experts or 1)
+        if product.magnitude is not None:
+            if product.magnitude.numel != (function.columns if transposed else slot.shape[0]):
+                raise DamagedFileError(
+                    f"the lora_magnitude_vector of {product.module} does not fit",
+                    path=self.adapter.checkpoint.source, expected=f"norms of {slot.shape}",
+                    found=product.magnitude.shape,
+                )  # fmt: skip
+            norms = Computed("norms", dtype, (function.columns,), (), function=Norms(function))
+            magnitude = reshape(product.magnitude, (product.magnitude.numel,))
+            function = replace(function, magnitude=magnitude, norms=norms if transposed else None)
         for key, own in list(owner.slots.items()):
             if key in (WEIGHT, MASTER):
                 owner.slots[key] = Computed(key, own.dtype, own.shape, (), function=function)
+        if product.bias is not None:
+            biased = self.result.owner(product.bias_name)
+            slot = biased.slots.get(MASTER) or biased.slots[WEIGHT]
+            if slot.shape != product.bias.shape or slot.dtype not in NUMBERS:
+                raise UsageError(
+                    f"the lora_B.bias of {product.module} does not fit {named(self.base)}",
+                    path=self.adapter.checkpoint.source,
+                    expected=f"{slot.dtype} {slot.shape}",
+                    found=product.bias.shape,
+                )
+            sum_ = Sum((slot, product.bias), dtype, (1.0, product.scale))
+            for key in {WEIGHT, MASTER} & biased.slots.keys():
+                own = biased.slots[key]
+                biased.slots[key] = Computed(key, own.dtype, own.shape, (), function=sum_)
 
     def _is_transposed(self, product: Product, shape: Shape) -> bool:
         """Tell whether a weight lies as (in, out): by its shape, or by others' if it is square."""

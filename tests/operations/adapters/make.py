@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved, and what it makes of them: `python make.py`, in an environment with peft 0.21.
+"""Adapters that PEFT saved, and what it makes of them: `python make.py [NAME...]`, in an environment with peft 0.21.
 
 NAME/base.safetensors                                 the model before
 NAME/adapter_config.json, adapter_model.safetensors   what PEFT saved of it
@@ -7,7 +7,9 @@ NAME/whole.safetensors                                the whole model with the a
 """
 
 import json
+import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -129,11 +131,34 @@ CASES: dict[str, tuple[Callable[[], torch.nn.Module], torch.dtype, LoraConfig]] 
         torch.float32,
         LoraConfig(r=2, lora_alpha=3, use_rslora=True, **EXPERTS),
     ),
-    "dora": (Model, torch.float32, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)),
-    "tokens": (Model, torch.float32, LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices={"wte": [1]})),
+    "dora": (
+        Model,
+        torch.bfloat16,
+        LoraConfig(r=2, target_modules=["q_proj", "up_proj", "wte"], use_dora=True, use_rslora=True, **PATTERNS),
+    ),
+    "dora_transposed": (
+        Transposed,
+        torch.float32,
+        LoraConfig(r=2, target_modules=["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True, use_dora=True),
+    ),
+    "dora_convolutions": (
+        Convolutions,
+        torch.bfloat16,
+        LoraConfig(r=2, lora_alpha=3, target_modules=["wide", "one", "line"], use_dora=True),
+    ),
+    "lora_bias": (Model, torch.bfloat16, LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj"], lora_bias=True)),
+    "tokens": (
+        Model,
+        torch.bfloat16,
+        LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices={"wte": [7, 1], "head": [10]}),
+    ),
+    "several": (Model, torch.float32, LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR)),
     "ia3": (Model, torch.float32, IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
 }
-WHOLE = ("plain", "saved", "embedding", "experts")
+OTHER = LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj"], use_rslora=True, modules_to_save=["head"])
+"""The second of several."""
+
+WHOLE = ("plain", "saved", "embedding", "experts", "dora", "lora_bias", "tokens", "several")
 
 
 def copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,21 +173,27 @@ def make(name: str, directory: Path) -> None:
     if kind is not OfFixture:
         save_file(copies(model.state_dict()), directory / "base.safetensors")
     adapted = get_peft_model(model, config)
+    if name == "several":
+        adapted.add_adapter("other", OTHER)
     for key, parameter in adapted.named_parameters():
-        if parameter.requires_grad and "magnitude" not in key:
+        if parameter.requires_grad or "lora_" in key:
             parameter.data += 0.3 * torch.randn_like(parameter)
     adapted.save_pretrained(directory)
     (directory / "README.md").unlink(missing_ok=True)
-    text = json.loads((directory / "adapter_config.json").read_text())
-    if isinstance(text["target_modules"], list):
-        text["target_modules"].sort()
-    (directory / "adapter_config.json").write_text(json.dumps(text, indent=1) + "\n")
+    for path in directory.rglob("adapter_config.json"):
+        text = json.loads(path.read_text())
+        if isinstance(text["target_modules"], list):
+            text["target_modules"].sort()
+        path.write_text(json.dumps(text, indent=1) + "\n")
     if name in WHOLE:
         save_file(copies(adapted.state_dict()), directory / "whole.safetensors")
-    if name not in ("dora", "tokens", "ia3", "of_s2_bf16_dp2"):
+    if name == "several":
+        merged = deepcopy(adapted).merge_and_unload(adapter_names=["other"])
+        save_file(copies(merged.state_dict()), directory / "other" / "merged.safetensors")
+    if name not in ("ia3", "of_s2_bf16_dp2"):
         save_file(copies(adapted.merge_and_unload().state_dict()), directory / "merged.safetensors")
 
 
 if __name__ == "__main__":
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         make(case, Path(__file__).parent / case)
