@@ -25,7 +25,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import zckpt
 from tests.logical import assert_same_slots
 from tests.refusals import refusing
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.errors import (
+    DamagedFileError,
+    LayoutError,
+    LeftOutError,
+    ShardError,
+    SourceError,
+    UnknownFormatError,
+    UnsupportedError,
+)
 from zckpt.formats.account import take_inventory
 from zckpt.formats.fsdp_rank_files.held import SHARDED, Held, RankFiles, read_mesh
 from zckpt.torchfile import Global, Object, Storage, Tensor
@@ -342,7 +350,7 @@ def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_pat
         zckpt.open(free)
 
 
-def test_free_names_of_several_steps_and_other_shared_state_are_refused(free):
+def test_free_names_of_several_steps_and_several_optimizers_are_refused(free, tmp_path):
     path = free / "checkpoint-500.rank1.pt"
     shutil.copy(path, free / "checkpoint-600.rank1.pt")
     with refusing(ShardError, r"several files of rank 1.* found checkpoint-500\.rank1\.pt, checkpoint-600\.rank1\.pt"):
@@ -354,13 +362,64 @@ def test_free_names_of_several_steps_and_other_shared_state_are_refused(free):
     for path in free.iterdir():
         tree = torch.load(path, weights_only=False)
         torch.save({**tree, "ema": dict(tree["model"])}, path)
-    with refusing(UnsupportedError, "not just one model and one optimizer.* found models model, ema"):
-        zckpt.open(free)
     for path in free.iterdir():
         tree = torch.load(path, weights_only=False)
-        torch.save({**tree, "ema": {"shadow": [tree["ema"]]}}, path)
-    with refusing(UnsupportedError, r"one rank's part of what ranks share: ema\.shadow"):
+        torch.save({**tree, "optimizer": [tree["optimizer"]] * 2}, path)
+    with refusing(LeftOutError, "would be lost: .*optimizer"):  # the first has all parameters
+        zckpt.convert(free, tmp_path / "dcp", to="dcp")
+    for path in free.iterdir():
+        tree = torch.load(path, weights_only=False)
+        one = tree["optimizer"][0]
+        count = len(one["param_groups"][0]["params"]) // 2
+        halves = [
+            {
+                "state": {at: one["state"][number] for at, number in enumerate(its)},
+                "param_groups": [{**one["param_groups"][0], "params": list(range(len(its)))}],
+            }
+            for its in (range(count), range(count, 2 * count))
+        ]
+        torch.save({**tree, "optimizer": halves}, path)
+    with refusing(UnsupportedError, r"not just one model and one optimizer.* optimizers \('optimizer', 0\)"):
         zckpt.open(free)
+
+
+def test_composers_files_of_ranks_are_the_last_step_and_one_leads_to_all(free, tmp_path):
+    expected, run = zckpt.open(copied(free, tmp_path / "without")), tmp_path / "run"
+    run.mkdir()
+    for batch in (2, 10):
+        for rank, path in enumerate(sorted(free.iterdir())):
+            tree = torch.load(path, weights_only=False)
+            state = {"model": tree["model"], "optimizers": {"AdamW": tree["optimizer"]}, "run_name": "a",
+                     "timestamp": {"Timestamp": {"batch": batch}}}  # fmt: skip
+            torch.save({"state": state, "rng": [tree["rng"]]}, run / f"ep0-ba{batch}-rank{rank}.pt")
+    (run / "latest-rank0.pt").symlink_to("ep0-ba10-rank0.pt")
+    found = zckpt.open(run)
+    for name in expected.parameters:
+        assert_same_slots(found, expected, name)
+    assert (found.step, found.metadata["run_name"], found.world_size) == (10, "a", 3)
+    assert not [one for one in take_inventory(found).left_out if "ba10" in one.file]
+    with refusing(UnsupportedError, r"found rank 1 of 3; give its directory, .*run, which has all 3 files"):
+        zckpt.open(run / "ep0-ba10-rank1.pt")
+    (run / "ep0-ba10-rank2.pt").unlink()
+    with refusing(ShardError, "the model file of rank 2 is missing"):
+        zckpt.open(run)
+    with refusing(UnsupportedError, "with the files of all ranks: there, the model file of rank 2 is missing"):
+        zckpt.open(run / "ep0-ba10-rank1.pt")
+
+
+@pytest.mark.parametrize("nested", [lambda ema: ema, lambda ema: {"shadow": [ema]}])
+def test_copies_of_what_ranks_share_are_left_out_and_said_to_be(nested, free, tmp_path):
+    expected = zckpt.open(copied(free, tmp_path / "without"))
+    for path in free.iterdir():
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, "ema": nested(dict(tree["model"]))}, path)
+    found = zckpt.open(free)
+    for name in expected.parameters:
+        assert_same_slots(found, expected, name)
+    assert any("ema, of which each rank has a part, are neither the model" in said for said in found.warnings)
+    with refusing(LeftOutError, r"would be lost: .*ema"):
+        zckpt.convert(free, tmp_path / "dcp", to="dcp")
+    zckpt.convert(free, tmp_path / "dcp", to="dcp", drop=["*:ema/*", "*:ema/**"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

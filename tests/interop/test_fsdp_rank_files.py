@@ -79,9 +79,14 @@ def test_other_ranks_go_on_where_these_left_off(wrap, ranks, other, others, opti
     assert gloo.run(resume, others, other, target) == [pytest.approx(losses, rel=1e-6)] * others
 
 
-def test_files_under_a_programs_own_names_are_read_and_converted(tmp_path):
+@pytest.mark.parametrize(
+    ("wrap", "ranks"),
+    some([("fsdp2", 2), ("fsdp1", 2)], [("fsdp1 orig mesh", 2), ("fsdp1 hsdp groups", 4), ("fsdp2 hsdp", 4),
+                                        ("fsdp2 tp", 4)]),
+)  # fmt: skip
+def test_files_under_a_programs_own_names_are_read_and_converted(wrap, ranks, tmp_path):
     source = tmp_path / "saved"
-    truth = gloo.run(train_and_save_freely, 2, "fsdp2", source)[0]
+    truth = gloo.run(train_and_save_freely, ranks, wrap, source)[0]
     assert_is(zckpt.open(source), truth)
     assert not take_inventory(zckpt.open(source)).left_out
     zckpt.convert(source, tmp_path / "dcp", to="dcp")

@@ -23,7 +23,15 @@ from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Box, Held, RankFiles, RankReader, add, elements, rules_of
 from zckpt.formats.lost import is_lost, tensor_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
-from zckpt.formats.torch_files.optimizer import check_hyperparameters, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import (
+    GROUPS_KEY,
+    STATE_KEY,
+    check_hyperparameters,
+    looks_flattened,
+    optimizer_rules,
+    parse,
+    unflattened,
+)
 from zckpt.formats.torch_files.tensors import (
     as_mapping,
     by_name,
@@ -33,7 +41,7 @@ from zckpt.formats.torch_files.tensors import (
     read_scalars,
 )
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, number_of
-from zckpt.state.inventory import COPY, IMPLIED, Rule
+from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import OrderedMapping, Tensor, TorchFile, alike, brief, has_checksums, read_torchfile
 
@@ -63,17 +71,30 @@ class Model:
 
 
 Place = tuple[object, ...]
-"""Where in a file a model or an optimizer is: nothing is the whole file, else it is a key."""
+"""Where in a file a model or an optimizer is: the keys that lead to it; none is the whole file."""
 
 
 def at(root: object, place: Place) -> object:
     """Return what a file has at a place; None where it has nothing there."""
-    return (root.get(place[0]) if isinstance(root, dict) else None) if place else root
+    for key in place:
+        inside = root if isinstance(root, dict) else dict(enumerate(root)) if isinstance(root, list) else {}
+        root = inside.get(key)
+    return root
+
+
+def _put(root: object, place: Place, value: object) -> object:
+    if not place:
+        return value
+    inner = _put(at(root, place[:1]), place[1:], value)
+    if isinstance(root, list):
+        return [inner if number == place[0] else one for number, one in enumerate(root)]
+    return {**as_mapping(root), place[0]: inner}
 
 
 def add_part(
-    checkpoint: Checkpoint, file: TorchFile, role: str, rank: int, place: Place, tree: object, rules: Sequence[Rule]
-) -> None:
+    checkpoint: Checkpoint, file: TorchFile, role: str, rank: int, rules: Sequence[Rule], place: Place,
+    tree: Mapping[Any, object],
+) -> None:  # fmt: skip
     """Describe a file, of which the inventory is to see `tree` at a place, or more of one that is described already."""
     own = tuple(replace(rule, pattern=(*map(str, place), *rule.pattern)) for rule in rules)
     known = next(
@@ -82,8 +103,7 @@ def add_part(
     if known == len(checkpoint.files):
         checkpoint.files.append(describe(file, role, dp_rank=rank))
     one = checkpoint.files[known]
-    part = {place[0]: tree} if place else as_mapping(tree, file.path)
-    whole = {**as_mapping(one.tree, file.path), **part}
+    whole = _put(one.tree, place, {**as_mapping(at(one.tree, place), file.path), **tree})
     checkpoint.files[known] = replace(one, tree=whole, rules=(*one.rules, *own))
 
 
@@ -105,7 +125,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             if not isinstance(root, dict) or not root:
                 raise DamagedFileError("unexpected content", expected="a state dict", found=brief(root, 60))
             tree = {name: elements(node) for name, node in root.items()}
-            add_part(checkpoint, file, "model", rank, place, tree, rules_of("*"))
+            add_part(checkpoint, file, "model", rank, rules_of("*"), place, tree)
             records = file.records if has_checksums(file.records) else ()
             model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
             reader = RankReader()
@@ -237,13 +257,18 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place 
             else:
                 _check_groups(found.groups, groups, rank)
             single = _add(found, rank, file, state)
-        root = as_mapping(node, file.path)
-        seen = {
-            key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
-            for key, slots in as_mapping(root.get("state", {})).items()
-        }
-        tree = {**root, "state": seen}
-        add_part(checkpoint, file, "optimizer", rank, place, tree, _rules(single, first=first))
+        root, rules = as_mapping(node, file.path), _rules(single, first=first)
+        tree: dict[object, object] = {key: elements(value) for key, value in root.items()}
+        if looks_flattened(node):
+            ends = tuple(f".{slot}" for slot in single)
+            rules = (*rules_of("*"), *(Rule((key, REST), STATE if first else COPY, "single values", tensors=not first)
+                     for key in map(str, root) if key.startswith(GROUPS_KEY) or key.endswith(ends)))  # fmt: skip
+        else:
+            tree[STATE_KEY] = {
+                key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
+                for key, slots in as_mapping(root.get(STATE_KEY, {})).items()
+            }
+        add_part(checkpoint, file, "optimizer", rank, rules, place, tree)
     for rank in sorted({*range(len(paths))} - {*there}):  # of flat parameters all ranks have as much
         for held in (held for slots in found.tensors.values() for held in slots.values()):
             one = held[0][1]
@@ -266,7 +291,7 @@ def _rules(single: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
 
 
 def _parsed(node: object, path: str) -> tuple[list[dict[str, Any]], dict[Key, dict[str, object]]]:
-    found = parse(node, path)
+    found = parse(unflattened(node, path) if isinstance(node, dict) and looks_flattened(node) else node, path)
     label: dict[int, Key] = {number: found.names.get(number, number) for number in found.every_number}
     groups = [{**group, "params": [label[number] for number in group["params"]]} for group in found.groups]
     return groups, {label[number]: slots for number, slots in found.state.items()}

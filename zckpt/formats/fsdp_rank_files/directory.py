@@ -54,8 +54,10 @@ class Directory:
     path : Path
         The folder that they are in.
     world_size : int
-    models, optimizers, extras : tuple of Path
-        By rank; the last two may be empty.
+    models, optimizers : tuple of Path
+        By rank; the last may be empty.
+    extras : dict of str to tuple of Path
+        Files of each rank that hold other state, by its key; those of verl and SkyRL, under "", have several.
     beside : tuple of Path
         State of all of the training: in it, or in the step's folder above it, where that was opened.
     trackers : tuple of Path
@@ -70,13 +72,14 @@ class Directory:
         `zckpt.pt`, where zckpt wrote the files.
     places : tuple of tuple, tuple
         The keys under which files have the model and the optimizer, where they hold more than one of both.
+    format : str
     """
 
     path: Path
     world_size: int
     models: tuple[Path, ...]
     optimizers: tuple[Path, ...] = ()
-    extras: tuple[Path, ...] = ()
+    extras: dict[str, tuple[Path, ...]] = field(default_factory=dict)
     beside: tuple[Path, ...] = ()
     trackers: tuple[Path, ...] = ()
     others: tuple[Path, ...] = ()
@@ -84,6 +87,7 @@ class Directory:
     config: dict[str, object] = field(default_factory=dict)
     own: Path | None = None
     places: tuple[tuple[object, ...], tuple[object, ...]] = ((), ())
+    format: str = FORMAT
 
 
 def rank_name(kind: str, world_size: int, rank: int) -> str:
@@ -191,7 +195,7 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     ranks = {kind: complete(path, kind, files.get(kind, {}), world_size) for kind in (MODEL, OPTIMIZER, EXTRA)}
     others = tuple(one for kinds in by_size.values() for found in kinds.values() for one in found.values())
     return Directory(
-        path, world_size, ranks[MODEL], ranks[OPTIMIZER], ranks[EXTRA], beside, trackers, others, step, config,
+        path, world_size, ranks[MODEL], ranks[OPTIMIZER], {"": ranks[EXTRA]}, beside, trackers, others, step, config,
         path / OWN_NAME if is_file(path / OWN_NAME) else None,
     )  # fmt: skip
 

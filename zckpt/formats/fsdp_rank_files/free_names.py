@@ -6,32 +6,33 @@ ckpt_rank0.pt, checkpoint-500.rank0.pt, ...       {"model": state dict, "optimiz
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import ShardError, SourceError, UnsupportedError, about, listed
 from zckpt.formats.format import Search
 from zckpt.formats.fsdp_rank_files.contents import Place, at
 from zckpt.formats.fsdp_rank_files.directory import MODEL, OPTIMIZER, Directory, complete
-from zckpt.formats.fsdp_rank_files.held import RankReader, is_share
+from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares
+from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.formats.torch_files.content import EXTRA_STATE, STATE_DICT_KEYS
-from zckpt.formats.torch_files.optimizer import looks_like_optimizer
+from zckpt.formats.torch_files.content import content_of
 from zckpt.storage.files import entries_of
-from zckpt.torchfile import MetaTensor, TorchFile, is_tensor, read_torchfile
+from zckpt.torchfile import MetaTensor, TorchFile, read_torchfile
 
 
-def find(search: Search) -> Directory | None:
+def find(search: Search, first: str | None = None) -> Directory | None:
     """Find the files of all ranks in a directory, and in those of other nodes; None where none has a DTensor.
 
-    Raises SourceError: a rank's file is missing or damaged, is of another step, or has several models.
+    `first`: the name of a file of one rank, to which others are alike but for its last number. Raises SourceError: a
+    rank's file is missing or damaged, is of another step, or has several models.
     """
-    folders = (search.path, *search.roots)
-    paths = [
-        Path(one.path)
-        for folder in folders
-        for one in entries_of(folder)
-        if one.name.endswith(READ_SUFFIXES) and one.is_file()
-    ]
+    alike = re.compile(".*" if first is None else re.sub(r"[0-9]+(?=[^0-9]*$)", "[0-9]+", re.escape(first)))
+    paths: list[Path] = []
+    for folder in (search.path, *search.roots):
+        own = [Path(one.path) for one in entries_of(folder) if one.name.endswith(READ_SUFFIXES) and one.is_file()]
+        paths += [path for path in own if alike.fullmatch(path.name)] or own
     damaged: list[SourceError] = []
     files: list[TorchFile] = []
     for path in paths:
@@ -51,7 +52,7 @@ def find(search: Search) -> Directory | None:
     sizes = set()
     for file in files:
         with about(file.path):
-            found = _places(file.root)
+            found = places_of(file.root, file.path)
             rank, size = _rank(file.root, found)
         sizes.add(size)
         for kind, place, known in zip(kinds, found, places, strict=True):
@@ -84,47 +85,54 @@ def find(search: Search) -> Directory | None:
     return Directory(search.path, world_size, models, optimizers, places=(model, optimizer))
 
 
-def _places(root: object) -> tuple[Place | None, Place | None]:
-    """Return where a file has its model and its optimizer."""
-    if _is_model(root):
-        return (), None
-    if looks_like_optimizer(root):
-        return None, ()
-    items = root.items() if isinstance(root, dict) else ()
-    optimizers = [key for key, value in items if looks_like_optimizer(value)]
-    models = [key for key, value in items if _is_model(value)]
-    shared = [key for key in models if _has_share(at(root, (key,)))]
-    models = shared or [key for key in models if key in STATE_DICT_KEYS]
+def led(error: SourceError, path: Path) -> SourceError:
+    """Return the error that a file is one rank's, with what its directory has of the others."""
+    try:
+        found = find(Search(path.parent), path.name)
+        said = f"give its directory, {path.parent}" + (f", which has all {found.world_size} files" if found else "")
+    except SourceError as other:
+        said = f"give its directory, {path.parent}, with the files of all ranks: there, {other.message}"
+    error.advice = f"{said}, or {error.advice}"
+    return error
+
+
+def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
+    """Return where a file has its model and its optimizer.
+
+    Raises UnsupportedError: it has several of one of both, that ranks share, or none.
+    """
+    whole = _whole(root)
+    content = content_of(whole if isinstance(whole, dict) else {}, Path(path))
+    base: Place = () if content.base_key is None else (content.base_key,)
+    models = [base if key is None else (*base, key) for key in content.keys]
+    models = [place for place in models if any(True for _ in shares(at(root, place)))] or models
+    optimizers = [one.path for one in content.optimizers]
     if max(len(models), len(optimizers)) > 1 or not models + optimizers:
         raise UnsupportedError(
             "holds one rank's part of what ranks share, and not just one model and one optimizer",
             expected="{model: state dict, optimizer: state dict, ...}",
-            found=f"models {listed(models) or 'none'}; optimizers {listed(optimizers) or 'none'}",
+            found=f"models {listed([*map(str, models)]) or 'none'}; "
+            f"optimizers {listed([*map(str, optimizers)]) or 'none'}",
             advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
         )
-    return (models[0],) if models else None, (optimizers[0],) if optimizers else None
+    return next(iter(models), None), next(iter(optimizers), None)
 
 
-def _has_share(node: object) -> bool:
-    return isinstance(node, dict) and any(isinstance(one, MetaTensor) for one in node.values())
-
-
-def _is_model(node: object) -> bool:
-    if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
-        return False
-    values = [value for key, value in node.items() if not key.endswith(EXTRA_STATE)]
-    return bool(values) and all(map(is_tensor, values))
+def _whole(node: object) -> object:
+    """Return dicts and lists with whole tensors in the place of what ranks share."""
+    if isinstance(node, MetaTensor):
+        one = tensor_of(node.dtype, node.shape)
+        return replace(one, storage=replace(one.storage, key=str(id(node))))
+    if isinstance(node, list):
+        return list(map(_whole, node))
+    return {key: _whole(value) for key, value in node.items()} if isinstance(node, dict) else node
 
 
 def _rank(root: object, places: tuple[Place | None, Place | None]) -> tuple[int, int]:
     """Return which rank a file is of, and of how many, as the meshes of its tensors say."""
-    model, optimizer = (None if place is None else at(root, place) for place in places)
-    nodes = list(model.values()) if isinstance(model, dict) else []
-    state = optimizer.get("state") if isinstance(optimizer, dict) else None
-    for slots in state.values() if isinstance(state, dict) else ():
-        nodes += slots.values() if isinstance(slots, dict) else ()
+    shared = [node for place in places if place is not None for _, node in shares(at(root, place))]
     reader = RankReader()
-    held = [reader.held(node) for node in nodes if isinstance(node, MetaTensor)]
+    held = [reader.held(node) for node in shared]
     meshes = [one.mesh for one in held if one is not None and one.mesh is not None]
     ranks = {mesh.rank for mesh in meshes}
     size = max((math.prod(mesh.sizes) for mesh in meshes), default=0)

@@ -17,7 +17,7 @@ to be the cells of a grid: then no element is missing or there twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -303,33 +303,40 @@ def is_share(file: TorchFile) -> bool:
     return any(name.rpartition(".")[2] in (DTENSOR, SHARDED) for names in file.globals.values() for name in names)
 
 
-def refuse_share(file: TorchFile) -> None:
-    """Raise UnsupportedError if a file, whatever its name is, has what one rank has of tensors that several share."""
-    if not is_share(file):
-        return
-    waiting: list[tuple[tuple[object, ...], object]] = [((), file.root)]
+def shares(root: object) -> Iterator[tuple[tuple[object, ...], MetaTensor]]:
+    """Yield the tensors below a node that several ranks share, and the keys that lead to them."""
+    waiting: list[tuple[tuple[object, ...], object]] = [((), root)]
     seen: set[int] = set()
     while waiting:
         place, node = waiting.pop()
-        kind = node.subclass.name if isinstance(node, MetaTensor) and node.subclass is not None else ""
-        if isinstance(node, MetaTensor) and kind in (DTENSOR, SHARDED):
-            try:
-                held = RankReader().held(node)
-            except SourceError:
-                held = None
-            mesh = None if held is None else held.mesh
-            raise UnsupportedError(
-                f"holds one rank's part of what ranks share: {'.'.join(map(str, place))[:80]} is a {kind}",
-                path=file.path,
-                expected="whole tensors, or a format whose files say which rank's they are",
-                found=None if mesh is None else f"rank {mesh.rank} of {math.prod(mesh.sizes)}",
-                advice="give the directory with the files of all ranks, or save it with torch.distributed.checkpoint, "
-                "at all ranks of the program that wrote it",
-            )
-        if id(node) not in seen:
+        if isinstance(node, MetaTensor) and node.subclass is not None and node.subclass.name in (DTENSOR, SHARDED):
+            yield place, node
+        elif id(node) not in seen:
             seen.add(id(node))
             below = [((*place, step), child) for step, child in children(node) if type(child) not in LEAVES]
             waiting.extend(reversed(below))
+
+
+def refuse_share(file: TorchFile) -> None:
+    """Raise UnsupportedError if a file, whatever its name is, has what one rank has of tensors that several share."""
+    share = next(shares(file.root), None) if is_share(file) else None
+    if share is None:
+        return
+    place, node = share
+    try:
+        held = RankReader().held(node)
+    except SourceError:
+        held = None
+    mesh = None if held is None else held.mesh
+    kind = "" if node.subclass is None else node.subclass.name
+    raise UnsupportedError(
+        f"holds one rank's part of what ranks share: {'.'.join(map(str, place))[:80]} is a {kind}",
+        path=file.path,
+        expected="whole tensors, or a format whose files say which rank's they are",
+        found=None if mesh is None else f"rank {mesh.rank} of {math.prod(mesh.sizes)}",
+        advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
+        ranks=[] if mesh is None or mesh.rank is None else [mesh.rank],
+    )
 
 
 class RankReader:

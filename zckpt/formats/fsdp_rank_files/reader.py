@@ -6,32 +6,40 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, listed
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
-from zckpt.formats.fsdp_rank_files.contents import Model, add_part, read_models, read_optimizers, tie_as_configured
+from zckpt.formats.fsdp_rank_files.contents import (
+    Model,
+    Place,
+    add_part,
+    at,
+    read_models,
+    read_optimizers,
+    tie_as_configured,
+)
 from zckpt.formats.fsdp_rank_files.directory import (
     CONFIG_NAME,
     EXTRA,
-    FORMAT,
     HUGGINGFACE,
     LORA_NAME,
     Directory,
     rank_name,
 )
-from zckpt.formats.fsdp_rank_files.held import refuse_share
+from zckpt.formats.fsdp_rank_files.held import is_share, shares
 from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULES, give_masters, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.lost import is_lost
 from zckpt.formats.remainder import restore
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.formats.torch_files.reader import step_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
-from zckpt.torchfile import read_torchfile
+from zckpt.torchfile import TorchFile, read_torchfile
 
 ADAPTER = "lora_adapter/adapter_model.safetensors"
 """LoRA's parameters, under PEFT's names."""
@@ -53,7 +61,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     UsageError
         `names` do not fit.
     """
-    checkpoint = Checkpoint(str(directory.path), FORMAT)
+    checkpoint = Checkpoint(str(directory.path), directory.format)
     checkpoint.world_size = directory.world_size
     model = read_models(checkpoint, directory.models, directory.places[0])
     own = read_torchfile(directory.own) if directory.own is not None else None
@@ -73,15 +81,11 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     note_models(checkpoint, [path for path in files if COPIED.fullmatch(path.name) and is_file(path)], folder)
     if is_file(directory.path / ADAPTER):
         note_adapter(checkpoint, directory.path / ADAPTER)
-    _read_extras(checkpoint, directory)
-    if any(directory.places):
-        _read_rest(checkpoint, directory)
+    _read_rest(checkpoint, directory)
     for path in directory.beside:
         carry(checkpoint, path)
     _claim(checkpoint, directory)
-    counted = checkpoint.metadata.get("global_step")  # by a program, or else by the optimizer
-    counted = counted if type(counted) is int else checkpoint.most_steps
-    checkpoint.step = counted if directory.step is None else directory.step
+    checkpoint.step = step_of(checkpoint, checkpoint.metadata) if directory.step is None else directory.step
     if own is not None:
         checkpoint.files.append(describe(own, "metadata", rules=RULES))
         restore(checkpoint, own.root, own)
@@ -108,60 +112,49 @@ def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
         checkpoint.details["fsdp_units"] = units
 
 
-def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
-    """Keep what ranks' further files hold: what all have once, what is each rank's own under its file's name."""
-    files = map(read_torchfile, (path for path in directory.extras if not is_lost(path)))
-    contents = [(file, by_name(as_mapping(file.root, file.path), file.path)) for file in files]
-    if not contents:
-        return
-    every = list(dict.fromkeys(key for _, content in contents for key in content))
-    checkpoint.details[KEYS] = every
-    keys = [key for key in every if key not in OF_ITS_RANK]
-    file, content = contents[0]
-    metadata = {key: carried(file, content[key]) for key in keys if key in content}
-    others, rules = keep_others(contents[0], contents[1:], keys)
-    checkpoint.metadata |= {key: value for key, value in metadata.items() if key not in checkpoint.metadata} | others
-    about = tuple(Rule((key,), IMPLIED, "which rank the file is of") for key in OF_ITS_RANK)
-    for rank, (one, _) in enumerate(contents):
-        own = (Rule(("**",), COPY, f"as in {OWN_NAME}", tensors=True),) if directory.own is not None else ()
-        checkpoint.files.append(describe(one, "metadata", rank, rules=(*about, *own, *rules.get(one.path, ()))))
-
-
 def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
-    """Keep what files with a model and an optimizer hold besides, as `_read_extras` does."""
-    places: dict[tuple[Path, ...], set[object]] = {}
+    """Keep what files hold besides a model and an optimizer: what all ranks have once, a rank's own by its rank."""
+    parts: dict[tuple[str, Place, tuple[Path, ...]], set[object]] = {
+        (key, (), paths): set() for key, paths in directory.extras.items() if paths
+    }
+    depth = len(directory.places[0] or directory.places[1])
     for paths, place in zip((directory.models, directory.optimizers), directory.places, strict=True):
-        if paths and place:
-            places.setdefault(paths, set()).update(place)
+        for at_depth in range(min(len(place), depth) if paths else 0):
+            parts.setdefault(("", place[:at_depth], paths), set()).add(place[at_depth])
     every: list[str] = []
     about = tuple(Rule((key,), IMPLIED, "which rank the file is of") for key in OF_ITS_RANK)
-    for paths, gone in places.items():
-        found = []
+    if directory.own is not None:
+        about += (Rule(("**",), COPY, f"as in {OWN_NAME}", tensors=True),)
+    for (key, where, paths), gone in parts.items():
+        found: list[tuple[int, TorchFile, dict[str, object]]] = []
         for rank, path in enumerate(paths):
             if is_lost(path):
                 continue
             file = read_torchfile(path)
-            root = {key: value for key, value in as_mapping(file.root, file.path).items() if key not in gone}
-            content = by_name(root, file.path)
-            refuse_share(replace(file, root=content))
-            found.append((rank, file, content))
+            file = replace(file, root={key: file.root}) if key else file
+            root = as_mapping(at(file.root, where), file.path)
+            content = by_name({one: value for one, value in root.items() if one not in gone}, file.path)
+            shared = [one for one, value in content.items() if is_share(file) and any(True for _ in shares(value))]
+            if shared and not found:
+                said = "of which each rank has a part, are neither the model nor the optimizer: they are not read"
+                checkpoint.warnings.append(f"{listed(shared)}, {said}")
+            found.append((rank, file, {one: value for one, value in content.items() if one not in shared}))
         first = found[0][1:]
-        keys = list(dict.fromkeys(key for *_, content in found for key in content))
-        twice = [key for key in keys if key in every or key in checkpoint.metadata]
+        keys = list(dict.fromkeys(one for *_, content in found for one in content))
+        twice = [one for one in keys if one in every or one in checkpoint.metadata]
         if twice:
             raise UnsupportedError(f"{twice[0]} is there twice: in the files of the model, and of the optimizer",
                                    path=first[0].path)  # fmt: skip
         every += keys
-        keys = [key for key in keys if key not in OF_ITS_RANK]
-        checkpoint.metadata |= {key: carried(first[0], first[1][key]) for key in keys if key in first[1]}
-        add_part(checkpoint, first[0], "model", 0, (), first[1], about)
-        for rank, file, content in found[1:]:
-            others, rules = keep_others(first, [(file, content)], keys)
+        keys = [one for one in keys if one not in OF_ITS_RANK]
+        checkpoint.metadata |= {one: carried(first[0], first[1][one]) for one in keys if one in first[1]}
+        for rank, file, content in found:
+            others, rules = keep_others(first, [(file, content)] if rank != found[0][0] else [], keys)
             stem = Path(rank_name(EXTRA, directory.world_size, rank)).stem  # names may be the same on two nodes
-            for key, value in others.items():
-                checkpoint.metadata[f"{stem}.{key.removeprefix(f'{Path(file.path).stem}.')}"] = value
+            for name, value in others.items():
+                checkpoint.metadata[f"{stem}.{name.removeprefix(f'{Path(file.path).stem}.')}"] = value
             own = (*about, *rules.get(file.path, ()))
-            add_part(checkpoint, file, "model", rank, (), content, own)
+            add_part(checkpoint, file, "metadata", rank, own, where, content)
     checkpoint.details[KEYS] = every
 
 

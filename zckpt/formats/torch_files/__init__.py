@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.errors import UnsupportedError
 from zckpt.formats.format import ROOTS, Format, Found, NearMiss, Search
 from zckpt.formats.steps import LastStep, last_file
 from zckpt.storage.files import read_head
@@ -51,11 +52,11 @@ class TorchSave(Format):
         if path.is_dir():
             from zckpt.formats.fsdp_rank_files import free_names
 
-            last = None if search.roots else last_file(path)
-            ranks = free_names.find(search) if last is None else None
+            last = last_file(path)
+            ranks = free_names.find(search, last.path.name if isinstance(last, LastStep) else None)
             if ranks is not None:
                 return Found(ranks)
-            return Found(last.path) if isinstance(last, LastStep) else last
+            return Found(last.path) if isinstance(last, LastStep) and not search.roots else last
         if search.roots:
             return None
         head = read_head(str(path), HEAD_NBYTES)
@@ -70,7 +71,14 @@ class TorchSave(Format):
         from zckpt.formats.companions import warned
         from zckpt.formats.torch_files.reader import read
 
-        return warned(read(found.place, names=search.names), found.place)
+        try:
+            return warned(read(found.place, names=search.names), found.place)
+        except UnsupportedError as error:
+            if error.ranks and not search.path.is_dir():
+                from zckpt.formats.fsdp_rank_files import free_names
+
+                raise free_names.led(error, found.place) from None
+            raise
 
     def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         """Take slots and unused bytes out of the file."""

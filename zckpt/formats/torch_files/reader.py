@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zckpt.codes import UNSUPPORTED
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
@@ -75,7 +76,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         certain = names_in(rest, checkpoint, str(path)) if isinstance(rest, dict) and names is None else None
         attach(checkpoint, content.state, str(path), names=names, certain=certain)
     checkpoint.metadata = {key: carried(file, value) for key, value in by_name(content.others, file.path).items()}
-    checkpoint.step = _step(checkpoint, {**content.root, **content.base})
+    checkpoint.step = step_of(checkpoint, {**content.root, **content.base})
     if isinstance(rest, dict):
         restore(checkpoint, rest, file)
     rules = [rule for one in content.optimizers for rule in one.rules]
@@ -145,7 +146,8 @@ def read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
     return parse(file.root, str(path))
 
 
-def _step(checkpoint: Checkpoint, root: Mapping[object, object]) -> int | None:
+def step_of(checkpoint: Checkpoint, root: Mapping[Any, object]) -> int | None:
+    """Return the step that a program has counted, or else the optimizer."""
     for key in STEP_KEYS:
         value = root.get(key)
         if type(value) is int:
