@@ -6,21 +6,19 @@ import numpy as np
 import pytest
 
 from zckpt.engine.cast import numpy_dtype
-from zckpt.engine.requantise import Portion, Requantised, by_torchao, nearest
+from zckpt.engine.quantise import by_torchao, nearest, quantised
 from zckpt.state import Slot
 
 BLOCK = 64
 
 
 def made(values: np.ndarray, qmap: np.ndarray | None, *, packed: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales, of values in two portions."""
+    """Codes and scales."""
     slot = Slot("x", "float32", values.shape, ())
-    half = len(values) // 2
-    portions = (Portion(0, half, 0, slot), Portion(half, len(values) - half, half, slot))
     its = None if qmap is None else Slot("qmap", "float32", qmap.shape, ())
-    inputs = [values[:half].copy, values[half:].copy, lambda: qmap][: 2 if qmap is None else 3]
-    every = [Requantised(portions, len(values), BLOCK, its, scales, by_torchao, packed) for scales in (False, True)]
-    found = [one.compute(inputs, 0, len(values) // one.unit) for one in every]
+    inputs = [values.copy] if qmap is None else [values.copy, lambda: qmap]
+    every = [quantised(slot, BLOCK, its, by_torchao, scales=one, halves=packed) for one in (False, True)]
+    found = [one.compute(inputs, 0, one.portions[0].count) for one in every]
     return found[0], found[1]
 
 

@@ -1,21 +1,25 @@
-"""Functions that make numbers of a weight's codes: code x scale, rounded as the program rounds that made them.
+"""Functions of codes with scales: numbers of them, or codes and scales of numbers, rounded as their programs round.
 
-A weight is a matrix, or several in a stack. Rows of it are computed together, from what they need of each part: its
-codes, scales. A part has the rows along one of its dimensions, several in each index where that says so.
+A slot is made of units: elements, rows, or a row's scales. Units that follow each other are computed together, from
+what they need of each part: codes, scales, a map. What several ranks hold of it are portions, each with its own parts,
+and so are the matrices of a stack. What numbers are made of codes is here; what makes codes is in `quantise`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from zckpt.engine.cast import cast
-from zckpt.engine.computed import BLOCK_NBYTES, Function, Input, Inputs
-from zckpt.state import Extent, Shape, Slot
+from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
+from zckpt.state import Shape, Slot
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
@@ -23,127 +27,152 @@ if TYPE_CHECKING:
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of e2m1."""
 
-ROWS = 128
-"""Rows that are computed together where each of them is all over its codes: as few are read several times."""
+Values = Callable[[list["Array"], int, int], "Array"]
+"""Gets what some units need of each part, flat, and which units of these parts they are: the first, and one after."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor that rows are computed from: `per` of them in each index of `axis`, counted from its end.
+    """A slot that units are computed from: `width` elements of it, flat, for each `per` units.
 
-    `axis`: None for what every row needs all of. `dtype`: as which it is read.
+    `start`, `end`: the first of its elements, and the one after the last. `dtype`: as which they are read.
     """
 
     slot: Slot
-    axis: int | None
     per: int = 1
+    width: int = 1
     dtype: str = "float32"
+    start: int = 0
+    end: int = sys.maxsize
 
-    def extent(self, stack: Shape, first: int, end: int) -> Extent:
-        """Return what rows [first, end) of one matrix need."""
-        if self.axis is None:
-            return self.slot.whole
-        offsets, sizes = [0] * len(self.slot.shape), list(self.slot.shape)
-        offsets[: len(stack)], sizes[: len(stack)] = stack, [1] * len(stack)
-        offsets[self.axis] = first // self.per
-        sizes[self.axis] = -(-end // self.per) - first // self.per
-        return Extent(tuple(offsets), tuple(sizes), 0, math.prod(sizes))
+    def input(self, first: int, end: int) -> Input:
+        """Return what units need."""
+        low = self.start + first // self.per * self.width
+        high = min(self.start + -(-end // self.per) * self.width, self.end, self.slot.numel)
+        return Input(self.slot, self.slot.flat(low, high - low), self.dtype)
+
+
+def whole(slot: Slot, dtype: str = "float32") -> Part:
+    """Return a part of which each unit needs everything."""
+    return Part(slot, sys.maxsize, slot.numel, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Units [start, start + count) of a slot, which are those from `position` on of what its parts are of."""
+
+    start: int
+    count: int
+    position: int
+    parts: tuple[Part, ...]
+    values: Values
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """The numbers of a weight.
+    """The elements of a slot.
 
     Parameters
     ----------
-    shape : tuple of int
-        (..., rows, columns)
-    parts : tuple of Part
-    values : callable
-        Gets the parts' elements for some rows, the first and the one after the last of these, and the columns.
+    portions : tuple of Portion
+        In their order; elements of none are zero.
+    unit : int, elements
+    together : int or None
+        Units that are computed at once, from a multiple of it on; None: any number of them.
     """
 
-    shape: Shape
-    parts: tuple[Part, ...]
-    values: Callable[[list[Array], int, int, int], Array]
+    portions: tuple[Portion, ...]
+    unit: int = 1
+    together: int | None = None
 
-    @property
-    def step(self) -> int:
-        """Elements of whole rows."""
-        columns = max(self.shape[-1], 1)
-        rows = max(BLOCK_NBYTES // 4 // columns, 1)
-        scattered = any(part.axis == -1 or part.per > 1 for part in self.parts if part.slot.numel > self.shape[-2])
-        return columns * (max(rows, ROWS) if scattered else rows)
-
-    @property
-    def width(self) -> int:
-        """Bytes of a float32."""
-        return 4
-
-    def _within(self, start: int, numel: int) -> Iterator[tuple[Shape, int, int]]:
-        """Yield the matrices that have some of the elements, and the rows of each."""
-        rows, columns = self.shape[-2:]
-        first, end = start // columns, -(-(start + numel) // columns)
-        for matrix in range(first // rows, -(-end // rows)):
-            stack = tuple(int(n) for n in np.unravel_index(matrix, self.shape[:-2] or (1,)))
-            low, high = max(first - matrix * rows, 0), min(end - matrix * rows, rows)
-            yield stack[: len(self.shape) - 2], low, high
-
-    def inputs(self, start: int, numel: int) -> list[Input]:
-        """Return what rows need of each part."""
-        return [
-            Input(part.slot, part.extent(*rows), part.dtype)
-            for rows in self._within(start, numel)
-            for part in self.parts
-        ]
-
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
-        """Return the numbers of whole rows."""
-        read, found = iter(inputs), []
-        for stack, low, high in self._within(start, numel):
-            arrays = []
-            for part in self.parts:
-                sizes = part.extent(stack, low, high).sizes
-                inner = sizes if part.axis is None else sizes[len(stack) :]
-                arrays.append(next(read)().reshape(inner))
-            found.append(self.values(arrays, low, high, self.shape[-1]).reshape(-1))
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Rounded:
-    """What a function computes, plus a number, in another type."""
-
-    function: Function
-    dtype: str
-    offset: float = 0.0
+    width: ClassVar[int] = 4
+    """Bytes of a float32."""
 
     @property
     def step(self) -> int | None:
-        """As of the function."""
-        return self.function.step
+        """Elements of the units that are computed at once."""
+        return None if self.together is None else self.together * self.unit
 
-    @property
-    def width(self) -> int:
-        """As of the function."""
-        return self.function.width
+    def _within(self, start: int, numel: int) -> Iterator[tuple[Portion, int, int, int]]:
+        """Yield portions with some of the elements, at which of these, and which units of its parts: first, and end."""
+        first, end = start // self.unit, -(-(start + numel) // self.unit)
+        begin = max(bisect_right(self.portions, first, key=lambda one: one.start) - 1, 0)
+        for one in self.portions[begin : bisect_left(self.portions, end, key=lambda one: one.start)]:
+            low, high = max(first, one.start), min(end, one.start + one.count)
+            if low < high:
+                moved = one.position - one.start
+                yield one, (low - first) * self.unit, low + moved, high + moved
 
-    def inputs(self, start: int, numel: int) -> Sequence[Input]:
-        """As of the function."""
-        return self.function.inputs(start, numel)
+    def inputs(self, start: int, numel: int) -> list[Input]:
+        """Return what the units need of each part."""
+        return [part.input(*units) for one, _, *units in self._within(start, numel) for part in one.parts]
 
     def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
-        """Return the elements, rounded."""
-        found = self.function.compute(inputs, start, numel)
-        return cast(found + np.float32(self.offset) if self.offset else found, self.dtype)
+        """Return the elements of whole units."""
+        read, found = iter(inputs), []
+        for one, at, first, end in self._within(start, numel):
+            values = one.values([next(read)() for _ in one.parts], first, end).reshape(-1)
+            if len(values) == numel:
+                return values
+            found.append((at, values))
+        result: Array = np.zeros(numel, found[0][1].dtype if found else np.float32)
+        for at, values in found:
+            result[at : at + len(values)] = values
+        return result
+
+
+def alone(count: int, parts: tuple[Part, ...], values: Values, together: int | None = None) -> Scaled:
+    """Return so many elements that are each of all parts."""
+    return Scaled((Portion(0, count, 0, parts, values),), together=together)
+
+
+def matrices(
+    shape: Shape, parts: Sequence[Part], values: Values, *, shared: tuple[Part, ...] = (), least: int = 1
+) -> Scaled:
+    """Return the rows of a matrix, or of several in a stack, whose parts lie end to end, or are `shared` by all.
+
+    `least`: rows that are computed at once, at least.
+    """
+    rows, columns = shape[-2], max(shape[-1], 1)
+    portions = []
+    for number in range(math.prod(shape[:-2])):
+        own = (replace(one, start=number * -(-rows // one.per) * one.width) for one in parts)
+        portions.append(Portion(number * rows, rows, 0, (*own, *shared), values))
+    return Scaled(tuple(portions), columns, max(BLOCK_NBYTES // Scaled.width // columns, least))
+
+
+def as_they_are(arrays: list[Array], first: int, end: int) -> Array:  # noqa: ARG001
+    """Return elements that are numbers."""
+    return arrays[0]
+
+
+def coded(
+    codes: Slot, scale: Slot | None, block: int, qmap: Slot | None = None, *,
+    halves: bool = False, dtype: str = "float32", offset: float = 0,
+) -> tuple[tuple[Part, ...], Values]:  # fmt: skip
+    """Return parts and values of elements that are codes in blocks, see `mapped`; or without a scale numbers."""
+    if scale is None:
+        return (Part(codes),), as_they_are
+    parts = Part(codes, 1 + halves, dtype=codes.dtype), Part(scale, block), *(() if qmap is None else (whole(qmap),))
+    return parts, partial(mapped, block=block, halves=halves, dtype=dtype, offset=offset)
+
+
+def mapped(arrays: list[Array], first: int, end: int, *, block: int, halves: bool, dtype: str, offset: float) -> Array:
+    """Return map[code] x scale of its block, in float32, plus a number; without a map codes are floats themselves.
+
+    `halves`: two codes in a byte, the first in its upper half.
+    """
+    codes, scale, *qmap = arrays
+    if halves:
+        codes = np.stack([codes >> 4, codes & 0xF], axis=-1).reshape(-1)[first % 2 :][: end - first]
+    values = qmap[0][codes] if qmap else cast(codes, "float32")
+    values *= np.repeat(scale, block)[first % block :][: end - first]
+    return cast(values + np.float32(offset) if offset else values, dtype)
 
 
 def in_grid(scale: Array, block: tuple[int, int], first: int, end: int, columns: int) -> Array:
-    """Return the scale of each element of rows, or of each row where there is one for all of its columns.
-
-    `scale`: of the blocks that have some of the rows.
-    """
-    scale = scale.reshape(-1, scale.shape[-1]) if scale.ndim > 1 else scale.reshape(-1, 1)
+    """Return the scale of each element of rows, or of each row where there is one for all of its columns."""
+    scale = scale.reshape(-1, -(-columns // block[1]))
     if scale.shape[1] > 1:
         scale = np.repeat(scale, block[1], axis=1)[:, :columns]
     if len(scale) == 1:
@@ -151,7 +180,7 @@ def in_grid(scale: Array, block: tuple[int, int], first: int, end: int, columns:
     return scale[np.arange(first, end) // block[0] - first // block[0]]
 
 
-def multiplied(arrays: list[Array], first: int, end: int, columns: int, *, block: tuple[int, int], dtype: str) -> Array:
+def multiplied(arrays: list[Array], first: int, end: int, *, columns: int, block: tuple[int, int], dtype: str) -> Array:
     """Return code x scale of its block, rounded to a type."""
     codes, scale = arrays
     codes = codes.astype(np.float32) if codes.dtype == np.int8 else codes
@@ -173,16 +202,7 @@ def power_of_two(codes: Array) -> Array:
     return found
 
 
-def of_fp4(
-    arrays: list[Array],
-    first: int,  # noqa: ARG001
-    end: int,  # noqa: ARG001
-    columns: int,
-    *,
-    block: int,
-    dtype: str,
-    divides: bool | None,
-) -> Array:
+def of_fp4(arrays: list[Array], first: int, end: int, *, block: int, dtype: str, divides: bool | None) -> Array:
     """Return the numbers of FP4 with a scale for each `block` columns; of NVFP4 with another for the whole tensor.
 
     `divides`: the scales are divided by that, in float32 (compressed-tensors); False: multiplied (modelopt).
@@ -190,20 +210,17 @@ def of_fp4(
     codes, scale, *whole = arrays
     if divides is None:
         scale = cast(power_of_two(scale), dtype)
-    elif divides:
-        scale = cast(scale, "float32") / whole[0].reshape(())
     else:
-        scale = cast(scale, "float32") * whole[0].reshape(())
-    grid = np.repeat(cast(scale, "float32"), block, axis=-1)[..., :columns]
-    return cast(nibbles(codes)[..., :columns] * grid, dtype)
+        scale = scale / whole[0] if divides else scale * whole[0]
+    values = nibbles(codes.reshape(end - first, -1))
+    return cast(values * np.repeat(cast(scale, "float32"), block).reshape(values.shape), dtype)
 
 
-def of_experts(arrays: list[Array], first: int, end: int, columns: int) -> Array:
-    """Return rows of gpt-oss's experts, (in, out), of blocks that lie as (out, in / 32, 16)."""
+def of_experts(arrays: list[Array], first: int, end: int, *, columns: int) -> Array:
+    """Return rows of gpt-oss's experts, (in, out), of blocks that lie as (in / 32, out, 16)."""
     codes, scale = arrays
-    values = nibbles(codes) * power_of_two(scale)[..., None]
-    low = first % 32
-    found: Array = values.reshape(columns, -1).T[low : low + end - first]
+    values = nibbles(codes.reshape(-1, columns, 16)) * power_of_two(scale).reshape(-1, columns, 1)
+    found: Array = values.transpose(0, 2, 1).reshape(-1, columns)[first % 32 :][: end - first]
     return found
 
 
@@ -215,15 +232,15 @@ def unpacked(words: Array, bits: int) -> Array:
     return found
 
 
-def of_words(arrays: list[Array], first: int, end: int, columns: int, *, bits: int, group: int, dtype: str) -> Array:  # noqa: ARG001  # alike everywhere
+def of_words(arrays: list[Array], first: int, end: int, *, columns: int, bits: int, group: int, dtype: str) -> Array:
     """Return the numbers of compressed-tensors' packed integers, which lie end to end along rows, without zeros."""
-    words, scale = arrays
+    words, scale = (one.reshape(end - first, -1) for one in arrays)
     codes = unpacked(words, bits)[:, :columns] - np.float32(1 << bits - 1)
     return cast(codes * np.repeat(scale, group, axis=1)[:, :columns], dtype)
 
 
-def of_int8(arrays: list[Array], first: int, end: int, columns: int) -> Array:  # noqa: ARG001
+def of_int8(arrays: list[Array], first: int, end: int) -> Array:
     """Return the numbers of bitsandbytes' int8: code x scale of the row, over 127."""
     codes, scale = arrays
-    found: Array = codes.reshape(-1, columns) * scale.reshape(-1, 1) * np.float32(7.874015718698502e-3)
+    found: Array = codes.reshape(end - first, -1) * scale.reshape(-1, 1) * np.float32(7.874015718698502e-3)
     return found

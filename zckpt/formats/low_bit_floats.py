@@ -20,15 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from zckpt.engine.blockwise import Blockwise, Portion
+from zckpt.engine import scaled
 from zckpt.engine.computed import Computed, Function
 from zckpt.engine.copy import read_extent
-from zckpt.engine.scaled import Part, Rounded, Scaled, multiplied, of_experts, of_fp4, of_int8, of_words
+from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.state.spans import Extent
+from zckpt.state.views import transpose
 from zckpt.storage.files import Sources
 
 _BESIDE = (
@@ -143,12 +144,14 @@ class _Model:
             return None
         block = self._block(name, slot.shape, scale)
         dtype = scale.dtype if scale.dtype in ("bfloat16", "float16") else "float32"
-        rows = None if len(scale.shape) < 2 and scale.numel == 1 else -1 if len(scale.shape) == 1 else -2
-        codes = Part(slot, -2, dtype=slot.dtype if integers else "float32")
-        parts = codes, Part(scale, rows if scale.numel > 1 else None, block[0])
-        return name, self._made(
-            slot.shape, Scaled(slot.shape, parts, partial(multiplied, block=block, dtype=dtype)), dtype
-        )
+        columns = slot.shape[-1]
+        codes = Part(slot, width=columns, dtype=slot.dtype if integers else "float32")
+        values = partial(scaled.multiplied, columns=columns, block=block, dtype=dtype)
+        if scale.numel == 1:
+            function = matrices(slot.shape, (codes,), values, shared=(whole(scale),))
+        else:
+            function = matrices(slot.shape, (codes, Part(scale, block[0], -(-columns // block[1]))), values)
+        return name, self._made(slot.shape, function, dtype)
 
     def _block(self, name: str, shape: Shape, scale: Slot) -> tuple[int, int]:
         """Return the rows and columns that a scale is of."""
@@ -181,7 +184,7 @@ class _Model:
         scale = self.get(f"{of}SCB")
         if scale is None or slot.dtype != "int8" or scale.shape != slot.shape[:1] or len(slot.shape) != 2:
             return None
-        function = Scaled(slot.shape, (Part(slot, -2, dtype="int8"), Part(scale, -1)), of_int8)
+        function = matrices(slot.shape, (Part(slot, width=slot.shape[1], dtype="int8"), Part(scale)), scaled.of_int8)
         return name, self._made(slot.shape, function, "float32")
 
     def _experts(self, name: str, _of: str, slot: Slot) -> tuple[str, Slot] | None:
@@ -192,8 +195,12 @@ class _Model:
             return None
         experts, columns, count, _ = slot.shape
         shape = (experts, 32 * count, columns)
-        parts = Part(slot, -2, 32, "uint8"), Part(scale, -1, 32, "uint8")
-        return name.removesuffix("_blocks"), self._made(shape, Scaled(shape, parts, of_experts), "float32")
+        parts = (
+            Part(transpose(slot, (0, 2, 1, 3)), 32, columns * 16, "uint8"),
+            Part(transpose(scale, (0, 2, 1)), 32, columns, "uint8"),
+        )
+        function = matrices(shape, parts, partial(scaled.of_experts, columns=columns), least=128)
+        return name.removesuffix("_blocks"), self._made(shape, function, "float32")
 
     def _fp4(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
         scale = self.get(f"{of}weight_scale")
@@ -206,20 +213,20 @@ class _Model:
             return None
         packed = name.endswith("_packed")
         shape = slot.shape[0], 2 * slot.shape[1]
-        whole = self.get(f"{of}weight_global_scale" if packed else f"{of}weight_scale_2")
-        size = 32 if whole is None else 16
+        once = self.get(f"{of}weight_global_scale" if packed else f"{of}weight_scale_2")
+        size = 32 if once is None else 16
         if scale.shape != (shape[0], shape[1] // size) or shape[1] % size:
             return None
-        if (whole is None) != (scale.dtype == "uint8") or (
-            whole is not None and (scale.dtype != "float8_e4m3fn" or whole.numel != 1)
+        if (once is None) != (scale.dtype == "uint8") or (
+            once is not None and (scale.dtype != "float8_e4m3fn" or once.numel != 1)
         ):
             return None
         dtype = "bfloat16" if packed else "float32"
-        divides = None if whole is None else packed
-        read = "uint8" if whole is None else "float32"
-        parts = [Part(slot, -2, dtype="uint8"), Part(scale, -2, dtype=read)]
-        parts += [] if whole is None else [Part(whole, None)]
-        function = Scaled(shape, tuple(parts), partial(of_fp4, block=size, dtype=dtype, divides=divides))
+        divides = None if once is None else packed
+        read = "uint8" if once is None else "float32"
+        parts = Part(slot, width=slot.shape[1], dtype="uint8"), Part(scale, width=scale.shape[1], dtype=read)
+        values = partial(scaled.of_fp4, block=size, dtype=dtype, divides=divides)
+        function = matrices(shape, parts, values, shared=() if once is None else (whole(once),))
         return f"{of}weight", self._made(shape, function, dtype)
 
     def _words(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
@@ -243,10 +250,10 @@ class _Model:
         groups = scale.shape[-1]
         if len(scale.shape) != 2 or columns % groups:
             return None
-        parts = Part(slot, -2, dtype="int32"), Part(scale, -2)
+        parts = Part(slot, width=slot.shape[1], dtype="int32"), Part(scale, width=groups)
         dtype = scale.dtype
-        values = partial(of_words, bits=count, group=columns // groups, dtype=dtype)
-        return f"{of}weight", self._made((rows, columns), Scaled((rows, columns), parts, values), dtype)
+        values = partial(scaled.of_words, columns=columns, bits=count, group=columns // groups, dtype=dtype)
+        return f"{of}weight", self._made((rows, columns), matrices((rows, columns), parts, values), dtype)
 
     def _bitsandbytes(self, name: str, _of: str, slot: Slot) -> tuple[str, Slot] | None:
         state = next(
@@ -270,8 +277,7 @@ class _Model:
         if scale.dtype == "uint8":
             if nested is None or nested_map is None or -(-scale.numel // told["nested_blocksize"]) != nested.numel:
                 return None
-            portion = Portion(0, scale.numel, 0, scale, nested, told["nested_blocksize"], nested_map)
-            function: Function = Rounded(Blockwise((portion,)), "float32", told["nested_offset"])
-            scale = Computed("absmax", "float32", (scale.numel,), (), function=function)
-        values = Rounded(Blockwise((Portion(0, numel, 0, codes, scale, block, qmap, True),)), dtype)
-        return name, self._made(shape, values, dtype)
+            every = coded(scale, nested, told["nested_blocksize"], nested_map, offset=told["nested_offset"])
+            scale = Computed("absmax", "float32", scale.shape, (), function=alone(scale.numel, *every))
+        function = alone(numel, *coded(codes, scale, block, qmap, halves=True, dtype=dtype))
+        return name, self._made(shape, function, dtype)

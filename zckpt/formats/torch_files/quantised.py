@@ -25,8 +25,8 @@ What is quantised in any other way is refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zckpt.engine.computed import Computed
@@ -37,9 +37,7 @@ from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import FromFile, MetaTensor, Tensor
 
 if TYPE_CHECKING:
-    from zckpt.engine.blockwise import Blockwise
-    from zckpt.engine.cast import Array
-    from zckpt.engine.computed import Input
+    from zckpt.engine.scaled import Part, Values
 
 NESTED = "__bnb_optimizer_quant_state__"
 
@@ -98,50 +96,26 @@ class Moment(NamedTuple):
         """Elements, of a partition."""
         return self.codes.numel * self.per_code
 
+    def parts(self) -> tuple[tuple[Part, ...], Values]:
+        """Return what its elements are computed from, and how."""
+        from zckpt.engine.scaled import coded
+
+        return coded(self.codes, self.scale, self.block, self.qmap, halves=self.cls == PACKED)
+
     def as_floats(self, name: str, shape: Shape) -> Slot:
         """Return the slot of a parameter that it stands for, in float32."""
-        from zckpt.engine.blockwise import Blockwise, Portion
+        from zckpt.engine.scaled import Part, Portion, Scaled, as_they_are
 
         if self.scale is None:
             return replace(self.codes, name=name)
-        packed = self.cls == PACKED
-        every = Blockwise((Portion(0, math.prod(shape), 0, self.codes, self.scale, self.block, self.qmap, packed),))
-        function = every if self.floats is None else _SomeFloats(every, self.floats, self.ranges)
-        return Computed(name, "float32", shape, (), function=function)
-
-
-@dataclass(frozen=True, slots=True)
-class _SomeFloats:
-    """The values of quantised state of which some blocks are floats."""
-
-    every: Blockwise
-    floats: Slot
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def step(self) -> int:
-        """One block: it is of one kind."""
-        return self.every.portions[0].block
-
-    @property
-    def width(self) -> int:
-        """Bytes of a float32."""
-        return self.every.width
-
-    def inputs(self, start: int, numel: int) -> list[Input]:
-        """Return the floats of a block, or what they are computed from."""
-        from zckpt.engine.computed import Input
-
-        at = 0
-        for first, count in self.ranges:
-            if first <= start < first + count:
-                return [Input(self.floats, self.floats.flat(at + start - first, numel), "float32")]
-            at += count
-        return self.every.inputs(start, numel)
-
-    def compute(self, inputs: Sequence[Callable[[], Array]], start: int, numel: int) -> Array:
-        """Return the values of a block."""
-        return inputs[0]() if len(inputs) == 1 else self.every.compute(inputs, start, numel)
+        portions, at, end = [], 0, 0
+        for start, count in (*self.ranges, (math.prod(shape), 0)):
+            portions.append(Portion(end, start - end, end, *self.parts()))
+            if self.floats is not None:
+                portions.append(Portion(start, count, at, (Part(self.floats),), as_they_are))
+            at, end = at + count, start + count
+        every = tuple(one for one in portions if one.count)
+        return Computed(name, "float32", shape, (), function=Scaled(every))
 
 
 def float_slots(parameter: Parameter, path: str) -> dict[str, Slot]:

@@ -173,10 +173,11 @@ def _slots(parameter: Parameter, held: Held) -> dict[str, Slot]:
 
 def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Moment]]) -> Slot:
     """Return one moment of a parameter: computed, or where it is in float32, as it lies there."""
-    from zckpt.engine.blockwise import Blockwise, Portion
+    from zckpt.engine.scaled import Portion, Scaled
 
     spans: list[Span] = []
     portions: list[Portion] = []
+    forms: set[tuple[bool, int]] = set()
     for span, position, moment in placed:
         codes, extent = moment.codes, span.extent
         [own] = codes.spans or (None,)
@@ -186,10 +187,10 @@ def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Mom
             offset = own.offset + position * itemsize(codes.dtype)
             spans.append(replace(own, extent=Extent.flat(parameter.shape, extent.start, extent.numel), offset=offset))
         else:
-            its = codes, moment.scale, moment.block, moment.qmap, moment.per_code == 2
-            portions.append(Portion(extent.start, extent.numel, position, *its))
-    if (spans and portions) or len({(one.qmap is None, one.is_packed) for one in portions}) > 1:
+            portions.append(Portion(extent.start, extent.numel, position, *moment.parts()))
+            forms.add((moment.qmap is None, moment.per_code))
+    if (spans and portions) or len(forms) > 1:
         raise _uncertain(parameter.name, "codes on some ranks, others or floats on others")
     if not portions:
         return Slot(name, "float32", parameter.shape, tuple(spans))
-    return Computed(name, "float32", parameter.shape, (), function=Blockwise(tuple(portions)))
+    return Computed(name, "float32", parameter.shape, (), function=Scaled(tuple(portions)))

@@ -165,12 +165,13 @@ class Form(NamedTuple):
 
 
 def _made_anew(moment: Tensor, like: Moment, block: int, kind: str) -> NewStorage:
-    from zckpt.engine.requantise import Portion, Requantised, by_bitsandbytes, by_torchao
+    from zckpt.engine.quantise import by_bitsandbytes, by_torchao, end_to_end, quantised
 
-    portions = tuple(Portion(one.start, one.covered.numel, one.covered.start, one.slot) for one in _contents(moment))
-    rule = by_torchao if like.cls else by_bitsandbytes
-    function = Requantised(portions, moment.numel, block, like.qmap, kind == SCALE, rule, like.per_code == 2)
-    dtype, numel = "float32" if kind == SCALE else like.codes.dtype, -(-moment.numel // function.unit)
+    contents = ((one.start, one.covered.numel, one.covered.start, one.slot) for one in _contents(moment))
+    rule, scales = by_torchao if like.cls else by_bitsandbytes, kind == SCALE
+    values, halves = end_to_end(contents, moment.numel), like.per_code == 2
+    function = quantised(values, block, like.qmap, rule, scales=scales, halves=halves)
+    dtype, numel = "float32" if scales else like.codes.dtype, function.portions[0].count
     slot = Computed(like.key, dtype, (numel,), (), function=function)
     return new_storage(dtype, numel, [SlotContent(0, slot, f"{like.key}, quantised anew")])
 

@@ -1,0 +1,109 @@
+"""The functions that make codes and scales of numbers: state that was quantised, cut otherwise.
+
+    values    |slot a, from element 7 |zeros|slot b ...            what a rank's partition will hold, end to end
+    blocks    |block |block |block |block ...                      from the partition's first element on
+
+bitsandbytes (0.50, as `quantize_blockwise` has it for any device; its own kernels for some take shortcuts in it)
+    scale     the largest magnitude of a block
+    code      of the map's values the nearest to value / scale; of two that are as near, the lower
+torchao (0.18, `optim/quant_utils.py` and `quantize_fp8`), of whole blocks
+    scale     the largest magnitude of a block, at least 1e-12; of 8-bit floats a 448th of it
+    code      of the map's values the nearest to value / scale; of two that are as near, the upper
+    4 bits    two codes in a byte, the first in its upper half; fp8: value / scale itself, without a map
+
+The arithmetic is float32. bitsandbytes multiplies whole blocks by the reciprocal of their scale, and divides a last,
+shorter one. What was a block before is rounded, too, where its largest magnitude is negative: its map goes to 1, and
+not to -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zckpt.engine.cast import cast
+from zckpt.engine.computed import Computed
+from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, whole
+from zckpt.state import Slot
+
+if TYPE_CHECKING:
+    from zckpt.engine.cast import Array
+
+LARGEST_FP8 = np.float32(448)
+"""8-bit floats have no infinity."""
+
+TOGETHER_NUMEL = 1 << 16
+"""Elements, about, that are quantised at once: no more floats than these are in memory."""
+
+Rule = Callable[["Array", int, "Array | None", bool], "Array"]
+"""`by_bitsandbytes` or `by_torchao`."""
+
+
+def end_to_end(contents: Iterable[tuple[int, int, int, Slot]], numel: int) -> Slot:
+    """Return a partition; of each content: where it begins, its elements, the first of these in its slot, and that."""
+    portions = tuple(Portion(at, count, first, (Part(slot),), as_they_are) for at, count, first, slot in contents)
+    return Computed("values", "float32", (numel,), (), function=Scaled(portions))
+
+
+def quantised(values: Slot, block: int, qmap: Slot | None, rule: Rule, *, scales: bool, halves: bool) -> Scaled:
+    """Return codes of values in blocks, or their scales.
+
+    `qmap`: the value of each code, ascending; None for 8-bit floats. `halves`: two codes in a byte.
+    """
+    unit = block if scales else 2 if halves else 1
+    parts = (Part(values, width=unit), *(() if qmap is None else (whole(qmap),)))
+    rounded = partial(_quantised, block=block, rule=rule, scales=scales, halves=halves)
+    together = max(TOGETHER_NUMEL // block, 1) * block // unit
+    return alone(-(-values.numel // unit), parts, rounded, together)
+
+
+def _quantised(
+    arrays: list[Array], _first: int, _end: int, *, block: int, rule: Rule, scales: bool, halves: bool
+) -> Array:
+    values, *qmap = arrays
+    found = rule(values, block, qmap[0] if qmap else None, scales)
+    return found[::2] << 4 | found[1::2] if halves and not scales else found
+
+
+def by_bitsandbytes(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:
+    """Return the code of each value, uint8, or the scale of each block."""
+    smallest = np.float32(1e-38)  # what a block of zeros is divided by
+    whole = len(values) - len(values) % block
+    scales: Array = np.abs(values[:whole].reshape(-1, block)).max(axis=1)
+    if whole < len(values):
+        scales = np.append(scales, np.maximum(np.abs(values[whole:]).max(), smallest))
+    if gives_scales or qmap is None:
+        return scales
+    scaled: Array = np.empty_like(values)
+    reciprocals = np.float32(1) / np.maximum(scales[: whole // block], smallest)
+    scaled[:whole].reshape(-1, block)[...] = values[:whole].reshape(-1, block) * reciprocals[:, None]
+    scaled[whole:] = values[whole:] / scales[whole // block :]
+    bounds = (qmap[:-1] + qmap[1:]) / np.float32(2)
+    codes: Array = np.searchsorted(bounds, np.clip(scaled, -1, 1), side="left").astype(np.uint8)
+    return codes
+
+
+def by_torchao(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:
+    """Return the code of each value, or the scale of each block; without a map, codes are 8-bit floats."""
+    blocks = values.reshape(-1, block)
+    scales: Array = np.maximum(np.abs(blocks).max(axis=1), np.float32(1e-12))
+    if qmap is None:
+        scales = scales / LARGEST_FP8
+    if gives_scales:
+        return scales
+    scaled: Array = (blocks / scales[:, None]).reshape(-1)
+    return cast(scaled, "float8_e4m3fn") if qmap is None else nearest(scaled, qmap)
+
+
+def nearest(values: Array, qmap: Array) -> Array:
+    """Return for each value the code of the map's nearest, of two the upper; of NaN the first."""
+    last = len(qmap) - 1
+    lower = np.clip(np.searchsorted(qmap, values, side="right") - 1, 0, last)
+    lower[np.isnan(values)] = 0
+    upper = np.minimum(lower + 1, last)
+    below, above = qmap[lower], qmap[upper]
+    found: Array = np.where(values - below >= (above - below) * np.float32(0.5), upper, lower).astype(np.uint8)
+    return found
