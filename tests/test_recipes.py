@@ -96,6 +96,15 @@ def _verl_lora(at: Path) -> None:
     (at / "huggingface" / "config.json").write_text("{}")
 
 
+def _lora_run(at: Path) -> None:
+    """A directory of DCP that has all of a model with the adapter that is `adapter`."""
+    own = load_file(at.parent / "adapter" / "adapter_model.safetensors")
+    whole = {name.replace(".weight", ".default.weight"): one for name, one in own.items()}
+    whole |= {f"{name.partition('.lora_')[0]}.base_layer.weight": torch.ones(16, 16) for name in own}
+    save_file(whole, at.parent / "whole.safetensors")
+    zckpt.convert(at.parent / "whole.safetensors", at, to="dcp")
+
+
 def _mixtral(at: Path) -> None:
     at.mkdir()
     one = "model.layers.0.block_sparse_moe.experts"
@@ -244,6 +253,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "adapter": _adapter,
     "deepseek-fp8": _few_bits,
     "transformers-fsdp": _transformers_fsdp,
+    "lora-run": _lora_run,
     "adapter-experts": _adapter_of_experts,
     "mixtral": _mixtral,
     "verl-lora/actor": _verl_lora,

@@ -37,6 +37,7 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # newer DeepSpeed imports it to look at any optimizer
     "numpy.ctypeslib",
+    "peft",
     "pytest",  # the module of a test, in which what a rank runs is found, imports it
     "safetensors.torch",
     "tests.deepspeed_engine.resume",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from zckpt.compare.slots import differences, pair
 from zckpt.engine.computed import Computed
 from zckpt.engine.low_rank import Kept, LowRank, Norms
 from zckpt.engine.means import Sum
 from zckpt.engine.scan import refuse_endless
-from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
+from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.low_bit import settings_of
 from zckpt.naming import Naming
@@ -22,6 +26,7 @@ from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, sha
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape, transpose
+from zckpt.storage.files import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +115,14 @@ def merge_adapter(
     dropped = check_nothing_lost(sources, shared["drop"])
     naming = Naming(**only(Renaming, shared))
     model, notes = naming.of(model)
-    merging = _Merging(model, added, fan_in_fan_out)
+    merging = _Merging(model, added, fan_in_fan_out, (config and read_json(Path(config) / MODEL_CONFIG)) or {})
     result = merging.merged()
     done, num_tensors = write_computed(
         result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME],
         settings=merging.settings(),
     )  # fmt: skip
     return Merged(
-        **{**done.fields(), "notes": (*notes, *done.notes)},
+        **{**done.fields(), "notes": (*notes, *done.notes, *merging.notes)},
         num_tensors=num_tensors,
         base=summary(model),
         adapter=summary(added.checkpoint),
@@ -130,8 +135,13 @@ def merge_adapter(
 class _Merging:
     """One merge: a checkpoint of the base's slots, of computed ones, and of the adapter's."""
 
-    def __init__(self, base: Checkpoint, adapter: Adapter, fan_in_fan_out: bool | None) -> None:
+    def __init__(
+        self, base: Checkpoint, adapter: Adapter, fan_in_fan_out: bool | None, config: Mapping[str, Any]
+    ) -> None:
         self.base, self.adapter = base, adapter
+        config = config or settings_of(base)[0]
+        self.config = config.get("text_config") or config
+        self.notes: list[str] = []
         self.fan_in_fan_out = fan_in_fan_out
         self.num_added = 0
         self.kept = Kept()
@@ -154,7 +164,10 @@ class _Merging:
             A weight is none that numbers are added to.
         """
         every = {**self.result.parameters, **self.result.buffers}
-        missing = [name for name in self.adapter.replaced if name not in every and name not in self.adapter.saved]
+        self._tie(every)
+        own = {name: one for name, one in self.adapter.replaced.items() if name in every or name in self.adapter.saved
+               or not self._copy_of(_values(one), ())}  # fmt: skip
+        missing = [name for name in own if name not in every and name not in self.adapter.saved]
         missing += [one.module for one in self.adapter.products if one.name not in every]
         missing += [name for name in self.adapter.tokens if name not in every]
         missing += [one.bias_name for one in self.adapter.products if one.bias and one.bias_name not in every]
@@ -165,7 +178,7 @@ class _Merging:
                 expected=f"names as {listed(list(every), most=2)}",
                 advice="give the model that the adapter was trained on",
             )
-        for name, one in self.adapter.replaced.items():
+        for name, one in own.items():
             self._replace(name, one)
         rows: dict[str, tuple[str, Parameter]] = {}
         for name, (new, indexes) in self.adapter.tokens.items():
@@ -186,16 +199,36 @@ class _Merging:
             self._add(product)
         return self.result
 
+    def _tie(self, every: Mapping[str, Parameter]) -> None:
+        """Tie what DCP and ranks of FSDP hold twice, and what is one in memory, where something is added to it."""
+        adapter, size = self.adapter, self.config.get("vocab_size")
+        own = {*adapter.tokens, *(one.name for one in adapter.products if one.is_embedding or "lm_head" in one.module)}
+        own |= {one.name for one in adapter.products if one.name in every and every[one.name].shape[:1] == (size,)}
+        owners = {self.result.owner(name).name for name in own & every.keys()} - adapter.saved
+        for name in sorted(owners):
+            other = self._copy_of(_values(self.result.owner(name)), owners | adapter.saved)
+            if other is not None and other.name in self.result.parameters:
+                self.notes.append(f"{other.name} is what {name} was, and gets the same: it is tied")
+                self.result.parameters[other.name] = replace(other, slots={}, tied_to=name)
+
+    def _copy_of(self, slot: Slot | None, but: Collection[str]) -> Parameter | None:
+        """Return the one other tensor of the base of this shape, if its elements are the same, and tied."""
+        every = [one for one in self.result.tensors() if slot and one.shape == slot.shape and not one.tied_to]
+        found = [one for one in every if one.name not in but]
+        own = _values(found[0]) if len(found) == 1 else None
+        if not slot or not own or len(slot.shape) != 2 or self.config.get("tie_word_embeddings") is False:
+            return None
+        return None if differences([pair(found[0].name, slot, own)]) else found[0]
+
     def settings(self) -> dict[str, object]:
         """Return what config.json is to say otherwise: that an embedding or a head that was replaced is tied no more.
 
         Raises UnsupportedError: the other one is in no file.
         """
-        config, adapter = settings_of(self.base)[0], self.adapter
-        text = config.get("text_config") or config
-        own = [name for name in sorted(adapter.saved) if adapter.replaced[name].shape[:1] == (text.get("vocab_size"),)]
+        adapter, size = self.adapter, self.config.get("vocab_size")
+        own = [name for name in sorted(adapter.saved) if adapter.replaced[name].shape[:1] == (size,)]
         stated = adapter.reading.settings
-        if not own or text.get("tie_word_embeddings") is False or stated.get("ensure_weight_tying"):
+        if not own or self.config.get("tie_word_embeddings") is False or stated.get("ensure_weight_tying"):
             return {}
         shape = adapter.replaced[own[0]].shape
         alike = [one for one in self.result.tensors() if one.shape == shape and one.tied_to is None]
@@ -217,13 +250,13 @@ class _Merging:
 
     def _replace_rows(self, owner: Parameter, rows: Parameter, indexes: list[int]) -> None:
         """Let rows of the adapter take the place of some of a weight."""
-        new = rows.slots.get(MASTER) or rows.slots[WEIGHT]
-        if len(owner.shape) != 2 or new.shape[1:] != owner.shape[1:] or max(indexes) >= owner.shape[0]:
+        new = _values(rows)
+        if new is None or len(owner.shape) != 2 or new.shape[1:] != owner.shape[1:] or max(indexes) >= owner.shape[0]:
             raise UsageError(
                 f"trained rows of {owner.name} do not fit {named(self.base)}",
                 path=self.adapter.checkpoint.source,
                 expected=owner.shape,
-                found=f"{new.shape}, of rows up to {max(indexes)}",
+                found=f"{rows.shape}, of rows up to {max(indexes)}",
                 advice="give the model that the adapter was trained on",
             )
         for key in {WEIGHT, MASTER} & owner.slots.keys():
@@ -239,7 +272,9 @@ class _Merging:
 
         One that was tied and belongs to a module of its own is tied no more.
         """
-        slot = one.slots.get(MASTER) or one.slots[WEIGHT]
+        slot = _values(one)
+        if slot is None:
+            raise LayoutError(f"{name} has no values", path=self.adapter.checkpoint.source)
         section = self.result.buffers if name in self.result.buffers else self.result.parameters
         if name not in section:
             self.num_added += 1
@@ -270,7 +305,7 @@ class _Merging:
 
     def _add(self, product: Product) -> None:
         owner = self.result.owner(product.name)
-        slot = owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
+        slot = _values(owner)
         if slot is None or slot.dtype not in NUMBERS:
             raise UnsupportedError(
                 f"{owner.name} is no weight that numbers are added to",
@@ -319,12 +354,12 @@ class _Merging:
                 owner.slots[key] = Computed(key, own.dtype, own.shape, (), function=function)
         if product.bias is not None:
             biased = self.result.owner(product.bias_name)
-            slot = biased.slots.get(MASTER) or biased.slots[WEIGHT]
-            if slot.shape != product.bias.shape or slot.dtype not in NUMBERS:
+            slot = _values(biased)
+            if slot is None or slot.shape != product.bias.shape or slot.dtype not in NUMBERS:
                 raise UsageError(
                     f"the lora_B.bias of {product.module} does not fit {named(self.base)}",
                     path=self.adapter.checkpoint.source,
-                    expected=f"{slot.dtype} {slot.shape}",
+                    expected=f"{biased.dtype} {biased.shape}",
                     found=product.bias.shape,
                 )
             sum_ = Sum((slot, product.bias), dtype, (1.0, product.scale))
@@ -366,3 +401,7 @@ def _lies(product: Product, shape: Shape) -> bool | None:
     if len(straight) != 2 or straight != straight[::-1]:
         return shape != straight and shape == straight[::-1]
     return None
+
+
+def _values(one: Parameter) -> Slot | None:
+    return one.slots.get(MASTER) or one.slots.get(WEIGHT)

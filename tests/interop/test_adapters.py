@@ -1,0 +1,146 @@
+"""Adapters in what DeepSpeed and FSDP2 save of a training of PEFT's: merged, they are what PEFT merges, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.gloo import run
+from tests.refusals import refusing
+
+pytestmark = pytest.mark.interop
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "max_position_embeddings": 16,
+}  # fmt: skip
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "rank_pattern": {"down_proj": 2}},
+    "dora": {"target_modules": ["v_proj"], "use_dora": True, "use_rslora": True, "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["o_proj"], "trainable_token_indices": [3, 9, 4]},
+}
+
+
+def _adapted(folder: Path, kind: str, dtype: torch.dtype) -> torch.nn.Module:
+    """Return a model with an adapter, and save its base and PEFT's configuration, which a program has anyway."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=kind == "lora")).to(dtype)
+    if not torch.distributed.get_rank():
+        model.save_pretrained(folder / "base")
+    torch.manual_seed(3)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, init_lora_weights="gaussian", **ADAPTERS[kind]))
+    if not torch.distributed.get_rank():
+        adapted.peft_config["default"].save_pretrained(folder)
+    return adapted
+
+
+def _step(model: torch.nn.Module, rank: int) -> torch.Tensor:
+    ids = torch.arange(12).reshape(2, 6) + 7 * rank
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def _merged(adapted: torch.nn.Module, folder: Path, rank: int) -> None:
+    merged = adapted.merge_and_unload()
+    if not rank:
+        save_file({name: one.clone() for name, one in merged.state_dict().items()}, folder / "truth.safetensors")
+
+
+def _by_deepspeed(rank: int, _world_size: int, folder: Path, kind: str, stage: int, excluded: bool) -> None:
+    import deepspeed
+
+    adapted = _adapted(folder, kind, torch.float32)
+    trained = [one for one in adapted.parameters() if one.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=adapted, optimizer=torch.optim.AdamW(trained, lr=0.1), config=config)
+    for _ in range(2):
+        engine.backward(_step(engine, rank))
+        engine.step()
+    engine.save_checkpoint(str(folder / "run"), exclude_frozen_parameters=excluded)
+    with deepspeed.zero.GatheredParameters(list(adapted.parameters()), modifier_rank=0, enabled=stage == 3):
+        _merged(adapted, folder, rank)
+
+
+def _by_fsdp(rank: int, _world_size: int, folder: Path, kind: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    adapted = _adapted(folder, kind, torch.float32)
+    for layer in adapted.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(adapted)
+    optimizer = torch.optim.AdamW([one for one in adapted.parameters() if one.requires_grad], lr=0.1)
+    for _ in range(2):
+        _step(adapted, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save({"model": adapted.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder / "run")
+    (folder / "ranks").mkdir(exist_ok=True)
+    torch.save(adapted.state_dict(), folder / "ranks" / f"model_world_size_2_rank_{rank}.pt")
+    whole = get_model_state_dict(adapted, options=StateDictOptions(full_state_dict=True))
+    if not rank:
+        bare = _adapted(folder, kind, torch.float32)
+        bare.load_state_dict(whole)
+        _merged(bare, folder, rank)
+
+
+def _check(folder: Path, source: Path, tmp_path: Path, *, base: Path | None = None) -> None:
+    """It is base and adapter at once, whatever wrote it; and `from_pretrained` loads what comes out."""
+    from transformers import AutoModelForCausalLM
+
+    truth = load_file(folder / "truth.safetensors")
+    target = tmp_path / "merged"
+    zckpt.merge_adapter(base or source, source, target, adapter_config=folder, config=folder / "base")
+    model, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    found = model.state_dict()
+    assert found.keys() == truth.keys()
+    for name, tensor in truth.items():
+        step = 4 * torch.finfo(tensor.dtype).eps * tensor.abs().max()
+        assert (found[name] - tensor).abs().max() <= step, name
+    if base is None:
+        with refusing(zckpt.UsageError, "has an adapter in it.*merge-adapter"):
+            zckpt.consolidate(source, tmp_path / "whole", config=folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "excluded"),
+    [
+        ("lora", 3, False),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in [
+                ("lora", 1, False), ("lora", 2, True), ("dora", 2, False), ("dora", 3, True), ("tokens", 1, False),
+                ("tokens", 2, False), ("dora", 3, False),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_what_deepspeed_saves(kind, stage, excluded, tmp_path):
+
+    run(_by_deepspeed, 2, tmp_path, kind, stage, excluded)
+    _check(tmp_path, tmp_path / "run", tmp_path, base=tmp_path / "base" if excluded else None)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_what_fsdp2_saves(kind, tmp_path):
+
+    run(_by_fsdp, 2, tmp_path, kind)
+    for number, source in enumerate(("run", "ranks")):
+        (tmp_path / str(number)).mkdir()
+        _check(tmp_path, tmp_path / source, tmp_path / str(number))
