@@ -32,7 +32,7 @@ TINY = {
     "decoder_ffn_dim": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "q_lora_rank": 8,
     "topk_group": 1,
     "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "pad_token_id": 0,
-    "first_k_dense_replace": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
+    "image_token_index": 31, "image_token_id": 31, "first_k_dense_replace": 1, "mamba_d_state": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
 OTHERS = {
     "vit": "ForImageClassification",
@@ -129,10 +129,13 @@ def in_training(kind, head):
     groups = [[one for name, one in model.named_parameters() if (name in decayed) == is_in] for is_in in (True, False)]
     optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}], lr=1e-2)
     torch.manual_seed(1)
-    ids, pixels = torch.randint(1, 32, (2, 8)), torch.randn(2, 3, 8, 8)
-    batch = (
-        {"pixel_values": pixels, "labels": torch.tensor([0, 1])} if kind == "vit" else {"input_ids": ids, "labels": ids}
-    )
+    ids, pixels = torch.randint(1, 31, (2, 8)), torch.randn(2, 3, 8, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    if kind == "vit":
+        batch = {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
+    elif kind == "llava":
+        ids[:, 2:6] = 31
+        batch["pixel_values"] = pixels
 
     def step():
         optimizer.zero_grad()
@@ -144,23 +147,73 @@ def in_training(kind, head):
     return model, optimizer, step
 
 
-@pytest.mark.parametrize(("kind", "head"), [("qwen3_moe", "ForCausalLM"), ("vit", "ForImageClassification")])
+TRAINED = [("qwen3_moe", "ForCausalLM"), ("vit", "ForImageClassification"), ("llava", "ForConditionalGeneration")]
+
+
+def trainers(model, optimizer, run):
+    """Save what a Trainer does; return the moments by name in memory."""
+    model.save_pretrained(run)
+    torch.save(optimizer.state_dict(), run / "optimizer.pt")
+    (run / "trainer_state.json").write_text('{"global_step": 2}')
+    found = {name: optimizer.state[one] for name, one in model.named_parameters()}
+    return {name: (one["exp_avg"].clone(), one["exp_avg_sq"].clone()) for name, one in found.items() if one}
+
+
+def loads_equal(model, directory):
+    """Tell whether from_pretrained finds all, and nothing else, in a directory, and makes the same outputs."""
+    found, info = type(model).from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values()), info
+    inputs = {"pixel_values": torch.ones(1, 3, 8, 8)} if "pixel" in model.main_input_name else {
+        "input_ids": torch.arange(1, 9)[None]}  # fmt: skip
+    with torch.no_grad():
+        return torch.equal(found.eval()(**inputs).logits, model.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize(("kind", "head"), TRAINED)
+@pytest.mark.usefixtures("in_this_process")
+def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, head, tmp_path):
+    """A live model goes on with the losses of the run that went on; what it has in memory becomes a file's again."""
+    model, optimizer, step = in_training(kind, head)
+    step()
+    trainers(model, optimizer, tmp_path / "run")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "memory.pt")
+    order = {id(one): name for name, one in model.named_parameters()}
+    names = [order[id(one)] for group in optimizer.param_groups for one in group["params"]]
+    options = {"config": tmp_path / "run", "slots": "all"}
+    done = zckpt.consolidate(tmp_path / "memory.pt", tmp_path / "model", names=names, **options)
+    assert "those of files" in done.notes[0]
+    zckpt.consolidate(tmp_path / "run", tmp_path / "of-run", slots="all")  # whose names are a file's already
+    files = [load_file(tmp_path / one / "model.safetensors") for one in ("model", "of-run", "run")]
+    assert files[0].keys() == files[1].keys() == files[2].keys()
+    assert all(torch.equal(one[name], tensor) for one in files[:2] for name, tensor in files[2].items())
+    moments = [load_file(tmp_path / one / "optimizer.safetensors") for one in ("model", "of-run")]
+    assert moments[0].keys() == moments[1].keys() >= {f"exp_avg/{name}" for name in files[2] if "tower" not in name}
+    assert all(torch.equal(moments[1][name], tensor) for name, tensor in moments[0].items())
+    assert loads_equal(model, tmp_path / "model")
+    model.train()
+    losses = [step(), step()]
+    other, its, go_on = in_training(kind, head)
+    assert "those in memory" in zckpt.load(tmp_path / "run", model=other, optimizer=its).notes[0]
+    assert [go_on(), go_on()] == losses
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    (tmp_path / "run/config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    other, its, go_on = in_training(kind, head)
+    zckpt.load(tmp_path / "run", model=other)  # weights have names
+    with pytest.raises(UnsupportedError, match="give --names FILE"):  # another version may have another order
+        zckpt.load(tmp_path / "run", model=other, optimizer=its)
+    zckpt.load(tmp_path / "run", model=other, optimizer=its, names=names)
+    assert [go_on(), go_on()] == losses
+
+
+@pytest.mark.parametrize(("kind", "head"), TRAINED[:2])
 @pytest.mark.usefixtures("in_this_process")
 def test_a_trainers_numbers_get_the_names_in_memory(kind, head, tmp_path):
-    """And a live model goes on with the losses of the run that went on; the file's names and order are others."""
+    """The file's names and order are others."""
     model, optimizer, step = in_training(kind, head)
     for _ in range(2):
         step()
     run = tmp_path / "checkpoint-2"
-    model.save_pretrained(run)
-    torch.save(optimizer.state_dict(), run / "optimizer.pt")
-    (run / "trainer_state.json").write_text('{"global_step": 2}')
-    truth = {name: optimizer.state[one] for name, one in model.named_parameters()}
-    truth = {name: (state["exp_avg"].clone(), state["exp_avg_sq"].clone()) for name, state in truth.items()}
-    losses = [step(), step()]
-    other, its, go_on = in_training(kind, head)
-    zckpt.load(run, model=other, optimizer=its, map="transformers")
-    assert [go_on(), go_on()] == losses
+    truth = trainers(model, optimizer, run)
 
     def is_true(path, **options):
         done = zckpt.convert(run, path, to="zckpt", map="transformers", **options)
@@ -183,6 +236,40 @@ def test_a_trainers_numbers_get_the_names_in_memory(kind, head, tmp_path):
     with pytest.raises(UsageError, match="add --map transformers"):
         zckpt.convert(run, tmp_path / "no", to="zckpt", names=names)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("in_this_process")
+def test_a_trainer_goes_on_from_the_names_in_memory(tmp_path):
+    """The Trainer loads its own files by names in memory, and leaves out what has other names there."""
+    seen, data = (
+        [],
+        [{"input_ids": ids, "labels": ids} for ids in (torch.arange(8) * 7 + torch.arange(32)[:, None]) % 32],
+    )
+
+    class Seeing(transformers.Trainer):
+        def training_step(self, *given, **named):
+            seen.append(super().training_step(*given, **named))
+            return seen[-1]
+
+    def losses(run, **options):
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / run), max_steps=3, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-2,
+            report_to=[], use_cpu=True, disable_tqdm=True, weight_decay=0.1,
+        )  # fmt: skip
+        model = model_of("qwen3_moe", "ForCausalLM")
+        if options:
+            for one in model.parameters():
+                one.data += 0.1
+        seen.clear()
+        Seeing(model, arguments, train_dataset=data).train(**options)
+        return [one.item() for one in seen]
+
+    whole = losses("run")
+    saved, again = tmp_path / "run/checkpoint-2", tmp_path / "checkpoint-2"
+    zckpt.convert(saved, again, to="transformers-trainer", map="transformers")
+    assert losses("stock", resume_from_checkpoint=str(saved)) != whole[2:]  # else this is needed no longer
+    assert losses("ours", resume_from_checkpoint=str(again)) == whole[2:]
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -171,7 +171,9 @@ def _load(loading: Loading, verify: bool, engine: Any, call: Callable[..., Any],
     wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
     wants_scheduler = not module_only and arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None
     checkpoint = ranks.of_first(lambda: _opened(engine, path))  # which costs more than to send it
-    served = ranks.do(lambda: _served(engine, checkpoint, optimizer=wants_optimizer, scheduler=wants_scheduler))
+    served = ranks.do(
+        lambda: _served(engine, checkpoint, loading.notes, optimizer=wants_optimizer, scheduler=wants_scheduler)
+    )
     if served is not None:
         loading.notes += served.notes
         loading.in_place.append(str(path))
@@ -217,7 +219,9 @@ def _opened(engine: Any, path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: bool) -> Served | None:
+def _served(
+    engine: Any, checkpoint: Checkpoint, notes: list[str], *, optimizer: bool, scheduler: bool
+) -> Served | None:
     """Return a checkpoint that `_opened` has opened cut for an engine; None where the engine can load it as it is."""
     path = checkpoint.named
     kind = kind_that_keeps(engine)
@@ -241,9 +245,11 @@ def _served(engine: Any, checkpoint: Checkpoint, *, optimizer: bool, scheduler: 
             return None
         if Ranks().rank == 0:  # which has opened it: what was sent no longer tells one value from an equal one
             _check_nothing_lost(checkpoint)
-    if checkpoint.unnamed:  # its optimizer has numbers, which the engine's order gives names
-        live = [name for names in training.names for name in names]
-        checkpoint = open_for(path, live, [list(names) for names in training.numbered])
+    live = [name for names in training.names for name in names]
+    if checkpoint.unnamed or {*live} - {one.name for one in checkpoint.tensors()}:
+        # Its optimizer has numbers, which the engine's order gives names; or transformers has other names in files.
+        order = [list(names) for names in training.numbered]
+        checkpoint = open_for(path, live, order, model=engine.module, notes=notes)
         _check_nothing_lost(checkpoint)
     with about(checkpoint.source):
         served = serve(checkpoint, training, optimizer=optimizer)

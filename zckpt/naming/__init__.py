@@ -28,6 +28,9 @@ from zckpt.state.names import renamed
 if TYPE_CHECKING:
     from zckpt.naming.apply import Mapped
 
+TRANSFORMERS = "transformers"
+"""The name of the map of the installed one."""
+
 MapSource = str | os.PathLike[str] | Mapping[str, object]
 """The name of a shipped map, `transformers` for that of the installed one, a JSON file, or what such a file holds."""
 
@@ -140,38 +143,20 @@ class Naming:
         return changed, tuple(notes), {old: last[new] for old, new in names.items() if new in last}, side
 
     def _mapped(self, checkpoint: Checkpoint, source: MapSource, side: int | None) -> Mapped:
-        from zckpt.naming.apply import Mapped, mapped
-        from zckpt.naming.document import parse_map, read_map
-        from zckpt.naming.installed import TRANSFORMERS, transformers_map
-        from zckpt.naming.numbered import named_as_live, numbers_alone
+        from zckpt.naming.apply import mapped
+        from zckpt.naming.document import read_map
+        from zckpt.naming.installed import transformers_map
+        from zckpt.naming.numbered import by_transformers
         from zckpt.naming.sizes import arguments_of, check_settings, numbers_of, read_config
 
         config, where = read_config(self.map_config, checkpoint)
-        bare, live, version = None, {}, None
-        if source == TRANSFORMERS:
-            with about(checkpoint.named):
-                document = dict(transformers_map(config))
-            live = document.pop("live")
-            version = read_config(None, checkpoint)[0].get("transformers_version")
-            bare = replace(checkpoint, unnamed={}, param_groups=[]) if numbers_alone(checkpoint) else None
-            if all(rule["file"] == rule["memory"] for rule in document["rules"]):
-                same = {one.name: one.name for one in checkpoint.tensors()}
-                named = bare and named_as_live(bare, checkpoint, live, version)
-                return Mapped(named or checkpoint, [f"{document['about']}: the same names"], side or 0, same)
-            found = parse_map(document, TRANSFORMERS)
-        else:
-            found = read_map(source)
-        numbers = numbers_of(config)
         with about(checkpoint.named):
+            if source == TRANSFORMERS:
+                return by_transformers(checkpoint, transformers_map(config), side)
+            found, numbers = read_map(source), numbers_of(config)
             for said in (config, arguments_of(checkpoint)):
                 check_settings(found, said)
-            known = found.numbered(numbers)
-            done = mapped(bare or checkpoint, known, numbers, side)
-            if bare is not None:
-                is_live = found.sides[done.side].name == "memory"
-                named = named_as_live(done.checkpoint, checkpoint, live, version) if is_live else None
-                # without names, the numbers are refused
-                done = replace(done, checkpoint=named) if named else mapped(checkpoint, known, numbers, side)
+            done = mapped(checkpoint, found.numbered(numbers), numbers, side)
         if where is not None and found.sizes and done.notes:
             done.notes.append(f"the numbers of the model are those of {where}")
         return done

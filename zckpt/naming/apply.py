@@ -66,13 +66,14 @@ class Fit:
     ignored: list[str]
 
 
-def fit(map_: Map, shapes: Mapping[str, Shape]) -> Fit:
-    """Return how names follow a map, given the shapes of all tensors by name.
+Miss = tuple[int, int, list[str]]
+"""How many names do not follow a side, its number, and the names."""
 
-    Raises UsageError: they follow neither side, or both; UnsupportedError: for some the other side has no place.
-    """
-    found = []
-    misses: list[tuple[int, int, list[str]]] = []
+
+def fits(map_: Map, shapes: Mapping[str, Shape]) -> tuple[list[Fit], list[Miss]]:
+    """Return in which ways names follow a map, given the shapes of all tensors by name, and which do not."""
+    found: list[Fit] = []
+    misses: list[Miss] = []
     for number, side in enumerate(map_.sides):
         instances: list[Instance] = []
         free = dict.fromkeys(shapes)
@@ -87,6 +88,15 @@ def fit(map_: Map, shapes: Mapping[str, Shape]) -> Fit:
         if instances and not left:
             found.append(Fit(number, 1 - number, instances, ignored))
         misses.append((len(left), number, left))
+    return found, misses
+
+
+def fit(map_: Map, shapes: Mapping[str, Shape]) -> Fit:
+    """Return how names follow a map, given the shapes of all tensors by name.
+
+    Raises UsageError: they follow neither side, or both; UnsupportedError: for some the other side has no place.
+    """
+    found, misses = fits(map_, shapes)
     first, second = (side.name for side in map_.sides)
     if len(found) == 2:
         raise UsageError(f"{map_.name}: the names are those of both {first} and {second}")

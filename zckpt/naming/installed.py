@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from zckpt.errors import MissingPackageError, UnsupportedError, UsageError
 
-TRANSFORMERS = "transformers"
+LIVE_CLASS = "transformers.modeling_utils.PreTrainedModel"
 
 SECONDS = 600
 """That making a model without memory may take."""
@@ -56,3 +58,20 @@ def _made(config: str) -> dict[str, Any]:
             advice="write a map of your own (docs/maps.md)",
         )
     return found
+
+
+def live_maps(model: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
+    """Yield the maps of a live model of transformers: by what it was loaded with, and by the tables for its class."""
+    if not any(f"{one.__module__}.{one.__name__}" == LIVE_CLASS for one in type(model).__mro__):
+        return
+    import torch
+
+    from zckpt.naming.traced import map_of
+
+    with suppress(Exception):  # another program's code, which may do what no map says: then the names stay
+        with torch.device("meta"):
+            bare = type(model)(deepcopy(model.config))
+        used = getattr(model, "_weight_conversions", None)
+        for conversions in [None] if used is None else [used, None]:
+            bare._weight_conversions = conversions
+            yield map_of(bare)

@@ -1,4 +1,4 @@
-"""Names for the numbers of an optimizer that trained what is in memory, where the files have other tensors."""
+"""Names in memory for what transformers has under others in files, and for an optimizer that numbers its parameters."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import Evidence
-from zckpt.formats.transformers_trainer.architectures import Architecture
+from zckpt.formats.transformers_trainer.architectures import Architecture, is_converted
 from zckpt.formats.transformers_trainer.readings import Weights, names_in_order
+from zckpt.naming.apply import Mapped, fits, mapped
+from zckpt.naming.document import Map, parse_map
+from zckpt.naming.installed import live_maps, transformers_map
+from zckpt.naming.sizes import read_config
 from zckpt.state import Checkpoint
 from zckpt.state.names import is_number
 
 NO_SHAPE = {"step", "RMS"}
+
+FILE, MEMORY = range(2)
+"""Sides of the map of transformers."""
 
 
 def numbers_alone(checkpoint: Checkpoint) -> bool:
@@ -23,20 +30,17 @@ def numbers_alone(checkpoint: Checkpoint) -> bool:
     return is_one and bool(checkpoint.unnamed) and all(map(is_number, members))
 
 
-def named_as_live(
-    mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any], version: object
-) -> Checkpoint | None:
+def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any]) -> Checkpoint | None:
     """Return what is mapped, without an optimizer, with the source's, whose numbers are live parameters.
 
-    None if that is not certain: names that the user gave tell it, or that transformers of the same version made the
-    model. `live`: as the map has it; `version`: of transformers that saved the source. Raises UsageError: given names
-    do not fit.
+    None if that is not certain: names that were given tell it, or that transformers of the same version made the model.
+    `live`: as the map has it. Raises UsageError: given names do not fit.
     """
     names = [name for name in live["trained"] if name in mapped.parameters]
     candidates = {one.name: one.shape for one in map(mapped.owner, names)}
     groups = [[*map(int, group.parameters)] for group in source.param_groups]
     unnamed = {int(number): one for number, one in source.unnamed.items()}
-    shapes = {
+    shapes = {number: None for group in groups for number in group} | {
         number: one.shape if one.shape or one.slots.keys() - NO_SHAPE else None for number, one in unnamed.items()
     }
     said = Evidence(groups, candidates, shapes)
@@ -54,7 +58,7 @@ def named_as_live(
                 expected=f"{len(said.numbers)} names in its order, or all of the model in memory, in the model's order",
                 found=f"{len(given)} names, {len({*order} & {*candidates})} of the model's in memory",
             )
-    elif str(version).split(".")[:2] == live["transformers"].split(".")[:2] and len(names) == len(live["trained"]):
+    elif _is_of(live["transformers"], source) and len(names) == len(live["trained"]):
         found = names_in_order(said, [*candidates], known)
     else:
         found = {}
@@ -72,3 +76,85 @@ def named_as_live(
         for group, own in zip(source.param_groups, groups, strict=True)
     ]
     return replace(mapped, parameters=parameters, param_groups=named)
+
+
+def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: int | None = None) -> Mapped:
+    """Return what the map of transformers makes of a checkpoint; errors are those of `mapped` and `named_as_live`."""
+    found = _changing(document)
+
+    def under(names_of: int | None, one: Checkpoint) -> Mapped:
+        if found is not None:
+            return mapped(one, found, {}, names_of)
+        same = {tensor.name: tensor.name for tensor in one.tensors()}
+        return Mapped(one, [f"{document['about']}: the same names"], names_of or FILE, same)
+
+    if not numbers_alone(checkpoint):
+        return under(side, checkpoint)
+    live = under(MEMORY, replace(checkpoint, unnamed={}, param_groups=[]))
+    named = named_as_live(live.checkpoint, checkpoint, document["live"])
+    if named is None:
+        return under(side, checkpoint)  # where a map refuses numbers
+    if side == FILE or (side is None and not live.notes):
+        return under(FILE, named)
+    return replace(live, checkpoint=named)
+
+
+def _changing(document: Mapping[str, Any]) -> Map | None:
+    """Return the map that a document of transformers' is, unless all names are the same."""
+    if all(rule["file"] == rule["memory"] for rule in document["rules"]):
+        return None
+    return parse_map({key: value for key, value in document.items() if key != "live"}, "transformers")
+
+
+def _has_names_of(side: int, document: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
+    """Tell whether names follow a side, which is another than the other one; UsageError: they follow both."""
+    found = _changing(document)
+    shapes = {one.name: one.shape for one in checkpoint.tensors()}
+    followed = [] if found is None else [one.source for one in fits(found, shapes)[0]]
+    if len(followed) > 1:
+        raise UsageError(
+            "the names are those that transformers has in files, and in memory",
+            path=checkpoint.named,
+            advice="give another --map or --rename, or a file, x.safetensors, as a target, which has names as they are",
+        )
+    return followed == [side]
+
+
+def _is_of(version: str, checkpoint: Checkpoint) -> bool:
+    """Tell whether transformers of a version, but for its last number, saved a checkpoint."""
+    said = read_config(None, checkpoint)[0].get("transformers_version")
+    return str(said).split(".")[:2] == version.split(".")[:2]
+
+
+def as_live(checkpoint: Checkpoint, model: object, *, order: bool, told: bool) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint under the names of a live model of transformers if it has those of its files; and notes.
+
+    `order`: there is a live optimizer; `told`: the user gave names for the numbers of the one that was saved. Raises
+    UsageError: names may be of either; UnsupportedError: which number is which is not certain.
+    """
+    for document in live_maps(model):
+        if _has_names_of(FILE, document, checkpoint):
+            if numbers_alone(checkpoint) and not order:
+                checkpoint = replace(checkpoint, unnamed={}, param_groups=[])
+            elif not told and not _is_of(document["live"]["transformers"], checkpoint):
+                checkpoint = replace(checkpoint, given_names=None)  # the live order, which may be another version's
+            done = by_transformers(checkpoint, document, MEMORY)
+            return done.checkpoint, [f"{document['about']}: names and tensors are those in memory", *done.notes[1:]]
+    return checkpoint, []
+
+
+def as_in_files(checkpoint: Checkpoint, config: Mapping[str, object]) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint under the names that transformers has in files if it has those in memory; and notes.
+
+    Raises UsageError: names may be of either.
+    """
+    if not is_converted(config, in_any_version=True):
+        return checkpoint, []
+    try:
+        document = transformers_map(config)
+    except UnsupportedError as error:
+        return checkpoint, [f"names are as they were, of files or memory: {error.message}"]
+    if _has_names_of(MEMORY, document, checkpoint) or numbers_alone(checkpoint):
+        done = by_transformers(checkpoint, document, FILE)
+        return done.checkpoint, [f"{document['about']}: names and tensors are those of files", *done.notes[1:]]
+    return checkpoint, []

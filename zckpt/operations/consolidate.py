@@ -26,13 +26,14 @@ from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
-from zckpt.naming import Naming
+from zckpt.naming import TRANSFORMERS, Naming
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Filled, Place, Renaming, Unpack, only, shares
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, check_choice, write_from
 from zckpt.state import WEIGHT, Checkpoint
+from zckpt.storage.files import read_json
 from zckpt.storage.ownership import Owned, called
 
 ADAPTER_NAME = "adapter_model.safetensors"
@@ -171,12 +172,35 @@ def consolidate(
         parameters = {name: replace(one, group=None) for name, one in found.parameters.items()}
         named = replace(found, parameters=parameters, unnamed={}, param_groups=[])
     checkpoint, notes = naming.of(named)
+    beside = read_json(assets_of(checkpoint, Path(target), chosen, how).get(CONFIG_NAME, ""))
+    if beside is not None and how.options["map"] is None:
+        from zckpt.naming.numbered import as_in_files
+
+        checkpoint, told = as_in_files(checkpoint, beside)
+        notes = (*notes, *told)
     laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
     done = write_from(found, replace(laid, notes=notes), Path(target), how, owns=OWNED, dropped=dropped,
                       sources=left.sources(found))  # fmt: skip
     return replace(Consolidated(**done.fields(), num_tensors=num_tensors), missing=left.missing, filled=left.filled)
+
+
+def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> dict[str, Path]:
+    """Return the files that go with a model into a directory.
+
+    Raises
+    ------
+    UsageError
+        A configuration is given, and there is none, or no directory.
+    """
+    given = None if chosen.config is None else Path(chosen.config)
+    if kind_of_model(path) != DIRECTORY:
+        if given is not None:
+            raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
+        return {}
+    is_another = how.options["map"] not in (None, TRANSFORMERS)  # a map's model has another configuration
+    return find_assets(checkpoint, given) if given is not None or not is_another else {}
 
 
 def lay_out(
@@ -195,11 +219,7 @@ def lay_out(
     tensors = model_tensors(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
     if not tensors:
         raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
-    given = None if chosen.config is None else Path(chosen.config)
-    if given is not None and not is_directory:
-        raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
-    takes_assets = given is not None or how.options["map"] is None  # a map's model has another configuration
-    assets = find_assets(checkpoint, given) if is_directory and takes_assets else {}
+    assets = assets_of(checkpoint, path, chosen, how)
     if CONFIG_NAME in assets and not is_adapter(tensors, assets) and has_live_adapter(tensors):
         raise UsageError(
             "has an adapter in it, under names of which from_pretrained would load none",

@@ -36,7 +36,7 @@ from zckpt.operations.places import place_of
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import OptimizerState, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
-from zckpt.optim.tensors import bare
+from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.state import MASTER
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import like_model
@@ -116,7 +116,8 @@ def load(
     checks = Checks()
 
     def prepared() -> OptimizerState:
-        checkpoint = open_for(path, () if of_model is None else of_model.parameters, optimizers.order, names=names)
+        known = () if of_model is None else of_model.parameters
+        checkpoint = open_for(path, known, optimizers.order, names=names, model=model)
         if verify:
             find_checksums(checks, checkpoint, ranks)
         [state] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
@@ -147,6 +148,8 @@ def open_for(
     strict: bool = True,
     naming: Naming = AS_IT_IS,
     dequantize: bool = False,
+    model: Model = None,
+    notes: list[str] | None = None,
 ) -> OpenedCheckpoint:
     """Open a checkpoint under the names of a live model, as far as they are in it.
 
@@ -164,6 +167,10 @@ def open_for(
         What the tensors are called here; then the live order says nothing of the numbers in a file.
     dequantize : bool
         Have quantised state as floats.
+    model : Module, optional
+        Where it is one of transformers, names of its files become those in memory, unless a map is given.
+    notes : list of str, optional
+        Gets what to know of that.
 
     Raises
     ------
@@ -179,6 +186,13 @@ def open_for(
         [found] = with_floats(found)
     if renamed:
         found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
+    if isinstance(model, torch.nn.Module) and naming.map is None and {*live} - {one.name for one in found.tensors()}:
+        from zckpt.naming.numbered import as_live
+
+        changed, told = as_live(found, unwrapped(model), order=bool(own), told=names is not None)
+        found = cast("OpenedCheckpoint", changed)
+        if notes is not None:
+            notes += told
     like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(

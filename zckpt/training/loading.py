@@ -166,16 +166,19 @@ def load(
         raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
 
     def prepared() -> _Loading:
+        notes: list[str] = []
         known, order = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied), live.optimizers.order
         with headers_shared(ranks.rank, ranks.world_size):
             checkpoint = open_for(
-                path, known, order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize
-            )
+                path, known, order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize,
+                model=model, notes=notes,
+            )  # fmt: skip
             if verify:
                 find_checksums(checks, checkpoint, ranks)
             if slices is not None:
                 slices.cut(checkpoint, [*known, *(name for names in order for name in names)])
-            loading = _Loading(checkpoint, live, Restored(os.fspath(path), checkpoint.format, checkpoint.step))
+            report = Restored(os.fspath(path), checkpoint.format, checkpoint.step, notes=notes)
+            loading = _Loading(checkpoint, live, report)
             loading.report.world_size = checkpoint.world_size
             if live.model is not None:
                 loading.match(known, strict=strict)
@@ -250,7 +253,7 @@ class _Loading:
     def prepare(self, other: OtherState) -> None:
         """Find out what is to be read, and check all that can be known of it before."""
         self.other, self.report.extra = other, other.extra
-        self.report.notes = [
+        self.report.notes += [
             *self.live.optimizers.notes, *(note for one in self.states for note in one.notes),
             *other.missing, *other.notes,
         ]  # fmt: skip

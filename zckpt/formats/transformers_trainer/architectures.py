@@ -90,13 +90,13 @@ def _conversions() -> dict[str, Any]:
     return found
 
 
-def is_converted(config: Mapping[str, object] | None) -> bool:
-    """Tell whether transformers may have trained a model under other names than its file has.
+def is_converted(config: Mapping[str, object] | None, *, in_any_version: bool = False) -> bool:
+    """Tell whether transformers, of the version in the configuration or any, may train under other names than in files.
 
     Since version 5 it converts models by tables for their types and those of their parts; 4.52 to 4.57 put other
     prefixes before the parts of models of several. What a version after that of the table has new is not known.
     """
-    said = str((config or {}).get("transformers_version", ""))
+    said = _conversions()["transformers"] if in_any_version else str((config or {}).get("transformers_version", ""))
     if config is None or not re.match(r"[0-9]+\.[0-9]+", said):
         return False
     version, known = (tuple(map(int, text.split(".")[:2])) for text in (said, _conversions()["transformers"]))
