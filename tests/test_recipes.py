@@ -77,6 +77,12 @@ def _few_bits(at: Path) -> None:
     (at / "config.json").write_text('{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}')
 
 
+def _plain_layer(at: Path) -> None:
+    at.mkdir()
+    save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(128, 256)}, at / "model.safetensors")
+    (at / "config.json").write_text("{}")
+
+
 def _adapter(at: Path) -> None:
     at.mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -252,6 +258,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "llama": _hugging_face,
     "adapter": _adapter,
     "deepseek-fp8": _few_bits,
+    "trained": _plain_layer,
     "transformers-fsdp": _transformers_fsdp,
     "lora-run": _lora_run,
     "adapter-experts": _adapter_of_experts,

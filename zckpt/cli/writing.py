@@ -111,6 +111,11 @@ proof_options = together(
 @_config_option("SOURCE, or huggingface/ in it.")
 @dequantize_option
 @click.option(
+    "--quantize",
+    metavar="fp8-block[:RxC]",
+    help="Write linear layers' weights in FP8 with a scale for each block, of 128 x 128, as released models have them.",
+)
+@click.option(
     "--hyperparameters",
     type=Place(),
     metavar="FILE",

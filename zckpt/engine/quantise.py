@@ -1,4 +1,4 @@
-"""The functions that make codes and scales of numbers: state that was quantised, cut otherwise.
+"""The functions that make codes and scales of numbers: state that was quantised, cut otherwise; weights in block FP8.
 
     values    |slot a, from element 7 |zeros|slot b ...            what a rank's partition will hold, end to end
     blocks    |block |block |block |block ...                      from the partition's first element on
@@ -10,6 +10,9 @@ torchao (0.18, `optim/quant_utils.py` and `quantize_fp8`), of whole blocks
     scale     the largest magnitude of a block, at least 1e-12; of 8-bit floats a 448th of it
     code      of the map's values the nearest to value / scale; of two that are as near, the upper
     4 bits    two codes in a byte, the first in its upper half; fp8: value / scale itself, without a map
+transformers (5.23, `Fp8Quantize`), of blocks of rows and columns
+    scale     1 / (1 / largest magnitude x 448), of zeros 1; DeepGEMM has the largest magnitude / 448
+    code      value x (1 / largest magnitude x 448), as an 8-bit float
 
 The arithmetic is float32. bitsandbytes multiplies whole blocks by the reciprocal of their scale, and divides a last,
 shorter one. What was a block before is rounded, too, where its largest magnitude is negative: its map goes to 1, and
@@ -25,8 +28,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from zckpt.engine.cast import cast
-from zckpt.engine.computed import Computed
+from zckpt.engine.computed import BLOCK_NBYTES, Computed
 from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, whole
+from zckpt.errors import UnsupportedError
 from zckpt.state import Slot
 
 if TYPE_CHECKING:
@@ -66,6 +70,40 @@ def _quantised(
     values, *qmap = arrays
     found = rule(values, block, qmap[0] if qmap else None, scales)
     return found[::2] << 4 | found[1::2] if halves and not scales else found
+
+
+def in_blocks(slot: Slot, block: tuple[int, int], what: str, *, scales: bool) -> Scaled:
+    """Return the codes of matrices, or their scales; `what` they are, for errors. Several are of whole blocks."""
+    columns, rows = slot.shape[-1], slot.numel // slot.shape[-1]
+    size, unit = block[0] * columns, -(-columns // block[1]) if scales else columns
+    part = Part(slot, 1 if scales else block[0], size)
+    values = partial(_in_blocks, block=block, columns=columns, what=what, scales=scales)
+    count, together = (-(-rows // block[0]), 1) if scales else (rows, block[0])
+    together *= max(BLOCK_NBYTES // Scaled.width // size, 1)
+    return Scaled((Portion(0, count, 0, (part,), values),), unit, together)
+
+
+def _in_blocks(
+    arrays: list[Array], _first: int, _end: int, *, block: tuple[int, int], columns: int, what: str, scales: bool
+) -> Array:
+    rows = len(arrays[0]) // columns
+    short = (0, -rows % block[0]), (0, -columns % block[1])
+    values = np.pad(arrays[0].reshape(rows, columns), short).reshape(-1, block[0], columns + short[1][1])
+    largest = np.maximum(values.max(axis=1), -values.min(axis=1)).reshape(len(values), -1, block[1]).max(axis=2)
+    if not np.isfinite(largest).all():
+        raise UnsupportedError(
+            f"{what} holds what is not finite, and a block with it has no scale",
+            expected="numbers",
+            advice="leave --quantize out, or mend the model",
+        )
+    factors = np.float32(1) / largest * LARGEST_FP8  # as torch divides a number by a tensor
+    factors[~np.isfinite(factors)] = 1  # of zeros, and of what is next to them, which become zeros
+    if scales:
+        found: Array = np.float32(1) / factors
+        return found
+    values *= np.repeat(factors, block[1], axis=1)[:, None]
+    codes = cast(np.clip(values, -LARGEST_FP8, LARGEST_FP8, out=values), "float8_e4m3fn")
+    return codes.reshape(-1, values.shape[2])[:rows, :columns]
 
 
 def by_bitsandbytes(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:

@@ -78,16 +78,15 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
 def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) -> bytes:
     """Return a model's config.json with other settings; without its quantisation, of the type that its weights have."""
     found = json.loads(path.read_bytes())
-    found.update(settings)
     for one in (found, found.get("text_config")):
-        if isinstance(one, dict):
-            one.update((key, value) for key, value in settings.items() if key in one)
         if isinstance(one, dict) and dtype:
             for key in ("quantization_config", "compression_config"):
                 one.pop(key, None)
             for key in ("dtype", "torch_dtype"):
                 if key in one:
                     one[key] = dtype
+        if isinstance(one, dict):
+            one.update((key, value) for key, value in settings.items() if one is found or key in one)
     if dtype and not {"dtype", "torch_dtype"} & found.keys():
         found["torch_dtype"] = dtype
     return json.dumps(found, indent=2).encode() + b"\n"

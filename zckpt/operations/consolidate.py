@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +24,7 @@ from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_h
 from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import codes_in
+from zckpt.formats.low_bit_codes import block_of, in_block_fp8
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
@@ -61,12 +63,17 @@ class Chosen:
     exclude_frozen: bool = False
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
     config: Place | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, (None, *DTYPES))
         check_choice("tied", self.tied, TIED)
         if self.max_shard_size < 1:
             raise UsageError("sizes must be positive", found=self.max_shard_size)
+        if self.quantize is not None:
+            block_of(self.quantize)
+            if self.slots:
+                raise UsageError("a quantised model is written without its optimizer", expected="no --slots")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +101,7 @@ def consolidate(
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: Place | None = None,
     dequantize: bool = False,
+    quantize: str | None = None,
     hyperparameters: Place | None = None,
     **shared: Unpack[Filled],
 ) -> Consolidated:
@@ -125,6 +133,9 @@ def consolidate(
     dequantize : bool
         Write weights of few bits as the numbers that they stand for, and quantised state of the optimizer
         (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
+    quantize : str, optional
+        "fp8-block", or "fp8-block:ROWSxCOLUMNS": write the weights of linear layers, into a directory, as releases in
+        block FP8 have them, by default in blocks of 128 x 128.
     hyperparameters : path-like, optional
         A JSON list with an object for each param group, for a source that holds none (DeepSpeed's elastic form):
         torch's optimizers do not step without.
@@ -143,7 +154,7 @@ def consolidate(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, quantize)
     how = How.of("consolidate", shared, **asdict(chosen), dequantize=dequantize, hyperparameters=hyperparameters)
     naming = Naming(**only(Renaming, shared))
     whole = opened(source, **shared)
@@ -228,15 +239,22 @@ def lay_out(
             advice="`zckpt merge-adapter SOURCE SOURCE TARGET` merges it; x.safetensors as TARGET takes all as it is",
         )
     copied = copies_of(assets)
-    if CONFIG_NAME in assets and (settings or how.options.get("dequantize")):
+    types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
+    dtype = types.most_common(1)[0][0] if types and how.options.get("dequantize") else None
+    if chosen.quantize is not None:
+        if CONFIG_NAME not in assets:
+            raise UsageError("--quantize writes a directory with config.json", path=path, advice="--config DIR")
+        if codes_in(checkpoint):
+            raise UsageError("is quantised", path=checkpoint.source, advice="add --dequantize")
+        told = json.loads(assets[CONFIG_NAME].read_bytes())
+        tensors, quantisation = in_block_fp8(tensors, block_of(chosen.quantize), told, checkpoint.source)
+        settings = {**(settings or {}), "quantization_config": quantisation}
+    if CONFIG_NAME in assets and (dtype or settings):
         from zckpt.formats.low_bit_floats import plain_config
 
-        types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
-        dtype = types.most_common(1)[0][0] if types and how.options.get("dequantize") else None
-        if dtype or settings:
-            data = plain_config(assets[CONFIG_NAME], dtype, settings or {})
-            own = TargetFile.of(CONFIG_NAME, data)
-            copied = [own if one.name == CONFIG_NAME else one for one in copied]
+        data = plain_config(assets[CONFIG_NAME], dtype, settings or {})
+        own = TargetFile.of(CONFIG_NAME, data)
+        copied = [own if one.name == CONFIG_NAME else one for one in copied]
     files = _model_files(path, tensors, chosen.max_shard_size, assets)
     slots = [chosen.slots] if isinstance(chosen.slots, str) else list(chosen.slots)
     if slots:

@@ -1,0 +1,155 @@
+"""`--quantize fp8-block`: codes, scales and a config.json as transformers has them of the same weights."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import run
+from tests.refusals import refusing
+
+FP8 = torch.float8_e4m3fn
+
+
+def made(folder, tensors, **config):
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 64, **config}))
+    return folder
+
+
+def quantised(source, target, how="fp8-block:32x32", **options):
+    zckpt.consolidate(source, target, quantize=how, **options)
+    settings = json.loads((target / "config.json").read_text())["quantization_config"]
+    return load_file(target / "model.safetensors"), settings
+
+
+def by_transformers(name, weight, block):
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    config = SimpleNamespace(weight_block_size=block, scale_fmt="float")
+    return Fp8Quantize(SimpleNamespace(quantization_config=config))._quantize_one(name, weight)
+
+
+def bits(one):
+    return one.view(torch.uint8) if one.dtype == FP8 else one
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_model_is_what_transformers_makes_of_it(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from accelerate import init_empty_weights
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "vocab_size": 96}  # fmt: skip
+    if kind == "dense":  # some weights are no whole number of blocks
+        config = transformers.LlamaConfig(**sizes, intermediate_size=80, attention_bias=True, tie_word_embeddings=True)
+        cls = transformers.LlamaForCausalLM
+    else:
+        config = transformers.Qwen3MoeConfig(**sizes, head_dim=16, moe_intermediate_size=32, num_experts=4)
+        cls = transformers.Qwen3MoeForCausalLM
+    model = cls(config).bfloat16()
+    model.save_pretrained(tmp_path / "in")
+    plain = load_file(tmp_path / "in" / "model.safetensors")
+    found, settings = quantised(tmp_path / "in", tmp_path / "out")
+    wanted = {}
+    for name, weight in plain.items():
+        is_linear = "_proj.weight" in name and not any(size % 32 for size in weight.shape)
+        wanted |= by_transformers(name, weight, (32, 32)) if is_linear else {name: weight}
+    assert found.keys() == wanted.keys()
+    assert len(found) > len(plain) + 4
+    assert all(bits(one).equal(bits(found[name])) for name, one in wanted.items())
+
+    quantiser = transformers.FineGrainedFP8Config(**settings)  # a GPU gets these modules
+    with init_empty_weights():
+        live = replace_with_fp8_linear(cls(config), settings["modules_to_not_convert"], quantiser, pre_quantized=True)
+    state = {name: (one.shape, one.dtype == FP8) for name, one in live.state_dict().items()}
+    if kind == "dense":
+        del state["lm_head.weight"]
+        assert {name: (one.shape, one.dtype == FP8) for name, one in found.items()} == state
+    else:
+        assert state["model.layers.1.mlp.experts.gate_up_proj_scale_inv"] == ((4, 2, 2), False)
+    again, info = cls.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info.values())
+    zckpt.consolidate(tmp_path / "out", tmp_path / "back", dequantize=True, dtype="bfloat16")
+    back = cls.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    assert all(a.equal(b) for a, b in zip(again.state_dict().values(), back.state_dict().values(), strict=True))
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def test_numbers_stay_within_half_a_step_and_codes_come_back(tmp_path):
+    weight = torch.randn(256, 384) * torch.logspace(-6, 2, 256)[:, None]
+    weight[:128, :128] = 0
+    weight[0, 0] = 1e-40
+    source = made(tmp_path / "in", {NAME: weight})
+    found, settings = quantised(source, tmp_path / "out", "fp8-block")
+    assert settings["weight_block_size"] == [128, 128]
+    codes, scale = found[NAME], found[f"{NAME}_scale_inv"]
+    assert scale[0, 0] == 1 and not codes[:128, :128].float().any()  # noqa: PT018
+    zckpt.consolidate(tmp_path / "out", tmp_path / "floats", dequantize=True, dtype="float32")
+    floats = load_file(tmp_path / "floats" / "model.safetensors")[NAME]
+    grid = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    step = grid * torch.maximum(2.0 ** (torch.floor(torch.log2((weight / grid).abs())) - 3), torch.tensor(2.0**-9))
+    assert ((floats - weight).abs() <= step * 0.5001).all()
+    for name in ("floats", "out"):
+        again, _ = quantised(tmp_path / name, tmp_path / f"{name}2", "fp8-block", dequantize=name == "out")
+        assert bits(again[NAME]).equal(bits(codes))
+        assert torch.allclose(again[f"{NAME}_scale_inv"], scale, rtol=2e-7, atol=0)
+
+
+def test_last_blocks_are_short_as_in_a_release_whose_configuration_is_given(tmp_path):
+    weight, settings = torch.randn(70, 50), {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    source = made(tmp_path / "in", {NAME: weight}, quantization_config=settings)
+    found, _ = quantised(source, tmp_path / "out")
+    codes, scale = by_transformers(NAME, torch.nn.functional.pad(weight, (0, 14, 0, 26)), (32, 32)).values()
+    assert bits(found[NAME]).equal(bits(codes[:70, :50].contiguous()))
+    assert found[f"{NAME}_scale_inv"].equal(scale)
+    zckpt.consolidate(tmp_path / "out", tmp_path / "floats", dequantize=True, dtype="float32")
+    zckpt.consolidate(tmp_path / "floats", tmp_path / "again", quantize="fp8-block:32x32", config=tmp_path / "in")
+    assert bits(load_file(tmp_path / "again" / "model.safetensors")[NAME]).equal(bits(found[NAME]))
+
+
+def test_experts_in_one_tensor(tmp_path):
+    up, down = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+    tensors = {up: torch.randn(3, 128, 64).bfloat16(), down: torch.randn(3, 64, 64).bfloat16()}
+    found, settings = quantised(made(tmp_path / "in", tensors), tmp_path / "out")
+    wanted = {k: v for name, one in tensors.items() for k, v in by_transformers(name, one, (32, 32)).items()}
+    assert found.keys() == wanted.keys()
+    assert all(bits(one).equal(bits(found[name])) for name, one in wanted.items())
+    assert settings["modules_to_not_convert"] == ["lm_head"]
+    tensors |= {NAME: torch.ones(64, 64), f"{up}_bias": torch.ones(3, 64)}  # transformers has none with biases
+    found, settings = quantised(made(tmp_path / "in2", tensors), tmp_path / "out2")
+    assert found[up].equal(tensors[up])
+    assert settings["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts"]
+    tensors = {up: torch.randn(3, 64, 128), down: torch.randn(3, 96, 64), NAME: torch.ones(64, 64)}  # (in, out)
+    assert quantised(made(tmp_path / "in3", tensors), tmp_path / "out3")[0][up].equal(tensors[up])
+
+
+def test_what_is_refused(tmp_path):
+    weight = torch.ones(64, 64)
+    source = made(tmp_path / "in", {NAME: weight, "model.embed_tokens.weight": weight.clone()})
+    for how in ("int4", "fp8-block:0x3"):
+        with refusing(zckpt.UsageError, "expected fp8-block"):
+            zckpt.consolidate(source, tmp_path / "out", quantize=how)
+    with refusing(zckpt.UnsupportedError, "no weight of a linear layer is a whole number of blocks"):
+        zckpt.consolidate(source, tmp_path / "out", quantize="fp8-block")
+    with refusing(zckpt.UsageError, r"a directory with config\.json"):
+        zckpt.consolidate(source, tmp_path / "out.safetensors", quantize="fp8-block:32x32")
+    zckpt.consolidate(source, tmp_path / "codes", quantize="fp8-block:32x32")
+    with refusing(zckpt.UsageError, "--dequantize"):
+        zckpt.consolidate(tmp_path / "codes", tmp_path / "out", quantize="fp8-block:32x32")
+    for number, strange in enumerate((float("nan"), float("inf"), -float("inf"))):
+        weight[40, 3] = strange
+        source = made(tmp_path / f"{number}", {NAME: weight})
+        done = run("consolidate", source, tmp_path / "out", "--quantize", "fp8-block:32x32")
+        assert (done.returncode, done.stderr.count("\n")) == (5, 1)
+        assert NAME in done.stderr
+        assert not (tmp_path / "out").exists()
