@@ -111,6 +111,13 @@ def _lora_run(at: Path) -> None:
     zckpt.convert(at.parent / "whole.safetensors", at, to="dcp")
 
 
+def _adapter_of_few_bits(at: Path) -> None:
+    at.mkdir()
+    tensors = {"q.lora_A.weight": torch.ones(2, 130), "q.lora_B.weight": torch.ones(200, 2)}
+    save_file(tensors, at / "adapter_model.safetensors")
+    (at / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+
+
 def _mixtral(at: Path) -> None:
     at.mkdir()
     one = "model.layers.0.block_sparse_moe.experts"
@@ -261,6 +268,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "trained": _plain_layer,
     "transformers-fsdp": _transformers_fsdp,
     "lora-run": _lora_run,
+    "llama-fp8": _few_bits,
+    "adapter-fp8": _adapter_of_few_bits,
     "adapter-experts": _adapter_of_experts,
     "mixtral": _mixtral,
     "verl-lora/actor": _verl_lora,

@@ -319,3 +319,29 @@ def test_roots_are_folders_that_hold_all_of_several_sources(tmp_path):
     zckpt.average(sources, tmp_path / "a.safetensors", roots=[nodes[1]])
     zckpt.average(SAME[:2], tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_weights_of_few_bits_are_averaged_as_numbers_or_refused(tmp_path):
+    """Also where one source has them as floats, and where all codes are the same but not their scales."""
+    codes = torch.randn(130, 70).to(torch.float8_e4m3fn)
+    values = []
+    for number in range(2):
+        scale = torch.rand(2, 1) + number
+        (tmp_path / str(number)).mkdir()
+        tensors = {"q.weight": codes, "q.weight_scale_inv": scale, "norm.weight": torch.full((3,), float(number))}
+        save_file(tensors, tmp_path / str(number) / "model.safetensors")
+        config = {
+            "torch_dtype": "float32",
+            "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        }
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(config))
+        values.append(codes.float() * scale.repeat_interleave(128, 0)[:130])
+    zckpt.consolidate(tmp_path / "1", tmp_path / "plain", dequantize=True)
+    for last in ("1", "plain"):
+        with refusing(zckpt.UnsupportedError, r"q\.weight: codes of few bits, of which there is no mean.*--dequantize"):
+            zckpt.average([tmp_path / "0", tmp_path / last], tmp_path / "m")
+        zckpt.average([tmp_path / "0", tmp_path / last], tmp_path / "m", dequantize=True, verify=True, overwrite=True)
+        found = load_file(tmp_path / "m" / "model.safetensors")
+        assert torch.equal(found.pop("q.weight"), (values[0] + values[1]) / 2)
+        assert {name: one.tolist() for name, one in found.items()} == {"norm.weight": [0.5] * 3}
+        assert json.loads((tmp_path / "m" / "config.json").read_text()) == {"torch_dtype": "float32"}

@@ -137,6 +137,37 @@ def test_experts_that_the_base_has_one_by_one_are_merged_as_a_map_has_them(tmp_p
             assert_close(found[key], base[key] + added, key)
 
 
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_base_of_few_bits_is_merged_as_the_numbers_that_it_stands_for(dtype, tmp_path):
+    """As `consolidate` makes them: in its type, and in parts of rows and of experts."""
+    fp8, mxfp4 = torch.randn(300, 200).to(torch.float8_e4m3fn), torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
+    tensors = {
+        "q.weight": fp8, "q.weight_scale_inv": torch.rand(3, 2), "wte.weight": torch.randn(9, 4).bfloat16(),
+        "experts.up_blocks": mxfp4, "experts.up_scales": torch.randint(120, 130, (3, 40, 5), dtype=torch.uint8),
+    }  # fmt: skip
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(tensors, base / "model.safetensors")
+    config = {
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    }
+    (base / "config.json").write_text(json.dumps(config))
+    added = {**factors("q", 300, 200), **factors("experts", 40, 160, 6), "wte.weight": torch.ones(9, 4)}
+    added["q.lora_magnitude_vector"] = torch.rand(300)
+    for key in ("q", "experts"):
+        path = adapter(tmp_path / key, {name: one for name, one in added.items() if name.startswith((key, "wte"))},
+                       target_parameters=["experts.up"], target_modules=["q"], use_dora=key == "q")  # fmt: skip
+        with refusing(zckpt.UnsupportedError, f"{key}.*codes of few bits, to which nothing is added; --dequantize"):
+            zckpt.merge_adapter(base, path, tmp_path / "m")
+        zckpt.consolidate(base, tmp_path / "plain", dequantize=True, dtype=dtype, overwrite=True)
+        zckpt.merge_adapter(base, path, tmp_path / "one", dequantize=True, dtype=dtype, verify=True, overwrite=True)
+        zckpt.merge_adapter(tmp_path / "plain", path, tmp_path / "two", dtype=dtype, overwrite=True)
+        for name in ("model.safetensors", "config.json"):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        assert "quantization_config" not in (tmp_path / "one" / "config.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("shapes", "settings", "message"),
     [

@@ -219,6 +219,7 @@ def strip_command() -> None:
 @exclude_frozen_option
 @max_shard_size_option
 @_config_option("the first SOURCE, or BASE.")
+@dequantize_option
 @recomputed_option
 @runs(Renamed)
 def average_command() -> None:
@@ -255,6 +256,7 @@ def average_command() -> None:
 @tied_option
 @max_shard_size_option
 @_config_option("the first SOURCE, or BASE.")
+@dequantize_option
 @recomputed_option
 @runs(Renamed, label="merge")
 def merge_adapter_command() -> None:

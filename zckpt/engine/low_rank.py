@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.cast import cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
@@ -119,9 +119,11 @@ class LowRank:
         left = self.left.flat(first * rank, count * rank)
         if self.transposed:
             left = Extent((0, first), (rank, count), 0, rank * count)
-        extents = self.base.flat(start, numel), left, self.right.whole
-        slots = self.base, self.left, self.right
-        found = [Input(slot, extent, self.dtype) for slot, extent in zip(slots, extents, strict=True)]
+        found = [
+            Input(self.base, self.base.flat(start, numel), self.base.dtype),  # to which what is computed is rounded
+            Input(self.left, left, self.dtype),
+            Input(self.right, self.right.whole, self.dtype),
+        ]
         for slot in (self.magnitude, self.norms):
             if slot is not None:
                 found.append(Input(slot, slot.whole if self.transposed else slot.flat(first, count), self.dtype))
@@ -145,7 +147,7 @@ class LowRank:
                 part = slice(max(one * rows - first, 0), (one + 1) * rows - first)
                 np.matmul(left[part], right[one * self.rank :][: self.rank], out=found[part])
         found *= numpy_dtype(self.dtype).type(self.scale)
-        total = read_base()
+        total = cast(read_base(), self.dtype)
         total += found.reshape(-1)
         if self.magnitude is not None:
             matrix = total.reshape(-1, self.columns)

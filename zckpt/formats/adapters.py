@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
-from zckpt.formats import open_checkpoint
 from zckpt.formats.patterns import Patterns
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.names import PEFT
@@ -184,7 +183,7 @@ def read_adapter(
     path : Path
         A directory of PEFT, the file of its tensors, or any checkpoint that has them.
     opened : callable
-        Opens a checkpoint that is none of PEFT's.
+        Opens a checkpoint.
     config : Path, optional
         `adapter_config.json`, or the directory that it is in; by default the adapter's.
     name : str, optional
@@ -208,7 +207,7 @@ def read_adapter(
                              advice=f"say which: --adapter {next(iter(several))}")  # fmt: skip
         path = several.get(name or "", path)
     file = next((path / one for one in MODEL_NAMES if (path / one).is_file()), None)
-    checkpoint = open_checkpoint(file) if file else opened(path)
+    checkpoint = opened(file or path)
     where = config or (path if path.is_dir() else path.parent)
     if config is None and not any((where / one).is_file() for one in (CONFIG_NAME, VERL_NAME)):
         where = Path(checkpoint.source) if Path(checkpoint.source).is_dir() else where  # a run's last step

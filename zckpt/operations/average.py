@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.engine.means import Decayed, Mean
-from zckpt.errors import UsageError, listed
+from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.formats.floats import with_floats
+from zckpt.formats.low_bit import codes_in
 from zckpt.naming import Naming
 from zckpt.operations.combined import Combined, Rule, combined, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
@@ -60,6 +62,7 @@ def average(
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: Place | None = None,
+    dequantize: bool = False,
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Averaged:
@@ -93,6 +96,8 @@ def average(
         As for `consolidate`. Names that are one parameter in every source stay one.
     config : path-like, optional
         As for `consolidate`; by default the first source's.
+    dequantize : bool
+        Take weights of few bits, and quantised state of optimizers, as the numbers that they stand for.
     verify : bool
         Compute everything once more after writing, and compare every byte.
     **shared
@@ -112,10 +117,17 @@ def average(
     """
     rule, shares = _rule(len(sources), weights, ema)
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
-    how = How.of("average", shared, **asdict(chosen), weights=weights, ema=ema, from_last=from_last)
+    how = How.of("average", shared, **asdict(chosen), weights=weights, ema=ema, from_last=from_last,
+                 dequantize=dequantize)  # fmt: skip
     found = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"])
     _check_adapters(found)
+    if dequantize:
+        found = with_floats(*found)
+    for one in found:
+        if codes := codes_in(one):
+            raise UnsupportedError(f"{listed(codes)}: codes of few bits, of which there is no mean", path=named(one),
+                                   advice="--dequantize averages the numbers that they stand for")  # fmt: skip
     naming = Naming(**only(Renaming, shared))
     alike, notes = naming.of_all(found)
     mean = combined(alike, rule, slots=slots, from_last=from_last)

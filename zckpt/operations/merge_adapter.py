@@ -16,7 +16,9 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageE
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
-from zckpt.formats.low_bit import settings_of
+from zckpt.formats.floats import with_floats
+from zckpt.formats.low_bit import codes_in, settings_of
+from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.naming import Naming
 from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
@@ -62,6 +64,7 @@ def merge_adapter(
     tied: str = "duplicate",
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: Place | None = None,
+    dequantize: bool = False,
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Merged:
@@ -88,6 +91,8 @@ def merge_adapter(
         or as its configuration says.
     dtype, tied, max_shard_size, config
         As for `consolidate`, of the base.
+    dequantize : bool
+        Merge into the numbers that weights of few bits stand for, which are rounded as `consolidate` writes them.
     verify : bool
         Compute everything once more after writing, and compare every byte.
     **shared
@@ -107,19 +112,25 @@ def merge_adapter(
     """
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
     own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
-    how = How.of("merge-adapter", shared, **asdict(chosen), **own)
-    model = opened(base, **shared)
+    how = How.of("merge-adapter", shared, **asdict(chosen), **own, dequantize=dequantize)
+    sources = [opened(base, **shared)]
+
+    def read(path: Path) -> Checkpoint:
+        sources.append(opened(path))
+        return weights_as_floats(sources[-1]) if dequantize else sources[-1]
+
+    [plain] = with_floats(sources[0]) if dequantize else sources
     settings = None if adapter_config is None else Path(adapter_config)
-    added = read_adapter(Path(adapter), opened, settings, adapter_name)
-    sources = [model, added.checkpoint]
+    added = read_adapter(Path(adapter), read, settings, adapter_name)
     dropped = check_nothing_lost(sources, shared["drop"])
     naming = Naming(**only(Renaming, shared))
-    model, notes = naming.of(model)
-    merging = _Merging(model, added, fan_in_fan_out, (config and read_json(Path(config) / MODEL_CONFIG)) or {})
+    model, notes = naming.of(plain)
+    stated = (config and read_json(Path(config) / MODEL_CONFIG)) or settings_of(model)[0]
+    merging = _Merging(model, added, fan_in_fan_out, dtype, stated.get("text_config") or stated)
     result = merging.merged()
     done, num_tensors = write_computed(
-        result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME],
-        settings=merging.settings(),
+        result, [plain, added.checkpoint], Path(target), chosen, how, verify=verify, dropped=dropped,
+        without=[CONFIG_NAME], settings=merging.settings(),
     )  # fmt: skip
     return Merged(
         **{**done.fields(), "notes": (*notes, *done.notes, *merging.notes)},
@@ -136,11 +147,14 @@ class _Merging:
     """One merge: a checkpoint of the base's slots, of computed ones, and of the adapter's."""
 
     def __init__(
-        self, base: Checkpoint, adapter: Adapter, fan_in_fan_out: bool | None, config: Mapping[str, Any]
+        self,
+        base: Checkpoint,
+        adapter: Adapter,
+        fan_in_fan_out: bool | None,
+        dtype: str | None,
+        config: Mapping[str, Any],
     ) -> None:
-        self.base, self.adapter = base, adapter
-        config = config or settings_of(base)[0]
-        self.config = config.get("text_config") or config
+        self.base, self.adapter, self.dtype, self.config = base, adapter, dtype, config
         self.notes: list[str] = []
         self.fan_in_fan_out = fan_in_fan_out
         self.num_added = 0
@@ -164,6 +178,14 @@ class _Merging:
             A weight is none that numbers are added to.
         """
         every = {**self.result.parameters, **self.result.buffers}
+        codes = codes_in(self.result)
+        modules = {one.module for one in self.adapter.products} | self.adapter.experts.keys()
+        if quantised := [name for name in codes if name.rpartition(".")[0] in modules]:
+            raise UnsupportedError(
+                f"{listed(quantised)}: codes of few bits, to which nothing is added",
+                path=named(self.base),
+                advice="--dequantize merges into what they stand for; or give the model before it was quantised",
+            )
         self._tie(every)
         own = {name: one for name, one in self.adapter.replaced.items() if name in every or name in self.adapter.saved
                or not self._copy_of(_values(one), ())}  # fmt: skip
@@ -259,6 +281,9 @@ class _Merging:
                 found=f"{rows.shape}, of rows up to {max(indexes)}",
                 advice="give the model that the adapter was trained on",
             )
+        if isinstance(_values(owner), Computed):
+            raise UnsupportedError(f"{owner.name} is of codes, of which no rows are replaced", path=named(self.base),
+                                   advice="merge into what `zckpt consolidate --dequantize` writes")  # fmt: skip
         for key in {WEIGHT, MASTER} & owner.slots.keys():
             slot, done, parts = owner.slots[key], 0, list[Slot]()
             for at, number in sorted((number, at) for at, number in enumerate(indexes)):
@@ -312,7 +337,7 @@ class _Merging:
                 path=self.base.source,
                 expected=" or ".join(NUMBERS),
                 found=None if slot is None else slot.dtype,
-                advice="merge into the model before it was quantised, or what `zckpt consolidate --dequantize` writes",
+                advice="merge into the model before it was quantised",
             )
         a, b = product.a, product.b
         transposed = product.is_embedding or self._is_transposed(product, slot.shape)
@@ -327,6 +352,8 @@ class _Merging:
                 advice="give the model that the adapter was trained on",
             )
         dtype = "float64" if slot.dtype == "float64" else "float32"
+        if isinstance(slot, Computed) and self.dtype in NUMBERS:
+            slot = replace(slot, dtype=self.dtype)
         left, right = (a, b) if transposed else (b, a)
         for one in (slot, left, right):
             refuse_endless(one, owner.name)
@@ -337,7 +364,9 @@ class _Merging:
             left = transpose(each[0], (0, 2, 1)) if transposed else transpose(each[1], (2, 0, 1))
             right = transpose(each[1], (2, 1, 0)) if transposed else each[0]
             left, right = reshape(left, (num * rows[0], rank)), reshape(right, (num * rank, *columns))
-            slot, transposed = reshape(slot, (num * rows[0], *columns)), False
+            shape = (num * rows[0], *columns)
+            slot = replace(slot, shape=shape) if isinstance(slot, Computed) else reshape(slot, shape)
+            transposed = False
         function = LowRank(slot, left, right, product.scale, dtype, transposed, self.kept, product.num_experts or 1)
         if product.magnitude is not None:
             if product.magnitude.numel != (function.columns if transposed else slot.shape[0]):
