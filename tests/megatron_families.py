@@ -17,7 +17,7 @@ LENGTH = 8
 
 COMMON: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
 }  # fmt: skip
 GROUPED = {**COMMON, "num_key_value_heads": 2, "head_dim": 8}
 MOE = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -57,6 +57,55 @@ class WholeKeysNorm(WholeNorm):
     heads = "num_query_groups"
 
 
+class CentredNorm(torch.nn.RMSNorm):
+    """A norm kept less 1, which Transformer Engine has, and megatron-core's own asserts that it has not."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.weight.shape, self.weight + 1, self.eps)
+
+
+class CentredLayerNorm(torch.nn.LayerNorm):
+    """The same with a mean and a bias."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight + 1, self.bias, self.eps)
+
+
+def norms(kind: type, *more: str) -> Mapping[str, type]:
+    """Return norms of one kind: before attention and what follows it, behind all layers, and where else it is said."""
+    return dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "layer_norm", *more), kind)
+
+
+def norms_behind(kind: Any) -> Mapping[str, type]:
+    """Return linear layers with a norm of a kind behind them, as Megatron-Bridge has them."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    class WithNorm(RowParallelLinear):
+        def __init__(self, inputs: int, outputs: int, *, config: Any, **more: Any) -> None:
+            super().__init__(inputs, outputs, config=config, **more)
+            self.post_layernorm = kind(config=config, hidden_size=outputs, eps=config.layernorm_epsilon)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            found, bias = super().forward(x)
+            return self.post_layernorm(found), bias
+
+    return {"linear_proj": WithNorm, "linear_fc2": WithNorm}
+
+
+def only_behind() -> Mapping[str, type]:
+    """Return no norms before layers, and some behind them."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return {"input_layernorm": IdentityOp, "pre_mlp_layernorm": IdentityOp, **norms_behind(WrappedTorchNorm)}
+
+
 def copying_linear() -> Mapping[str, type]:
     """Return a linear layer whose result may be added to: `MLP.forward` does so with the biases of experts, which torch
     forbids for a view that megatron-core's own function has made.
@@ -87,6 +136,10 @@ class Family:
         Returns of what its layers are made instead, by the name of the part.
     map : str
         The map, where it has another name than the family.
+    scale : float
+        Of embeddings.
+    final : str
+        What files call the norm behind a layer that predicts further tokens.
     """
 
     config: Callable[[Any], Any]
@@ -94,9 +147,85 @@ class Family:
     model: Mapping[str, Any] = field(default_factory=dict)
     parts: Callable[[], Mapping[str, type]] = dict
     map: str = ""
+    scale: float = 1.0
+    final: str = "shared_head.norm"
 
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+TIED = {"share_embeddings_and_output_weights": True}
+GEMMA = {"layernorm_zero_centered_gamma": True, "activation_func": tanh_gelu}
 
 FAMILIES = {
+    "llama": Family(lambda hf: hf.LlamaConfig(**GROUPED)),
+    "ministral3": Family(
+        lambda hf: hf.Ministral3Config(
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1,
+                             "original_max_position_embeddings": 64}, **GROUPED),
+        map="llama",
+    ),
+    "qwen2": Family(lambda hf: hf.Qwen2Config(**GROUPED | {"head_dim": 4}), {"kv_channels": 4, "add_qkv_bias": True},
+                    map="llama"),
+    "qwen3": Family(lambda hf: hf.Qwen3Config(**GROUPED), {"qk_layernorm": True}, map="llama"),
+    "ernie4.5": Family(lambda hf: hf.Ernie4_5Config(**GROUPED), {"rotary_interleaved": True}),
+    "nemotron": Family(
+        lambda hf: hf.NemotronConfig(norm_eps=1e-6, **GROUPED),
+        {"layernorm_zero_centered_gamma": True, "normalization": "LayerNorm", "gated_linear_unit": False,
+         "activation_func": lambda x: functional.relu(x).square()},
+        {"rotary_percent": 0.5},
+        lambda: norms(CentredLayerNorm),
+    ),
+    "gemma": Family(lambda hf: hf.GemmaConfig(**GROUPED | {"tie_word_embeddings": True}), GEMMA, TIED,
+                    lambda: norms(CentredNorm), scale=24**0.5),
+    "gemma3": Family(
+        lambda hf: hf.Gemma3TextConfig(query_pre_attn_scalar=16, sliding_window=64, rope_local_base_freq=10000.0,
+                                       **GROUPED | {"tie_word_embeddings": True}),
+        {**GEMMA, "qk_layernorm": True, "softmax_scale": 0.25}, TIED,
+        lambda: {**norms(CentredNorm, "q_layernorm", "k_layernorm"), **norms_behind(CentredNorm)},
+        map="gemma2", scale=24**0.5,
+    ),
+    "exaone4": Family(
+        lambda hf: hf.Exaone4Config(sliding_window=None, sliding_window_pattern=None,
+                                    layer_types=["full_attention"] * 2, **GROUPED),
+        {"qk_layernorm": True}, parts=only_behind,
+    ),
+    "mixtral": Family(lambda hf: hf.MixtralConfig(num_local_experts=4, **MOE | {"intermediate_size": 16}), EXPERTS),
+    "olmoe": Family(
+        lambda hf: hf.OlmoeConfig(num_experts=4, norm_topk_prob=False,
+                                  **MOE | {"intermediate_size": 16, "head_dim": 4}),
+        {**EXPERTS, "qk_layernorm": True, "kv_channels": 4, "moe_router_pre_softmax": True},
+        parts=lambda: {"q_layernorm": WholeNorm, "k_layernorm": WholeKeysNorm}, map="qwen3-moe",
+    ),
+    "hy-v3": Family(
+        lambda hf: hf.HYV3Config(num_experts=4, router_scaling_factor=1.5, **MOE),
+        {**BY_SIGMOID, "qk_layernorm": True, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16,
+         "moe_router_topk_scaling_factor": 1.5, "mtp_num_layers": 1},
+        final="final_layernorm",
+    ),
+    "exaone-moe": Family(
+        lambda hf: hf.ExaoneMoeConfig(num_experts=4, sliding_window=4,
+                                      layer_types=["full_attention", "sliding_attention"], **MOE),
+        {**BY_SIGMOID, "qk_layernorm": True, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16,
+         "moe_router_topk_scaling_factor": 2.5, "no_rope_freq": [1, 0], "window_size": (3, 0),
+         "window_attn_skip_freq": [0, 1]},
+    ),
+    "llama4": Family(
+        lambda hf: hf.Llama4TextConfig(
+            num_local_experts=4, intermediate_size_mlp=20, attn_temperature_tuning=False, use_qk_norm=True,
+            moe_layers=[1], no_rope_layers=[1, 1], attention_chunk_size=64,
+            **MOE | {"num_experts_per_tok": 1, "intermediate_size": 16}),
+        {**EXPERTS, "moe_layer_freq": [0, 1], "moe_router_topk": 1, "moe_router_score_function": "sigmoid",
+         "moe_apply_probs_on_input": True, "moe_shared_expert_intermediate_size": 16, "qk_l2_norm": True,
+         "rotary_interleaved": True},
+    ),
+    "glm4-moe-lite": Family(
+        lambda hf: hf.Glm4MoeLiteConfig(q_lora_rank=12, routed_scaling_factor=1.8, norm_topk_prob=True, **LATENT),
+        {**OF_LATENT, **BY_SIGMOID, "moe_layer_freq": [0, 1], "q_lora_rank": 12, "moe_router_topk_scaling_factor": 1.8,
+         "mtp_num_layers": 1},
+        map="deepseek-mtp",
+    ),
     "qwen3-moe": Family(
         lambda hf: hf.Qwen3MoeConfig(num_experts=4, norm_topk_prob=True, mlp_only_layers=[], **MOE),
         {**EXPERTS, "qk_layernorm": True},
@@ -147,7 +276,7 @@ FAMILIES = {
     "minimax-m2": Family(
         lambda hf: hf.MiniMaxM2Config(num_local_experts=4, rotary_dim=4, **{**MOE, "intermediate_size": 16}),
         {**BY_SIGMOID, "qk_layernorm": True},
-        {"rotary_percent": 0.5, "rotary_base": 5000000},
+        {"rotary_percent": 0.5},
         lambda: {"q_layernorm": WholeNorm, "k_layernorm": WholeKeysNorm},
     ),
 }  # fmt: skip
@@ -162,24 +291,34 @@ def write_huggingface(family: str, folder: Path) -> dict[str, Any]:
 
     further = FAMILIES[family].settings.get("mtp_num_layers", 0)
     config = FAMILIES[family].config(hf)
-    config.num_hidden_layers += further
+    lengthen(config, further)
     torch.manual_seed(5)
     model = hf.AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for one in [*model.parameters(), *(one for key, one in model.named_buffers() if "correction_bias" in key)]:
             one.copy_(torch.randn_like(one) * 0.3)
-    config.num_hidden_layers -= further
+    lengthen(config, -further)
     model.save_pretrained(folder)
     if further:
         [file] = folder.glob("*.safetensors")
         tensors, front = load_file(file), f"model.layers.{config.num_hidden_layers}"
-        tensors |= {f"{front}.{name}.weight": torch.randn(24) for name in ("enorm", "hnorm", "shared_head.norm")}
+        tensors |= {f"{front}.{name}.weight": torch.randn(24) for name in ("enorm", "hnorm", FAMILIES[family].final)}
         tensors[f"{front}.eh_proj.weight"] = torch.randn(24, 48) * 0.3
-        tensors[f"{front}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{front}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        if FAMILIES[family].final == "shared_head.norm":
+            tensors[f"{front}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{front}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         save_file(tensors, file)
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found
+
+
+def lengthen(config: Any, by: int) -> None:
+    """Give a configuration more layers, the last of its kind once more."""
+    config.num_hidden_layers += by
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds:
+            setattr(config, name, [*kinds, *kinds[-1:] * by][: config.num_hidden_layers])
 
 
 def read_huggingface(folder: Path, *, further: int = 0) -> Any:
@@ -187,10 +326,7 @@ def read_huggingface(folder: Path, *, further: int = 0) -> Any:
     import transformers as hf
 
     config = hf.AutoConfig.from_pretrained(folder)
-    config.num_hidden_layers += further
-    for name in ("layer_types", "mlp_layer_types"):
-        if further and getattr(config, name, None):
-            setattr(config, name, [*getattr(config, name), getattr(config, name)[-1]])
+    lengthen(config, further)
     model = hf.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype="float32")
     return model.eval()
 
@@ -213,7 +349,7 @@ def expected_logits(family: str, folder: Path, tokens: torch.Tensor) -> list[tor
                 for name, one in (("enorm", words), ("hnorm", hidden))
             ]
             base.layers = layers[-1:]
-            base.norm.weight.copy_(tensors[f"{front}.shared_head.norm.weight"])
+            base.norm.weight.copy_(tensors[f"{front}.{FAMILIES[family].final}.weight"])
             found.append(model(inputs_embeds=torch.cat(both, -1) @ tensors[f"{front}.eh_proj.weight"].T).logits)
     return found
 
@@ -226,7 +362,9 @@ def layers(config: Any, family: str) -> Any:
 
     for name in ("TELinear", "TEColumnParallelLinear"):
         setattr(latent, name, type(name, (torch.nn.Module,), {}))  # only asked whether a layer is one
-    found = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    found = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    )
     parts = {**FAMILIES[family].parts()}
     if config.multi_latent_attention:
 
@@ -237,6 +375,7 @@ def layers(config: Any, family: str) -> Any:
                 super().__init__(*args, **more)
 
         parts["core_attention"] = Attention
+    found.layer_norm = parts.get("layer_norm", found.layer_norm)
     for layer in found.layer_specs:
         of, mlp = layer.submodules, layer.submodules.mlp.submodules
         for part in (of, of.self_attention.submodules, mlp, getattr(getattr(mlp, "experts", None), "submodules", None)):

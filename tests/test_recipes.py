@@ -83,6 +83,36 @@ def _plain_layer(at: Path) -> None:
     (at / "config.json").write_text("{}")
 
 
+def _gpt_oss(at: Path) -> None:
+    """In MXFP4, as it is released: experts' codes, and their scales."""
+    at.mkdir()
+    one, sizes = "model.layers.0", {"q": 32, "k": 16, "v": 16, "o": 32}
+    tensors = {f"{one}.self_attn.{key}_proj.weight": torch.randn(rows, 32) for key, rows in sizes.items()}
+    tensors |= {f"{one}.self_attn.{key}_proj.bias": torch.randn(rows) for key, rows in sizes.items()}
+    tensors |= {f"{one}.{key}_layernorm.weight": torch.ones(32) for key in ("input", "post_attention")}
+    tensors |= {f"{one}.mlp.router.weight": torch.randn(2, 32), f"{one}.mlp.router.bias": torch.randn(2),
+                f"{one}.self_attn.sinks": torch.randn(4), "model.norm.weight": torch.ones(32)}  # fmt: skip
+    tensors |= {key: torch.randn(64, 32) for key in ("model.embed_tokens.weight", "lm_head.weight")}
+    for key, rows in (("gate_up", 64), ("down", 32)):
+        front = f"{one}.mlp.experts.{key}_proj"
+        tensors[f"{front}_blocks"] = torch.randint(0, 256, (2, rows, 1, 16), dtype=torch.uint8)
+        tensors[f"{front}_scales"] = torch.randint(120, 130, (2, rows, 1), dtype=torch.uint8)
+        tensors[f"{front}_bias"] = torch.randn(2, rows)
+    save_file({name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors.items()},
+              at / "model.safetensors")  # fmt: skip
+    config = {
+        "model_type": "gpt_oss",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (at / "config.json").write_text(json.dumps(config))
+
+
 def _adapter(at: Path) -> None:
     at.mkdir()
     name = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -266,6 +296,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "adapter": _adapter,
     "deepseek-fp8": _few_bits,
     "trained": _plain_layer,
+    "gpt-oss-mxfp4": _gpt_oss,
     "transformers-fsdp": _transformers_fsdp,
     "lora-run": _lora_run,
     "llama-fp8": _few_bits,

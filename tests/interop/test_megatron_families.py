@@ -59,6 +59,36 @@ def gone_on(rank, world: int, spec: Spec, folders: list[Path]) -> list[tuple[dic
     return found
 
 
+def gone_on_in_transformers(family: str, run: Path, folder: Path, names: dict[str, Any]) -> list[float]:
+    """Give a live model of transformers what Megatron-Core has trained, and a plain AdamW; return the losses."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    model.train()
+    every = dict(model.named_parameters())
+    decayed = [one for name, one in every.items() if one.ndim > 1 and not name.endswith("bias")]
+    rest = [one for name, one in every.items() if one.ndim == 1 or name.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1
+    )
+    zckpt.convert(run, folder / "live", to="zckpt", **names)
+    more = {"map": "transformers", "map_config": folder} if FAMILIES[family].settings.get("num_moe_experts") else {}
+    zckpt.load(folder / "live", model=model, optimizer=optimizer, **more)
+    drawing = torch.Generator().manual_seed(11)
+    losses = []
+    for _ in range(3):
+        drawn = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=drawing)
+        found = model(drawn[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(found.flatten(0, 1), drawn[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_says_the_same_in_megatron_core_trains_there_and_returns(family, tmp_path):
     about = FAMILIES[family]
@@ -67,7 +97,7 @@ def test_it_says_the_same_in_megatron_core_trains_there_and_returns(family, tmp_
     stacked = about.settings.get("moe_layer_freq", 1) == 1
     target = {"to": "megatron", "layers": "stacked" if stacked else "apart", "transformer_impl": "local"}
     zckpt.convert(tmp_path / "hf", tmp_path / "release", verify=True, **target, **names)
-    spec = Spec(experts=4, family=family, bf16=False)
+    spec = Spec(experts=about.settings.get("num_moe_experts", 0), family=family, bf16=False)
     [(before, after, losses, order)] = gloo.run(
         trained_on, 1, spec, tmp_path / "release" / "release", tmp_path / "run", fresh=True
     )
@@ -88,3 +118,5 @@ def test_it_says_the_same_in_megatron_core_trains_there_and_returns(family, tmp_
     assert all(torch.equal(other[key], value) for key, value in state.items())
     assert all(map(torch.equal, first, second))
     assert on == anew
+    if not about.settings.get("mtp_num_layers"):  # whose loss transformers has not
+        assert gone_on_in_transformers(family, tmp_path / "run", tmp_path / "hf", names) == pytest.approx(on, rel=1e-4)

@@ -157,3 +157,11 @@ def test_moments_of_experts_go_where_their_weights_go_and_return(tmp_path):
         assert_same(found.read("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight", key), expected, key)
     zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", **names)
     assert not zckpt.diff(tmp_path / "mine", tmp_path / "back").changed
+
+
+def test_codes_of_experts_are_refused_and_lead_to_dequantising(tmp_path):
+    front = "model.layers.0.mlp.experts.down_proj"
+    codes = {f"{front}_blocks": torch.zeros(2, 24, 1, 16, dtype=torch.uint8)}
+    save_file({**codes, f"{front}_scales": torch.zeros(2, 24, 1, dtype=torch.uint8)}, tmp_path / "codes.safetensors")
+    with refusing(UsageError, "has no rule for .*--dequantize"):
+        zckpt.consolidate(tmp_path / "codes.safetensors", tmp_path / "no", map="gpt-oss-huggingface-megatron")

@@ -20,6 +20,7 @@ from zckpt.compare.logical import single
 from zckpt.compare.slots import differences, pair
 from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
+from zckpt.formats.low_bit import codes_in
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
@@ -91,8 +92,8 @@ def fits(map_: Map, shapes: Mapping[str, Shape]) -> tuple[list[Fit], list[Miss]]
     return found, misses
 
 
-def fit(map_: Map, shapes: Mapping[str, Shape]) -> Fit:
-    """Return how names follow a map, given the shapes of all tensors by name.
+def fit(map_: Map, shapes: Mapping[str, Shape], advice: str) -> Fit:
+    """Return how names follow a map, given the shapes of all tensors by name, and what to do where they do not.
 
     Raises UsageError: they follow neither side, or both; UnsupportedError: for some the other side has no place.
     """
@@ -114,7 +115,7 @@ def fit(map_: Map, shapes: Mapping[str, Shape]) -> Fit:
         f"the map {map_.name} has no rule for {listed(left)}",
         expected=f"the names of {first} or {second}, all parts of a tensor included",
         found=f"{len(left)} of {len(shapes)} that are none of {side.name}",
-        advice="--strip-prefix and --rename come before the map; or write a map of your own",
+        advice=advice,
     )
 
 
@@ -360,7 +361,10 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
                 f"{name} is no copy of {of}, and the map {map_.name} has no other place for it", expected="equal bits"
             )
     checkpoint = replace(whole, parameters=kept)
-    found = fit(map_, {parameter.name: parameter.shape for parameter in checkpoint.tensors()})
+    advice = "--strip-prefix and --rename come before the map; or write a map of your own"
+    if codes_in(checkpoint):
+        advice = "`zckpt consolidate --dequantize` writes numbers in the place of codes, and these can be mapped"
+    found = fit(map_, {parameter.name: parameter.shape for parameter in checkpoint.tensors()}, advice)
     if found.source == to:
         return Mapped(whole, [], to, {parameter.name: parameter.name for parameter in whole.tensors()})
     # torchtitan 0.3 has queries, keys and values of a layer in one parameter, which its optimizer's state is of, and
