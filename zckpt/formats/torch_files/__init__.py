@@ -56,7 +56,9 @@ class TorchSave(Format):
             ranks = free_names.find(search, last.path.name if isinstance(last, LastStep) else None)
             if ranks is not None:
                 return Found(ranks)
-            return Found(last.path) if isinstance(last, LastStep) and not search.roots else last
+            if isinstance(last, LastStep):
+                return None if search.roots else Found(last.path)
+            return last
         if search.roots:
             return None
         head = read_head(str(path), HEAD_NBYTES)

@@ -1,7 +1,8 @@
 """A tree of plain data, inert nodes and tensors as a file that `torch.load` reads, weights_only and mapped included.
 
-STEM/data.pkl  STEM/.format_version  STEM/.storage_alignment  STEM/byteorder  STEM/data/0 ...  STEM/version
-STEM/.data/serialization_id
+STEM/data.pkl  STEM/byteorder  STEM/data/0 ...  STEM/version  STEM/.data/serialization_id
+
+Without `.format_version`, by which torch may compute where records begin, and would count a descriptor behind each.
 
 Where the bytes of a tensor in the tree come from:
 
@@ -30,7 +31,6 @@ from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.state.spans import reach_of
 from zckpt.torchfile import (
-    ALIGNMENT,
     CENTRAL,
     LOCAL,
     FromFile,
@@ -209,16 +209,7 @@ def lay_out_pickled(name: str, pickled: Pickled) -> TargetFile:
     stem = _stem(name)
     identity = hashlib.blake2b(pickled.data, digest_size=16).hexdigest()
     data = [_data_record(f"{stem}/data/{key}", one) for key, one in enumerate(pickled.storages)]
-    # By these, a reader may be told to compute the offsets of records and not to look them up (torch 2.7).
-    alignment = [
-        _record(f"{stem}/.format_version", b"1"),
-        _record(f"{stem}/.storage_alignment", str(ALIGNMENT).encode()),
-    ]
-    before = [
-        _record(f"{stem}/data.pkl", pickled.data),
-        *(alignment if all(one.start is None for one in data) else ()),
-        _record(f"{stem}/byteorder", b"little"),
-    ]
+    before = [_record(f"{stem}/data.pkl", pickled.data), _record(f"{stem}/byteorder", b"little")]
     after = [_record(f"{stem}/version", b"3\n"), _record(f"{stem}/.data/serialization_id", identity.encode())]
     layout = lay_out_archive([*before, *data, *after])
     file = TargetFile(name, layout.nbytes, [Literal(offset, data) for offset, data in layout.literals])
