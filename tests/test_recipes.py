@@ -286,6 +286,7 @@ UNNAMED = {"ckpt.pt": OTHER / "plain_adamw", "zero": OTHER / "zro_dp2_adamw"}
 MADE: dict[str, Callable[[Path], None]] = {
     "run-stage3": _converted(LLAMA, to="deepspeed", world_size=3, stage=3),
     "global_step_5/actor": _converted(LLAMA, to="fsdp-rank-files", groups="one", lacks="zckpt.pt"),
+    "step_1000": _converted(LLAMA, to="torch-checkpointing", world_size=2, lacks="zckpt.pt"),
     "weights.pt": _saved_model,
     "out/checkpoint-5": _trainer,
     "out/checkpoint-6": _vit,

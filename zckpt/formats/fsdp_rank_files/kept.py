@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence.order import GIVEN
-from zckpt.formats.fsdp_rank_files.directory import EXTRA, FORMAT, rank_name
+from zckpt.formats.fsdp_rank_files.directory import EXTRA, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import as_masters, remainder, remainder_rules, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
@@ -41,7 +41,7 @@ KEYS = "extra_state"
 
 def keys_of(checkpoint: Checkpoint) -> list[str]:
     """Return the keys of the source's further files; none of a source of another format."""
-    known = checkpoint.details.get(KEYS) if checkpoint.format == FORMAT else None
+    known = checkpoint.details.get(KEYS)
     return [str(key) for key in known] if isinstance(known, list) else []
 
 

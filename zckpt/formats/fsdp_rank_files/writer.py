@@ -63,7 +63,7 @@ def lay_out(job: Job) -> TargetFiles:
         checkpoint, changed = one_group(checkpoint)
         said += changed
     units = _units(job, target) if version == FSDP1 else None
-    writer = _Ranks(checkpoint, target, units)
+    writer = Ranks(checkpoint, target, units)
     config = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
     files = [
         TargetFile.of(CONFIG_NAME, config),
@@ -121,7 +121,7 @@ def _units(job: Job, target: Target) -> list[str]:
     return [str(unit) for unit in known]
 
 
-class _Ranks:
+class Ranks:
     """Lays out the files of one rank after the other."""
 
     def __init__(self, checkpoint: Checkpoint, target: Target, units: list[str] | None) -> None:
@@ -134,19 +134,24 @@ class _Ranks:
         """Yield the files of all ranks."""
         size = self.target.world_size
         for rank in range(size):
-            tensors = RankTensors(self.target, rank)
-            yield torch_writer.lay_out(rank_name(MODEL, size, rank), self._model(tensors))
-            if self.optimizer is not None:
-                cut = tensors.dtensor if self.units is None else tensors.shard
-                states = {
-                    number: {
-                        key: cut(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
-                        for key, value in state.items()
-                    }
-                    for number, state in self.optimizer["state"].items()
+            for kind, tree in self.trees(rank).items():
+                yield torch_writer.lay_out(rank_name(kind, size, rank), tree)
+
+    def trees(self, rank: int) -> dict[str, Any]:
+        """Return what each file of a rank holds."""
+        tensors = RankTensors(self.target, rank)
+        found: dict[str, Any] = {MODEL: self._model(tensors)}
+        if self.optimizer is not None:
+            cut = tensors.dtensor if self.units is None else tensors.shard
+            states = {
+                number: {
+                    key: cut(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
+                    for key, value in state.items()
                 }
-                yield torch_writer.lay_out(rank_name(OPTIMIZER, size, rank), {**self.optimizer, "state": states})
-            yield torch_writer.lay_out(rank_name(EXTRA, size, rank), extra_state(self.checkpoint, rank, size))
+                for number, state in self.optimizer["state"].items()
+            }
+            found[OPTIMIZER] = {**self.optimizer, "state": states}
+        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size)}
 
     def _model(self, tensors: RankTensors) -> OrderedMapping:
         root = OrderedMapping()

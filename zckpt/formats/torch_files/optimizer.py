@@ -39,6 +39,9 @@ OPTIMIZER = "optimizer"
 
 STATE_KEY, GROUPS_KEY = "state", "param_groups"
 
+FORM_KEY = "_optimizer_state_format_version"
+"""Of torch-checkpointing, where groups have `param_names` and no `params`."""
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
@@ -120,6 +123,7 @@ def optimizer_rules(*path: str) -> tuple[Rule, ...]:
         Rule((*path, GROUPS_KEY, "*", "params", "**"), IMPLIED, "numbers or names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "*", "**"), STATE, "hyperparameters"),
+        Rule((*path, FORM_KEY), IMPLIED, "that state is under names"),
     )
 
 
@@ -198,7 +202,7 @@ def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mappi
 
 
 def _group(node: object) -> dict[object, object]:
-    params = node.get("params") if isinstance(node, dict) else None
+    params = node.get("params", node.get("param_names")) if isinstance(node, dict) else None
     if (
         not isinstance(node, dict)
         or not isinstance(params, (list, tuple))
@@ -207,7 +211,7 @@ def _group(node: object) -> dict[object, object]:
         raise DamagedFileError(
             "unreadable param group", expected="a list of numbers or names in `params`", found=brief(params)
         )
-    return node
+    return {**node, "params": params}
 
 
 def split_key(joined: str, names: Collection[str]) -> tuple[str, str]:

@@ -1,0 +1,77 @@
+"""Directories of torch-checkpointing, torchtitan's further backend: a torch file for each item of each rank.
+
+DIR/model_R.pt               rank R's state dict, with DTensors or whole tensors
+DIR/optimizer_R.pt           {state: {number or name: ...}, param_groups}, or with flattened keys
+DIR/ITEM_R.pt                any other value that was saved: `step`, `lr_scheduler`, ...
+DIR/metadata.pkl             a pickle of plain data: how many ranks, and how each tensor of some items is cut; there
+                             where the program has asked for items that other ranks may load
+DIR/zckpt.pt                 written by zckpt: what these have no place for
+
+What ranks have is read as `fsdp_rank_files` reads it.
+
+directory       which files those are            writer          the files, and their `metadata.pkl`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
+from zckpt.formats.options import option
+from zckpt.formats.suffixes import OWN_NAME
+from zckpt.storage.ownership import Owned, called
+
+if TYPE_CHECKING:
+    from zckpt.state import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to torch-checkpointing` can be given."""
+
+    world_size: int | None = option(
+        int, None, "Ranks that have files; any number loads model and optimizer. Default: as SOURCE.", metavar="N"
+    )
+    keys: str = option(
+        str,
+        "numbers",
+        "Of the optimizer's state: numbers as state_dict has; names as optimizer_transform_pre; flat as torchtitan.",
+        choices=("numbers", "names", "flat"),
+    )
+    device: str = option(str, "cuda", "Type of the devices of the ranks: cuda, cpu, npu, ...", metavar="TYPE")
+
+
+class TorchCheckpointing(Format):
+    """A torch file for each item of each rank."""
+
+    name = "torch-checkpointing"
+    title = "torch-checkpointing"
+    reads = (("torch-checkpointing", "a torch file for each item of each rank: DTensor of any mesh, whole tensors"),)
+    writes = "torch-checkpointing, which reshards them for any number of ranks"
+    options = Options
+    owns = Owned(
+        called(r"[A-Za-z0-9_-]+_[0-9]+\.pt|metadata\.pkl|zckpt\.pt"), lambda directory: (directory / OWN_NAME).is_file()
+    )
+
+    def find(self, search: Search) -> Found | None:
+        """Find the files by `metadata.pkl`, or by those of the model."""
+        from zckpt.formats.torch_checkpointing.directory import find
+
+        found = find(search.path) if search.path.is_dir() else None
+        return None if found is None else Found(found)
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the structure of all ranks' files."""
+        from zckpt.formats.torch_checkpointing.directory import read
+
+        return read(found.place, names=search.names)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the files of all ranks."""
+        from zckpt.formats.torch_checkpointing.writer import lay_out
+
+        return lay_out(job)
+
+
+FORMATS = (TorchCheckpointing(),)
