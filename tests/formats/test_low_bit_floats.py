@@ -121,3 +121,131 @@ def test_what_is_not_known_is_refused(tmp_path):
     )
     with refusing(zckpt.SourceError, "its scales fit no blocks"):
         zckpt.consolidate(source, tmp_path / "m", dequantize=True)
+
+
+def packed(codes, bits, dim):
+    """Codes end to end along a dimension, in words of 32 bits, lowest bits first."""
+    codes = codes.movedim(dim, -1)
+    stream = (codes[..., None] >> torch.arange(bits)) & 1
+    words = (stream.reshape(*codes.shape[:-1], -1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    return words.movedim(-1, dim).contiguous()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("sorted_columns", [False, True])
+def test_gptq(bits, sorted_columns, tmp_path):
+    """As AutoGPTQ 0.7 and GPTQModel 7.7 have it; in the first format zeros are kept less one."""
+    rows, columns, size = 96, 160, 64  # the last group is short
+    codes, zeros = torch.randint(1 << bits, (rows, columns)), torch.randint(1, 1 << bits, (rows, 3))
+    scale = (torch.rand(rows, 3) * 0.02).half()
+    order = torch.arange(columns) // size
+    order = order[torch.randperm(columns)] if sorted_columns else order
+    wanted = (codes - zeros[:, order]).half() * scale[:, order]
+    for number, (kept, more) in enumerate(
+        [(1, {}), (1, {"checkpoint_format": "gptq"}), (0, {"checkpoint_format": "gptq_v2"})]
+    ):
+        tensors = {"q.qweight": packed(codes.T, bits, 0), "q.qzeros": packed(zeros.T - kept, bits, 1)}
+        tensors |= {"q.scales": scale.T.contiguous(), "q.g_idx": order.int(), "q.bias": torch.ones(rows).half()}
+        if number == 0 and not sorted_columns:
+            del tensors["q.g_idx"]
+        source = made(tmp_path / f"{number}", tensors, quant_method="gptq", bits=bits, group_size=size, **more)
+        found = floats(source, tmp_path / f"{number}m")
+        assert sorted(found) == ["q.bias", "q.weight"]
+        assert torch.equal(found["q.weight"], wanted.float())
+    tensors["q.qzeros"] = packed(zeros.T * 0 + (1 << bits) - 1, bits, 1)
+    source = made(tmp_path / "1", tensors, quant_method="gptq", bits=bits, group_size=size)
+    with refusing(zckpt.UnsupportedError, "of which programs make different numbers"):
+        zckpt.consolidate(source, tmp_path / "x", dequantize=True)
+    tensors["q.g_idx"] = order.int() + 1
+    source = made(tmp_path / "1", tensors, quant_method="gptq", bits=bits, group_size=size)
+    with refusing(zckpt.SourceError, "does not say the group of each column"):
+        zckpt.consolidate(source, tmp_path / "x", dequantize=True)
+
+
+def test_awq(tmp_path):
+    """As AutoAWQ 0.2.9 has it."""
+    rows, columns, size = 64, 192, 64
+    codes, zeros = torch.randint(16, (rows, columns)), torch.randint(16, (rows, 3))
+    scale = (torch.rand(rows, 3) * 0.02).half()
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    words = [packed(one.T.reshape(-1, rows // 8, 8)[..., order].reshape(-1, rows), 4, 1) for one in (codes, zeros)]
+    tensors = {"q.qweight": words[0], "q.qzeros": words[1], "q.scales": scale.T.contiguous()}
+    how = {"quant_method": "awq", "bits": 4, "group_size": size}
+    for number, more in enumerate(({}, {"version": "gemm"}, {"version": "GEMM"}, {"format": "gemm"})):
+        found = floats(made(tmp_path / f"{number}", tensors, **how, **more), tmp_path / f"{number}m")
+        wanted = (codes - zeros.repeat_interleave(size, 1)).half() * scale.repeat_interleave(size, 1)
+        assert torch.equal(found["q.weight"], wanted.float())
+    for number, more in enumerate(({"version": "gemv"}, {"bits": 8}, {"quant_method": "auto-round"})):
+        source = made(tmp_path / f"r{number}", tensors, **{**how, **more})
+        with refusing(zckpt.UnsupportedError, "of a kind that is not dequantised"):
+            zckpt.consolidate(source, tmp_path / "x", dequantize=True)
+    tensors["q.qzeros"] = words[0].clone()
+    with refusing(zckpt.SourceError, "do not belong together"):
+        zckpt.consolidate(made(tmp_path / "s", tensors, **how), tmp_path / "x", dequantize=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "bits", "size", "symmetric"),
+    [*((*one, symmetric) for one in (("pack", 4, 32), ("pack", 3, 32), ("pack", 8, None), ("int", 8, 32))
+       for symmetric in (True, False)),
+     ("mxfp8", 8, 32, True), ("nvfp4", 4, 16, True), ("mxfp4", 4, 32, True)],
+)  # fmt: skip
+def test_compressed_tensors(kind, bits, size, symmetric, dtype, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors import compressors
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    classes = {"pack": "PackedQuantizationCompressor", "int": "NaiveQuantizationCompressor",
+               "mxfp8": "MXFP8QuantizationCompressor", "nvfp4": "NVFP4PackedCompressor",
+               "mxfp4": "MXFP4PackedCompressor"}  # fmt: skip
+    own = getattr(compressors, classes[kind])
+    is_float = kind in ("mxfp8", "nvfp4", "mxfp4")
+    rows, columns = 72, 96
+    groups = columns // (size or columns)
+    strategy = {"nvfp4": "tensor_group"}.get(kind, "group" if size else "channel")
+    told = {"num_bits": bits, "symmetric": symmetric, "type": "float" if is_float else "int", "group_size": size,
+            "strategy": strategy}  # fmt: skip
+    if kind[:2] == "mx":
+        told["scale_dtype"] = torch.uint8
+    args = QuantizationArgs(**told)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    state = {
+        "weight": torch.randn(rows, columns).to(dtype),
+        "weight_scale": (torch.rand(rows, groups) + 0.01).to(dtype),
+    }
+    if kind[:2] == "mx":
+        state["weight_scale"] = 2.0 ** torch.randint(-9, 3, (rows, groups)).to(dtype)
+    if kind == "nvfp4":
+        state["weight_global_scale"] = torch.tensor([1.7])
+    if not symmetric:
+        state["weight_zero_point"] = torch.randint(-(1 << bits - 1), 1 << bits - 1, (rows, groups)).to(torch.int8)
+    kept = own.compress(dict(state), scheme)
+    wanted = own.decompress(dict(kept), scheme)["weight"]
+    settings = {"config_groups": {"g": {"weights": json.loads(args.model_dump_json())}}}
+    tensors = {f"q.{name}": one.contiguous() for name, one in kept.items()}
+    source = made(tmp_path / "s", tensors, quant_method="compressed-tensors", **settings)
+    found = floats(source, tmp_path / "m")
+    assert list(found) == ["q.weight"]
+    assert torch.equal(found["q.weight"], wanted.float())
+
+
+def test_integers_that_are_no_codes_stay(tmp_path):
+    table = torch.arange(12, dtype=torch.int32).reshape(3, 4)
+    tensors = {"q.weight": torch.randn(4, 4).to(FP8), "q.weight_scale_inv": torch.ones(1, 1), "gate.tid2eid": table,
+               "mask": table.to(torch.int8)}  # fmt: skip
+    found = floats(made(tmp_path / "s", tensors, quant_method="fp8"), tmp_path / "m")
+    assert torch.equal(found["gate.tid2eid"], table)
+    assert torch.equal(found["mask"], table.to(torch.int8))
+    with refusing(zckpt.UnsupportedError, r"gate\.tid2eid, mask"):
+        zckpt.consolidate(made(tmp_path / "t", tensors, quant_method="hqq"), tmp_path / "n", dequantize=True)
+
+
+def test_scales_of_a_cache_are_left_out_and_named(tmp_path):
+    tensors = {"q.weight": torch.randn(4, 4).to(FP8), "q.weight_scale": torch.ones(4, 1)}
+    tensors |= {"attn.k_scale": torch.ones(1), "attn.v_scale": torch.tensor(1.0)}
+    source = made(tmp_path / "s", tensors, quant_method="compressed-tensors")
+    done = run("consolidate", source, tmp_path / "m", "--dequantize")
+    assert "attn.k_scale, attn.v_scale: scales of a cache in FP8" in done.stderr
+    assert sorted(load_file(tmp_path / "m" / "model.safetensors")) == ["norm.weight", "q.weight"]
+    assert sorted(load_file(source / "model.safetensors")) == sorted([*tensors, "norm.weight"])

@@ -19,6 +19,7 @@ import numpy as np
 
 from zckpt.engine.cast import cast
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
+from zckpt.errors import UnsupportedError
 from zckpt.state import Shape, Slot
 
 if TYPE_CHECKING:
@@ -181,10 +182,13 @@ def in_grid(scale: Array, block: tuple[int, int], first: int, end: int, columns:
 
 
 def multiplied(arrays: list[Array], first: int, end: int, *, columns: int, block: tuple[int, int], dtype: str) -> Array:
-    """Return code x scale of its block, rounded to a type."""
-    codes, scale = arrays
+    """Return code x scale of its block, rounded to a type; of codes less a zero, where there is one for each scale."""
+    codes, scale, *zeros = arrays
     codes = codes.astype(np.float32) if codes.dtype == np.int8 else codes
     values = codes.reshape(end - first, columns)
+    if zeros:
+        values -= in_grid(zeros[0], block, first, end, columns)
+    scale = power_of_two(scale) if scale.dtype == np.uint8 else scale
     values *= in_grid(scale, block, first, end, columns)
     return cast(values, dtype)
 
@@ -225,18 +229,53 @@ def of_experts(arrays: list[Array], first: int, end: int, *, columns: int) -> Ar
 
 
 def unpacked(words: Array, bits: int) -> Array:
-    """Return codes, of which 32 lie in `bits` words of 32 bits along rows, lowest bits first."""
-    flat = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    """Return codes that lie end to end along rows of words, lowest bits first."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if not 8 % bits:
+        table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(np.float32)
+        found: Array = table[data].reshape(len(data), -1)
+        return found
+    flat = np.unpackbits(data, axis=-1, bitorder="little")
     flat = flat[:, : flat.shape[1] // bits * bits].reshape(len(flat), -1, bits)
-    found: Array = (flat @ (1 << np.arange(bits))).astype(np.float32)
-    return found
+    codes: Array = flat.astype(np.float32) @ (1 << np.arange(bits)).astype(np.float32)
+    return codes
 
 
-def of_words(arrays: list[Array], first: int, end: int, *, columns: int, bits: int, group: int, dtype: str) -> Array:
-    """Return the numbers of compressed-tensors' packed integers, which lie end to end along rows, without zeros."""
-    words, scale = (one.reshape(end - first, -1) for one in arrays)
-    codes = unpacked(words, bits)[:, :columns] - np.float32(1 << bits - 1)
-    return cast(codes * np.repeat(scale, group, axis=1)[:, :columns], dtype)
+AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Which of the eight codes in a word of AWQ each row is."""
+
+
+def of_integers(
+    arrays: list[Array], first: int, end: int, *, columns: int, bits: int, dtype: str, groups: Array | int,
+    layout: str = "", offset: int = 0, what: str = "",
+) -> Array:  # fmt: skip
+    """Return (code - zero) x scale of packed integers; without zeros, these are the middle of the codes.
+
+    Codes lie along rows, and zeros across them, or in AWQ both. `groups`: which scale each column has, or how many
+    columns have one. `offset`: added to zeros; one that would then be no code is read differently by programs.
+    """
+    words, scale, *zeros = arrays
+    count = end - first
+
+    def across(some: Array, width: int) -> Array:
+        rows: Array = unpacked(some.reshape(-1, width).T, bits).T
+        if layout == "awq":
+            rows = rows.reshape(-1, len(AWQ_ORDER), width)[:, AWQ_ORDER].reshape(-1, width)
+        return rows[first % 32 :][:count]
+
+    def spread(some: Array) -> Array:
+        return np.repeat(some, groups, axis=1)[:, :columns] if isinstance(groups, int) else some[:, groups]
+
+    scale = scale.reshape(count, -1)
+    codes = across(words, columns) if layout == "awq" else unpacked(words.reshape(count, -1), bits)[:, :columns]
+    zero = across(zeros[0], scale.shape[1]) + offset if zeros else np.full_like(scale, 1 << bits - 1)
+    if offset and zero.max() >= 1 << bits:
+        raise UnsupportedError(
+            f"{what}: zeros that are no codes, of which programs make different numbers",
+            expected=f"at most {(1 << bits) - 1 - offset}, to which {offset} is added",
+            advice="dequantise it with the program that made it",
+        )
+    return cast((codes - spread(zero)) * spread(scale), dtype)
 
 
 def of_int8(arrays: list[Array], first: int, end: int) -> Array:

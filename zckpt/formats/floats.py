@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from zckpt.engine.computed import Computed
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, listed
+from zckpt.formats.low_bit import codes_in
 from zckpt.state import Checkpoint
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
@@ -54,3 +55,11 @@ def _with_floats(checkpoint: AnyCheckpoint, *, keeps_files: bool) -> AnyCheckpoi
         parameters={name: as_floats(one, path) for name, one in own.parameters.items()},
         unnamed={name: as_floats(one, path) for name, one in own.unnamed.items()},
     )
+
+
+def left_with_codes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Say what `with_floats` leaves out that is no code, and no scale of one."""
+    from zckpt.formats.low_bit_floats import cache_scales
+
+    found = cache_scales(checkpoint) if codes_in(checkpoint) else []
+    return (f"{listed(found)}: scales of a cache in FP8, which no plain model has, are left out",) if found else ()

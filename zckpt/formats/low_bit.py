@@ -25,6 +25,11 @@ _SCALE = re.compile(
     r"(?P<of>.*?)[._](?:weight_)?(?:scales?(?:_inv|_\d)?|scale_weight|absmax|SCB|quant_state\..*)", re.DOTALL
 )
 _CODES = re.compile(r"(?P<of>.*?)(?:\.(?:weight|qweight|weight_packed)|_blocks)", re.DOTALL)
+_KNOWN = re.compile(
+    r"(?:.*\.)?(?:weight|qweight|qzeros|weight_packed|weight_zero_point)|.*_(?:blocks|scales)", re.DOTALL
+)
+_NAMED = ("fp8", "bitsandbytes", "mxfp4", "compressed-tensors", "gptq", "awq", "modelopt")
+"""Of which codes that are no 8-bit floats have names that are known: other integers of theirs are buffers."""
 _PACKED = re.compile(r"(.*)\.quant_state\..*", re.DOTALL)
 """Beside codes of bitsandbytes, which may be kept as floats, as one column."""
 
@@ -39,13 +44,16 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
     low = [one for one in every if (len(one.shape) > 1 and _is_low(one.dtype)) or one.name in packed]
     if not low:
         return []
-    if settings_of(checkpoint)[1]:
+    settings = settings_of(checkpoint)[1]
+    if settings and settings.get("quant_method") not in _NAMED:
         return [one.name for one in low]
     scaled = packed | {found["of"] for one in every if (found := _SCALE.fullmatch(one.name)) is not None}
     return [
         one.name
         for one in low
-        if one.name in scaled or ((found := _CODES.fullmatch(one.name)) is not None and found["of"] in scaled)
+        if (settings and (one.dtype.startswith("float8") or _KNOWN.fullmatch(one.name)))
+        or one.name in scaled
+        or ((found := _CODES.fullmatch(one.name)) is not None and found["of"] in scaled)
     ]
 
 

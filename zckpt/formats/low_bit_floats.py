@@ -4,7 +4,8 @@ FP8            float32(code) x scale of its block, row or tensor; compressed-ten
 bitsandbytes   nf4, fp4: map[code] x scale of its block, whose scales may be codes again, plus an offset; int8: rows
 gpt-oss        MXFP4: e2m1 x 2 ^ (scale - 127), and (experts, in, out) as in the live model
 NVFP4, MXFP4   e2m1 x scale of its 16 or 32 columns; NVFP4 has another scale for the whole tensor
-packed         compressed-tensors' integers of up to 8 bits, without zeros
+packed         (code - zero) x scale of a group of columns: compressed-tensors' integers, GPTQ (its first format keeps
+               zeros less one, and may sort columns by g_idx), AWQ's gemm (eight rows in a word, in an order of its own)
 
 Values are bit-equal to those of bitsandbytes 0.50, compressed-tensors 0.20 and transformers 5.23 on a CPU; of block FP8
 to DeepSeek's formula, also where the last block of a row or column is not whole.
@@ -14,13 +15,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from zckpt.engine import scaled
+from zckpt.engine.cast import Array
 from zckpt.engine.computed import Computed, Function
 from zckpt.engine.copy import read_extent
 from zckpt.engine.scaled import Part, alone, coded, matrices, whole
@@ -43,6 +48,14 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
+_CACHE = re.compile(r"(?:.*\.)?(?:[qkv]|kv|prob|output)_scale", re.DOTALL)
+
+
+def cache_scales(checkpoint: Checkpoint) -> list[str]:
+    """Return the scales of a cache of keys and values in FP8, which go with codes, and no plain model has."""
+    return [one.name for one in checkpoint.tensors() if _CACHE.fullmatch(one.name) and math.prod(one.shape) == 1]
+
+
 def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
     """Return a checkpoint with numbers in the place of codes, under the names that a plain model has.
 
@@ -54,13 +67,14 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
         return checkpoint
     work = _Model(checkpoint)
     made = {name: work.floats(name) for name in codes}
+    work.used.update(cache_scales(checkpoint))
     unknown = [name for name, found in made.items() if found is None and name not in work.used]
     if unknown:
         raise UnsupportedError(
             f"{listed(unknown)}: codes of few bits of a kind that is not dequantised",
             path=checkpoint.named,
-            expected="FP8, bitsandbytes' nf4, fp4 and int8, MXFP4, NVFP4, or compressed-tensors' packed integers "
-            "without zeros",
+            expected="FP8, MXFP8, MXFP4, NVFP4, bitsandbytes' nf4, fp4 and int8, compressed-tensors' integers, GPTQ, "
+            "or AWQ as `gemm`",
             found=work.settings.get("quant_method"),
             advice="dequantise it with the program that made it",
         )
@@ -92,6 +106,15 @@ def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) 
     return json.dumps(found, indent=2).encode() + b"\n"
 
 
+def _as_read(slot: Slot) -> str:
+    return "float32" if is_floating(slot.dtype) else slot.dtype
+
+
+def _read(slot: Slot) -> Array:
+    with Sources() as sources:
+        return read_extent(slot, slot.whole, sources)
+
+
 class _Model:
     """The codes of one model: its tensors by name, its settings, and the names that go with codes."""
 
@@ -115,7 +138,7 @@ class _Model:
         module = name.rpartition(".")[0]
         of = f"{module}." if module else ""
         kinds: tuple[Callable[[str, str, Slot], tuple[str, Slot] | None], ...] = (
-            self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words,
+            self._bitsandbytes, self._fp8, self._int8, self._experts, self._fp4, self._words, self._columns,
         )  # fmt: skip
         found = next((one for kind in kinds if (one := kind(name, of, slot)) is not None), None)
         if found is not None and found[0].startswith(of) and found[0].endswith(".weight"):
@@ -137,19 +160,24 @@ class _Model:
         integers = slot.dtype == "int8" and self.settings.get("quant_method") == "compressed-tensors"
         if scale is None or not (integers or slot.dtype.startswith("float8_e")) or len(slot.shape) < 2:
             return None
-        if not is_floating(scale.dtype) or f"{of}weight_zero_point" in self.slots:
+        if scale.dtype not in (*_FLOATS, "uint8", "float8_e8m0fnu"):
             return None
-        if scale.dtype.startswith("float8") and scale.dtype != "float8_e8m0fnu":
+        block, zero = self._block(name, slot.shape, scale), self.get(f"{of}weight_zero_point")
+        if zero is not None and (not integers or zero.shape != scale.shape or zero.dtype != "int8"):
             return None
-        block = self._block(name, slot.shape, scale)
         dtype = scale.dtype if scale.dtype in ("bfloat16", "float16") else "float32"
+        if scale.dtype == "uint8" and self.settings.get("quant_method") == "compressed-tensors":
+            dtype = "bfloat16"
         columns = slot.shape[-1]
-        codes = Part(slot, width=columns, dtype=slot.dtype if integers else "float32")
+        grid = [(one, _as_read(one)) for one in (scale, zero) if one is not None]
+        codes = Part(slot, width=columns, dtype=_as_read(slot))
         values = partial(scaled.multiplied, columns=columns, block=block, dtype=dtype)
         if scale.numel == 1:
-            function = matrices(slot.shape, (codes,), values, shared=(whole(scale),))
+            function = matrices(slot.shape, (codes,), values, shared=tuple(whole(*one) for one in grid))
         else:
-            function = matrices(slot.shape, (codes, Part(scale, block[0], -(-columns // block[1]))), values)
+            width = -(-columns // block[1])
+            parts = codes, *(Part(one, block[0], width, dtype) for one, dtype in grid)
+            function = matrices(slot.shape, parts, values)
         return name, self._made(slot.shape, function, dtype)
 
     def _block(self, name: str, shape: Shape, scale: Slot) -> tuple[int, int]:
@@ -231,28 +259,78 @@ class _Model:
     def _words(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
         scale, stated = self.get(f"{of}weight_scale"), self.get(f"{of}weight_shape")
         bits = {one.get("num_bits") for one in self._groups()}
-        if (
-            scale is None
-            or stated is None
-            or slot.dtype != "int32"
-            or len(bits) != 1
-            or f"{of}weight_zero_point" in self.slots
-        ):
+        if scale is None or stated is None or slot.dtype != "int32" or len(bits) != 1:
             return None
         if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed") or scale.dtype not in _FLOATS:
             return None
         count = bits.pop()
-        with Sources() as sources:
-            rows, columns = (int(one) for one in read_extent(stated, stated.whole, sources))
+        rows, columns = (int(one) for one in _read(stated))
         if type(count) is not int or slot.shape != (rows, -(-columns * count // 32)) or scale.shape[0] != rows:
             return None
-        groups = scale.shape[-1]
+        groups, zero = scale.shape[-1], self.get(f"{of}weight_zero_point")
         if len(scale.shape) != 2 or columns % groups:
             return None
-        parts = Part(slot, width=slot.shape[1], dtype="int32"), Part(scale, width=groups)
-        dtype = scale.dtype
-        values = partial(scaled.of_words, columns=columns, bits=count, group=columns // groups, dtype=dtype)
-        return f"{of}weight", self._made((rows, columns), matrices((rows, columns), parts, values), dtype)
+        if zero is not None and (zero.dtype, zero.shape) != ("int32", (-(-rows * count // 32), groups)):
+            return None
+        codes = Part(slot, width=slot.shape[1], dtype="int32")
+        return self._integers(of, (rows, columns), count, codes, scale, zero, groups=columns // groups)
+
+    def _columns(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
+        """Return what GPTQ and AWQ keep as (in, out), with zeros beside it."""
+        scale, zero, order = self.get(f"{of}scales"), self.get(f"{of}qzeros"), self.get(f"{of}g_idx")
+        told, method = self.settings, self.settings.get("quant_method")
+        kind = told.get("version") or told.get("checkpoint_format") or told.get("format")
+        kinds = {"gptq": {"gptq": 1, "gptq_v2": 0}, "awq": {"gemm": 0}}.get(str(method), {})  # what is added to zeros
+        offset = kinds.get(str(kind).lower() if kind else next(iter(kinds), ""))
+        bits, size = told.get("bits"), told.get("group_size")
+        if type(bits) is not int or type(size) is not int:
+            return None
+        if offset is None or name != f"{of}qweight" or scale is None or zero is None or scale.dtype not in _FLOATS:
+            return None
+        if bits not in ((4,) if method == "awq" else (2, 3, 4, 8)) or told.get("dynamic"):
+            return None
+        if any(one.endswith(".act.scales") for one in self.slots):  # of AWQ: no plain model has these
+            return None
+        groups, rows = scale.shape
+        across = method == "awq"
+        columns = slot.shape[0] if across else slot.shape[0] * 32 // bits
+        shape = (columns, rows * bits // 32) if across else (-(-columns * bits // 32), rows)
+        size = columns if size < 1 else size
+        wanted = shape, (-(-columns // size), rows * bits // 32)
+        if (slot.shape, zero.shape) != wanted or groups != wanted[1][0] or {slot.dtype, zero.dtype} != {"int32"}:
+            raise DamagedFileError(
+                f"{name}: codes, scales and zeros do not belong together", path=self.path,
+                expected=f"{wanted} in groups of {size}", found=f"{slot.shape}, {zero.shape} and {scale.shape}",
+            )  # fmt: skip
+        which: Array | int = size
+        if order is not None:
+            found = _read(order)
+            if order.shape != (columns,) or found.min() < 0 or found.max() >= groups:
+                raise DamagedFileError(
+                    f"{of}g_idx: it does not say the group of each column", path=self.path,
+                    expected=f"{columns} numbers below {groups}", found=f"{order.shape}, up to {found.max()}",
+                )  # fmt: skip
+            which = size if (found == np.arange(columns) // size).all() else found.astype(np.intp)
+        turned = transpose(slot, (1, 0))
+        codes = Part(turned, 32, 4 * columns, "int32") if across else Part(turned, width=slot.shape[0], dtype="int32")
+        return self._integers(
+            of, (rows, columns), bits, codes, transpose(scale, (1, 0)), transpose(zero, (1, 0)),
+            groups=which, layout=str(method), offset=offset,
+        )  # fmt: skip
+
+    def _integers(
+        self, of: str, shape: Shape, bits: int, codes: Part, scale: Slot, zero: Slot | None,
+        *, groups: Array | int, layout: str = "", offset: int = 0,
+    ) -> tuple[str, Slot]:  # fmt: skip
+        """Return packed integers, of scales and zeros for each group of columns; zeros lie across rows."""
+        width, dtype, name = scale.shape[1], scale.dtype, f"{of}weight"
+        parts = [codes, Part(scale, width=width)]
+        parts += [] if zero is None else [Part(zero, 32, bits * width, "int32")]
+        values = partial(
+            scaled.of_integers, columns=shape[1], bits=bits, dtype=dtype, groups=groups, layout=layout, offset=offset,
+            what=f"{name} in {self.path}",
+        )  # fmt: skip
+        return name, self._made(shape, matrices(shape, parts, values, least=128), dtype)
 
     def _bitsandbytes(self, name: str, _of: str, slot: Slot) -> tuple[str, Slot] | None:
         state = next(
@@ -261,8 +339,7 @@ class _Model:
         scale, qmap = self.get(f"{name}.absmax"), self.get(f"{name}.quant_map")
         if state is None or scale is None or qmap is None:
             return None
-        with Sources() as sources:
-            told = json.loads(bytes(read_extent(state, state.whole, sources)))
+        told = json.loads(bytes(_read(state)))
         shape, block, dtype = tuple(told["shape"]), told["blocksize"], told["dtype"]
         numel = math.prod(shape)
         if dtype not in _FLOATS or qmap.shape != (16,) or -(-numel // block) != scale.numel:

@@ -21,7 +21,7 @@ from zckpt.formats.consolidated.model import (
     optimizer_slots,
 )
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
-from zckpt.formats.floats import with_floats
+from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.low_bit_codes import block_of, in_block_fp8
@@ -162,11 +162,13 @@ def consolidate(
     dropped = (*values, *check_nothing_lost([whole], drop, salvages=True))
     left = salvage(found, shared, of_optimizer=bool(slots))
     found = left.checkpoint
+    left_out: tuple[str, ...] = ()
     if dequantize:
         if not slots and not codes_in(found):
             raise UsageError(
                 "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
             )
+        left_out = left_with_codes(found)
         [found] = with_floats(found)
     if hyperparameters is not None:
         if not (slots and found.is_bare):
@@ -192,7 +194,7 @@ def consolidate(
     laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
-    done = write_from(found, replace(laid, notes=notes), Path(target), how, owns=OWNED, dropped=dropped,
+    done = write_from(found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
                       sources=left.sources(found))  # fmt: skip
     return replace(Consolidated(**done.fields(), num_tensors=num_tensors), missing=left.missing, filled=left.filled)
 

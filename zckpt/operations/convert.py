@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.assets import CONFIG_NAME
-from zckpt.formats.floats import with_floats
+from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
@@ -86,7 +86,9 @@ def convert(
     left = salvage(found, given, of_optimizer=True)
     left.refuse()
     found = left.checkpoint
+    left_out: tuple[str, ...] = ()
     if dequantize:
+        left_out = left_with_codes(found)
         [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
         round_means(found)
@@ -106,7 +108,7 @@ def convert(
         found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
         sources=left.sources(found),
     )  # fmt: skip
-    notes = (*notes, *done.notes, *_of_optimizers(checkpoint, written))
+    notes = (*notes, *left_out, *done.notes, *_of_optimizers(checkpoint, written))
     return replace(done, notes=notes, missing=left.missing, filled=left.filled)
 
 
