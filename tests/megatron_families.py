@@ -156,6 +156,14 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 TIED = {"share_embeddings_and_output_weights": True}
+OF_GPT = {
+    "normalization": "LayerNorm",
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+    "add_qkv_bias": True,
+    "num_query_groups": 6,
+    "kv_channels": 4,
+}
 GEMMA = {"layernorm_zero_centered_gamma": True, "activation_func": tanh_gelu}
 
 FAMILIES = {
@@ -176,6 +184,17 @@ FAMILIES = {
          "activation_func": lambda x: functional.relu(x).square()},
         {"rotary_percent": 0.5},
         lambda: norms(CentredLayerNorm),
+    ),
+    "gpt2": Family(
+        lambda hf: hf.GPT2Config(vocab_size=64, n_embd=24, n_inner=20, n_layer=2, n_head=6, n_positions=LENGTH,
+                                 layer_norm_epsilon=1e-6, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+        {**OF_GPT, "activation_func": tanh_gelu}, {**TIED, "position_embedding_type": "learned_absolute"},
+    ),
+    "gpt-neox": Family(
+        lambda hf: hf.GPTNeoXConfig(vocab_size=64, hidden_size=24, intermediate_size=20, num_hidden_layers=2,
+                                    num_attention_heads=6, rotary_pct=0.5, use_parallel_residual=False,
+                                    layer_norm_eps=1e-6, tie_word_embeddings=False),
+        {**OF_GPT, "activation_func": functional.gelu}, {"rotary_percent": 0.5},
     ),
     "gemma": Family(lambda hf: hf.GemmaConfig(**GROUPED | {"tie_word_embeddings": True}), GEMMA, TIED,
                     lambda: norms(CentredNorm), scale=24**0.5),
@@ -335,23 +354,20 @@ def expected_logits(family: str, folder: Path, tokens: torch.Tensor) -> list[tor
     """Return what transformers' model says of the next token, and of the one after it where a layer predicts that."""
     further = FAMILIES[family].settings.get("mtp_num_layers", 0)
     model = read_huggingface(folder, further=further)
-    base, layers = model.model, model.model.layers
-    base.layers = layers[: len(layers) - further]
     with torch.no_grad():
+        if not further:
+            return [model(tokens).logits]
+        base, layers = model.model, model.model.layers
+        base.layers = layers[: len(layers) - further]
+        tensors = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+        front, eps = f"model.layers.{len(base.layers)}", base.config.rms_norm_eps
+        words = base.embed_tokens(torch.cat((tokens[:, 1:], torch.zeros_like(tokens[:, :1])), 1))
+        parts = (("enorm", words), ("hnorm", base(tokens).last_hidden_state))
+        both = [functional.rms_norm(one, (24,), tensors[f"{front}.{name}.weight"], eps) for name, one in parts]
         found = [model(tokens).logits]
-        if further:
-            tensors = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
-            front, eps = f"model.layers.{len(base.layers)}", base.config.rms_norm_eps
-            hidden = base(tokens).last_hidden_state
-            words = base.embed_tokens(torch.cat((tokens[:, 1:], torch.zeros_like(tokens[:, :1])), 1))
-            both = [
-                functional.rms_norm(one, (24,), tensors[f"{front}.{name}.weight"], eps)
-                for name, one in (("enorm", words), ("hnorm", hidden))
-            ]
-            base.layers = layers[-1:]
-            base.norm.weight.copy_(tensors[f"{front}.{FAMILIES[family].final}.weight"])
-            found.append(model(inputs_embeds=torch.cat(both, -1) @ tensors[f"{front}.eh_proj.weight"].T).logits)
-    return found
+        base.layers = layers[-1:]
+        base.norm.weight.copy_(tensors[f"{front}.{FAMILIES[family].final}.weight"])
+        return [*found, model(inputs_embeds=torch.cat(both, -1) @ tensors[f"{front}.eh_proj.weight"].T).logits]
 
 
 def layers(config: Any, family: str) -> Any:

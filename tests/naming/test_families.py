@@ -11,7 +11,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.naming.test_shipped import LLAMA, deepseek, load_all
+from tests.naming.test_shipped import LLAMA, deepseek, load_all, made
 from tests.refusals import refusing
 from tests.truth import assert_same
 from zckpt.errors import UnsupportedError, UsageError
@@ -165,3 +165,14 @@ def test_codes_of_experts_are_refused_and_lead_to_dequantising(tmp_path):
     save_file({**codes, f"{front}_scales": torch.zeros(2, 24, 1, dtype=torch.uint8)}, tmp_path / "codes.safetensors")
     with refusing(UsageError, "has no rule for .*--dequantize"):
         zckpt.consolidate(tmp_path / "codes.safetensors", tmp_path / "no", map="gpt-oss-huggingface-megatron")
+
+
+def test_a_live_model_gets_what_a_map_makes_of_megatrons_experts(tmp_path):
+    model = made("qwen3_moe")
+    model.save_pretrained(tmp_path / "hf")
+    names = {"map": "qwen3-moe-huggingface-megatron", "map_config": tmp_path / "hf"}
+    zckpt.consolidate(tmp_path / "hf", tmp_path / "there.safetensors", **names)
+    live = hf.AutoModelForCausalLM.from_config(model.config).float()
+    zckpt.load(tmp_path / "there.safetensors", model=live, **names)
+    for name, value in model.state_dict().items():
+        assert_same(live.state_dict()[name], value, name)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from zckpt.engine.checking import Checks, watching
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.formats.floats import with_floats
-from zckpt.naming import AS_IT_IS, Naming
+from zckpt.naming import AS_IT_IS, TRANSFORMERS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import place_of
@@ -168,7 +168,7 @@ def open_for(
     dequantize : bool
         Have quantised state as floats.
     model : Module, optional
-        Where it is one of transformers, names of its files become those in memory, unless a map is given.
+        Where it is one of transformers, names of its files, those that a map gives too, become those in memory.
     notes : list of str, optional
         Gets what to know of that.
 
@@ -186,7 +186,8 @@ def open_for(
         [found] = with_floats(found)
     if renamed:
         found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
-    if isinstance(model, torch.nn.Module) and naming.map is None and {*live} - {one.name for one in found.tensors()}:
+    lacks = {*live} - {one.name for one in found.tensors()}
+    if isinstance(model, torch.nn.Module) and naming.map != TRANSFORMERS and lacks:
         from zckpt.naming.numbered import as_live
 
         changed, told = as_live(found, unwrapped(model), order=bool(own), told=names is not None)
