@@ -153,7 +153,8 @@ def _mixtral(at: Path) -> None:
     one = "model.layers.0.block_sparse_moe.experts"
     tensors = {f"{one}.{e}.w{n}.weight": torch.ones((6, 4) if n != 2 else (4, 6)) for e in range(2) for n in (1, 2, 3)}
     save_file(tensors, at / "model.safetensors")
-    (at / "config.json").write_text('{"model_type": "mixtral"}')
+    sizes = {"model_type": "mixtral", "num_local_experts": 2, "hidden_size": 4, "intermediate_size": 6}
+    (at / "config.json").write_text(json.dumps(sizes))
 
 
 def _adapter_of_experts(at: Path) -> None:

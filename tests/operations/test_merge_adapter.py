@@ -136,6 +136,37 @@ def test_experts_that_the_base_has_one_by_one_are_merged_as_a_map_has_them(tmp_p
             key = f"{mlp}.experts.{e}.w{n}.weight"
             assert_close(found[key], base[key] + added, key)
 
+    # the same adapter, one of each expert's matrices, whichever way PEFT took the tensors to lie; and back
+    sizes = {"model_type": "mixtral", "num_local_experts": 3, "hidden_size": 300, "intermediate_size": 700}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    split = {"map": "peft-experts-mixtral", "map_config": tmp_path / "config.json"}
+    zckpt.consolidate(path, tmp_path / "split", **split)
+    told = json.loads((tmp_path / "split" / "adapter_config.json").read_text())
+    assert (told["target_modules"], told["target_parameters"]) == (["w1", "w2", "w3"], None)
+    zckpt.merge_adapter(tmp_path / "base.safetensors", tmp_path / "split", tmp_path / "s.safetensors")
+    for key, tensor in load_file(tmp_path / "s.safetensors").items():
+        assert_close(tensor, found[key], key)
+    zckpt.consolidate(tmp_path / "split", tmp_path / "back.safetensors", **split)
+    fused = load_file(path / "adapter_model.safetensors")
+    back = load_file(tmp_path / "back.safetensors")
+    assert fused.keys() == back.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in fused.items())
+    turned = {}
+    for a, b in zip(*(sorted(key for key in fused if f"lora_{one}" in key) for one in "AB"), strict=True):
+        of_a, of_b = fused[a].reshape(3, 2, -1), fused[b].reshape(-1, 2, 3)
+        turned |= {a: of_b.permute(2, 1, 0).flatten(0, 1), b: of_a.permute(2, 1, 0).flatten(1)}
+    save_file({key: one.contiguous() for key, one in turned.items()}, tmp_path / "turned.safetensors")
+    zckpt.consolidate(tmp_path / "turned.safetensors", tmp_path / "t.safetensors",
+                      map="peft-experts-transposed", map_config=tmp_path / "config.json")  # fmt: skip
+    names = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    wanted = load_file(tmp_path / "split" / "adapter_model.safetensors")
+    found = load_file(tmp_path / "t.safetensors")
+    renamed = {".".join(names.get(part, part) for part in key.split(".")): one for key, one in wanted.items()}
+    assert found.keys() == renamed.keys()
+    assert all(torch.equal(found[key], one) for key, one in renamed.items())
+    with refusing(zckpt.UsageError, "another shape"):
+        zckpt.consolidate(tmp_path / "turned.safetensors", tmp_path / "u.safetensors", **split)
+
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_a_base_of_few_bits_is_merged_as_the_numbers_that_it_stands_for(dtype, tmp_path):

@@ -20,6 +20,7 @@ In the state dict of a whole model the adapter's name comes behind these (`lora_
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -226,6 +227,21 @@ def has_live_adapter(names: Iterable[str]) -> bool:
     """Tell whether a model has an adapter in it: what PEFT added, and what it wrapped."""
     every = _plain(names).values()
     return any(_ADDED.search(f".{one}") for one in every) and any(_OF_BASE.fullmatch(one) for one in every)
+
+
+def of_modules(config: Path, names: Iterable[str]) -> bytes:
+    """Return the configuration of an adapter whose tensors got other names, of modules.
+
+    Raises UsageError: it says more of the old names.
+    """
+    found = json_object(config, "configuration", most=MAXIMUM_CONFIG_NBYTES)
+    modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name})
+    stated = {key: value for key in ("rank_pattern", "alpha_pattern") if (value := found.get(key))}
+    if stated or {"experts", "base_layer"} & {*modules}:
+        raise UsageError("is of other names than the map gives", path=config, found=brief(stated or modules),
+                         advice=f"--config DIR takes the {CONFIG_NAME} that you write for them")  # fmt: skip
+    found |= {"target_parameters": None, "target_modules": modules}
+    return json.dumps(found, indent=2).encode() + b"\n"
 
 
 def without_adapters(names: Iterable[str]) -> dict[str, str]:

@@ -347,11 +347,11 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     whole = checkpoint
     kept = {name: one for name, one in whole.parameters.items() if name not in implied or one.tied_to is None}
     copies = [
-        (name, of)
+        (name, owner)
         for side in map_.sides
         for template, of in side.copies.items()
         for name in whole.parameters
-        if template.pattern.fullmatch(name) and of in kept
+        if (numbers := template.numbers(name)) is not None and (owner := of.name(numbers)) in kept
     ]
     for name, of in copies:
         one, own = kept.pop(name), kept[of]
@@ -520,12 +520,18 @@ class _Mapping:
     def result(self) -> Mapped:
         """Return the checkpoint, and what to know of it."""
         names = {source: one.parameter.name for one in self._made.values() for source in one.sources}
-        for alias, name in self._side.tied.items():  # names that no rule has given
-            owner = self._made.get(name)
-            if alias in self._made or owner is None or owner.is_buffer or owner.parameter.tied_to is not None:
-                continue
-            parameter = replace(owner.parameter, name=alias, slots={}, group=None, state={}, tied_to=name)
-            self._made[alias] = _Made(parameter, len(self._positions), False, ())
+        ties = [  # names that no rule has given
+            (alias.name(numbers), name)
+            for alias, of in self._side.tied.items()
+            for name, owner in self._made.items()
+            if (numbers := of.numbers(name)) is not None and not owner.is_buffer and owner.parameter.tied_to is None
+        ]
+        for alias, name in ties:
+            if alias not in self._made:
+                parameter = replace(
+                    self._made[name].parameter, name=alias, slots={}, group=None, state={}, tied_to=name
+                )
+                self._made[alias] = _Made(parameter, len(self._positions), False, ())
         order = sorted_names({name: one.position for name, one in self._made.items()}, self._side.order)
         parameters: dict[str, Parameter] = {}
         buffers: dict[str, Parameter] = {}

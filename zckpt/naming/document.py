@@ -136,7 +136,7 @@ class Side:
     Parameters
     ----------
     name : str
-    tied : dict of str to str
+    tied : dict of Template to Template
         Names that are, where no rule gives them, other names of others.
     order : tuple of Template
         The tensors in the order of its program; may be empty.
@@ -149,18 +149,18 @@ class Side:
         optimizer: rules of the optimizer's own tensors.
     implied : set of str
         Names that the other side has not where they are other names of a tensor.
-    copies : dict of Template to str
+    copies : dict of Template to Template
         Tensors that the other side has not, for they are equal to another.
     """
 
     name: str
-    tied: dict[str, str]
+    tied: dict[Template, Template]
     order: Templates
     ignored: Templates
     refused: dict[Template, str]
     optimizer: tuple[Rule, ...]
     implied: frozenset[str]
-    copies: dict[Template, str]
+    copies: dict[Template, Template]
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +394,9 @@ def _side(document: Mapping[str, object], number: int, names: list[str], where: 
             _refuse(where, f"unusable {key}", "texts by names")
         return value
 
+    def pairs(key: str) -> dict[Template, Template]:
+        return {template(one, None, where): template(of, None, where) for one, of in by_name(key).items()}
+
     rules = said("optimizer", [])
     if not isinstance(rules, list):
         _refuse(where, "unusable optimizer", "a list of rules")
@@ -402,13 +405,13 @@ def _side(document: Mapping[str, object], number: int, names: list[str], where: 
         _refuse(where, "unusable optimizer", f"one tensor of {name}, and arrangements")
     return Side(
         name,
-        by_name("tied"),
+        pairs("tied"),
         tuple(template(text, None, where) for text in texts("order")),
         tuple(template(text, None, where) for text in texts("ignored")),
         {template(text, None, where): why for text, why in by_name("refused").items()},
         optimizer,
         frozenset(texts("implied")),
-        {template(text, None, where): of for text, of in by_name("copies").items()},
+        pairs("copies"),
     )
 
 

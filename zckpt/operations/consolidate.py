@@ -11,7 +11,7 @@ from pathlib import Path
 from zckpt.engine.computed import Computed
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.adapters import has_live_adapter
+from zckpt.formats.adapters import has_live_adapter, of_modules
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
@@ -212,8 +212,13 @@ def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> d
         if given is not None:
             raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
         return {}
-    is_another = how.options["map"] not in (None, TRANSFORMERS)  # a map's model has another configuration
-    return find_assets(checkpoint, given) if given is not None or not is_another else {}
+    found = find_assets(checkpoint, given)
+    if given is not None or how.options["map"] in (None, TRANSFORMERS):
+        return found
+    names = [
+        one.name for one in checkpoint.tensors()
+    ]  # a map's model has another configuration, and an adapter's says it
+    return {ADAPTER_CONFIG: found[ADAPTER_CONFIG]} if is_adapter(names, found) else {}
 
 
 def lay_out(
@@ -257,6 +262,8 @@ def lay_out(
         data = plain_config(assets[CONFIG_NAME], dtype, settings or {})
         own = TargetFile.of(CONFIG_NAME, data)
         copied = [own if one.name == CONFIG_NAME else one for one in copied]
+    if ADAPTER_CONFIG in assets and chosen.config is None and how.options["map"] not in (None, TRANSFORMERS):
+        copied = [TargetFile.of(ADAPTER_CONFIG, of_modules(assets[ADAPTER_CONFIG], tensors))]
     files = _model_files(path, tensors, chosen.max_shard_size, assets)
     slots = [chosen.slots] if isinstance(chosen.slots, str) else list(chosen.slots)
     if slots:
