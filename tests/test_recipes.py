@@ -137,8 +137,8 @@ def _lora_run(at: Path) -> None:
     own = load_file(at.parent / "adapter" / "adapter_model.safetensors")
     whole = {name.replace(".weight", ".default.weight"): one for name, one in own.items()}
     whole |= {f"{name.partition('.lora_')[0]}.base_layer.weight": torch.ones(16, 16) for name in own}
-    save_file(whole, at.parent / "whole.safetensors")
-    zckpt.convert(at.parent / "whole.safetensors", at, to="dcp")
+    save_file(whole, at.parent / "lora.safetensors")
+    zckpt.convert(at.parent / "lora.safetensors", at, to="dcp")
 
 
 def _adapter_of_few_bits(at: Path) -> None:
@@ -277,6 +277,7 @@ FOUND = {
     "megatron": OTHER / "mcore013_bf16_model_dp2" / "ckpt",
     "ckpt.pt": OTHER / "plain_adamw" / "ckpt.pt",
     "zero": OTHER / "zro_dp2_adamw" / "ckpt",
+    "epoch-0_step-2": Path(__file__).parent / "formats" / "colossalai" / "ckpt",
     "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit" / "ckpt.pt",
 }
 """What a program wrote, by the name that it has on the page."""

@@ -26,6 +26,7 @@ BUILT_IN = {
     "torch-checkpointing": "zckpt.formats.torch_checkpointing",  # ranks' files under any names are torch's
     "deepspeed": "zckpt.formats.deepspeed",
     "megatron": "zckpt.formats.megatron",  # its directories are torch's, and its keys are not
+    "colossalai": "zckpt.formats.colossalai",
     "transformers-trainer": "zckpt.formats.transformers_trainer",  # models by themselves are the next one's
     "accelerate": "zckpt.formats.accelerate",  # which leaves its directories to the formats of their files
     "safetensors": "zckpt.formats.safetensors",  # sure of files and shards; of directories the next three may be sure

@@ -1,0 +1,68 @@
+"""ColossalAI: what its own saving functions wrote in shards, with the truth beside it; and every damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from tests.interop.test_fsdp_rank_files import assert_is
+from tests.refusals import refusing
+from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
+from zckpt.formats.account import take_inventory
+
+SAVED = Path(__file__).with_name("colossalai")
+INDEX = "pytorch_optim.bin.index.json"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return Path(shutil.copytree(SAVED / "ckpt", tmp_path / "saved"))
+
+
+def test_a_model_and_its_optimizer_are_one_checkpoint(saved, tmp_path):
+    truth = load_file(SAVED / "truth.safetensors")
+    checkpoint = zckpt.open(saved)
+    assert_is(checkpoint, truth)
+    assert (checkpoint.format, checkpoint.step, checkpoint.metadata["lr_scheduler"]["last_epoch"]) == (
+        "colossalai",
+        2,
+        2,
+    )
+    assert not checkpoint.unnamed
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(saved, deep=True).sound
+    zckpt.convert(saved, tmp_path / "dcp", to="dcp")
+    assert_is(zckpt.open(tmp_path / "dcp"), truth)
+    assert zckpt.diff(saved, tmp_path / "dcp").equal
+
+
+@pytest.mark.parametrize("name", ["modeling/pytorch_model-00001.bin", "optimizer/pytorch_optim-00002.bin",
+                                  "optimizer/pytorch_optim_group.bin"])  # fmt: skip
+def test_a_lost_file_is_named(name, saved):
+    (saved / name).unlink()
+    with refusing(ShardError, f"{Path(name).parent}: the file {Path(name).name} is missing"):
+        zckpt.open(saved)
+
+
+def test_an_index_that_says_otherwise_is_refused(saved):
+    said = json.loads((saved / "optimizer" / INDEX).read_text())
+    said["weight_map"]["0"] = said["weight_map"]["9"]
+    (saved / "optimizer" / INDEX).write_text(json.dumps(said))
+    with refusing(DamagedFileError, "the state of other parameters than the index says"):
+        zckpt.open(saved)
+    torch.save({"groups": 1}, saved / "optimizer" / "pytorch_optim_group.bin")
+    (saved / "optimizer" / INDEX).write_bytes((SAVED / "ckpt" / "optimizer" / INDEX).read_bytes())
+    with refusing(DamagedFileError, r"pytorch_optim_group\.bin: unexpected content: expected a list of param groups"):
+        zckpt.open(saved)
+
+
+def test_other_forms_are_refused_by_name(saved):
+    (saved / "optimizer" / INDEX).rename(saved / "optimizer" / INDEX.replace(".bin", ".safetensors"))
+    with refusing(UnsupportedError, "a checkpoint of ColossalAI in a form that is not read"):
+        zckpt.open(saved)

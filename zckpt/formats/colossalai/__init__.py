@@ -1,0 +1,58 @@
+"""Directories of ColossalAI's booster: a model and its optimizer, each in a folder of whole tensors in several files.
+
+DIR/modeling/pytorch_model-00001.bin ...                   or model-00001.safetensors ..., with their index
+DIR/optimizer/pytorch_optim-00001.bin ...                  {number: {slot: value}}
+DIR/optimizer/pytorch_optim.bin.index.json                 the file of each number
+DIR/optimizer/pytorch_optim_group.bin                      the param groups
+DIR/lr_scheduler, running_states.json                      of its examples
+
+The folders may have any names. Ranks have put their parts together before they save.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.storage.files import entries_of, is_file
+
+if TYPE_CHECKING:
+    from zckpt.state import Checkpoint
+
+OPTIMIZER, ASYNCHRONOUS = "pytorch_optim.bin.index.json", "pytorch_optim.safetensors.index.json"
+MODELS = ("pytorch_model.bin.index.json", "model.safetensors.index.json")
+
+
+class ColossalAI(Format):
+    """A model's folder and its optimizer's."""
+
+    name = "colossalai"
+    title = "ColossalAI's booster"
+    reads = (("ColossalAI", "what its booster saves in shards: a model's folder with the optimizer's beside it"),)
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find the folder of an optimizer, and the only one of a model beside it."""
+        path = search.path
+        folders = [Path(one.path) for one in entries_of(path) if one.is_dir()] if path.is_dir() else []
+        optimizers = [one for one in folders if is_file(one / OPTIMIZER) or is_file(one / ASYNCHRONOUS)]
+        models = [one for one in folders if any(is_file(one / name) for name in MODELS)]
+        if not optimizers:
+            return None
+        if len(models) != 1 or len(optimizers) != 1 or is_file(optimizers[0] / ASYNCHRONOUS):
+            return NearMiss(
+                "is a checkpoint of ColossalAI in a form that is not read",
+                "put the model that was saved with the optimizer beside it, both in shards; save without use_async",
+                intact=True,
+                expected="one folder with a model's index, and one with pytorch_optim.bin.index.json",
+            )
+        return Found((models[0], optimizers[0]))
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the structure of all files."""
+        from zckpt.formats.colossalai.reader import read
+
+        return read(search.path, *found.place, names=search.names)
+
+
+FORMATS = (ColossalAI(),)

@@ -1,0 +1,92 @@
+"""The files of a model and of an optimizer as the dict that they were, read as one of DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from zckpt.codes import MISSING_FILE
+from zckpt.errors import DamagedFileError, ShardError, about
+from zckpt.formats.colossalai import MODELS, OPTIMIZER
+from zckpt.formats.companions import carry
+from zckpt.formats.dcp.items import ObjectItem
+from zckpt.formats.dcp.reader import fill
+from zckpt.formats.dcp.tree import GROUPS, STATE, Node
+from zckpt.formats.safetensors import file as safetensors
+from zckpt.formats.torch_files.reader import add_model
+from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, describe, slot_of
+from zckpt.state import WEIGHT, Checkpoint
+from zckpt.state.inventory import IMPLIED, REST, Claim, Rule
+from zckpt.state.inventory import STATE as AS_STATE
+from zckpt.storage.files import is_file, json_object
+from zckpt.torchfile import Tensor, TorchFile, brief, read_torchfile
+
+SCHEDULER = "lr_scheduler"
+
+
+def read(path: Path, model: Path, optimizer: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+    """Read the structure of all files.
+
+    `names`: of the optimizer's parameters, in its order. Raises ShardError: one that an index names is missing;
+    DamagedFileError: one holds something else than the index says.
+    """
+    checkpoint = Checkpoint(str(path), "colossalai")
+    weights = _model(model)
+    slots = {one.name: weights.owner(one.name).slots[WEIGHT] for one in weights.tensors()}
+    root: dict[str | int, Node] = {"model": {
+        name: TensorItem(name, slot.dtype, slot.shape, slot.spans, None, str(model)) for name, slot in slots.items()
+    }}  # fmt: skip
+    checkpoint.files, checkpoint.claims = [*weights.files], {**weights.claims}
+    state: dict[str | int, Node] = {}
+    index = optimizer / OPTIMIZER
+    where = safetensors.weight_map(index)
+    for name in sorted({*where.values()}):
+        file = _file(index, name)
+        content = {str(key): value for key, value in as_mapping(file.root, file.path).items()}
+        if content.keys() != {key for key, its in where.items() if its == name}:
+            raise DamagedFileError("holds the state of other parameters than the index says", path=file.path)
+        for key, its in content.items():
+            state[key] = {str(slot): _leaf(file, str(slot), one) for slot, one in as_mapping(its, file.path).items()}
+        checkpoint.files.append(describe(file, "optimizer", rules=(Rule(("*", "*"), AS_STATE, "of a parameter"),)))
+    said = json_object(index, "index", most=safetensors.MAXIMUM_INDEX_NBYTES).get("metadata")
+    file = _file(index, str(said.get(GROUPS)) if isinstance(said, dict) else "")
+    with about(file.path):
+        if not isinstance(file.root, list):
+            raise DamagedFileError("unexpected content", expected="a list of param groups", found=brief(file.root, 60))
+        root["optimizer"] = {
+            STATE: state,
+            GROUPS: {at: {str(k): ObjectItem(str(k), file, v) for k, v in as_mapping(one).items()}
+                     for at, one in enumerate(file.root)},
+        }  # fmt: skip
+    rules = (Rule(("*", "params", REST), IMPLIED, "numbers of parameters"), Rule((REST,), AS_STATE, "hyperparameters"))
+    checkpoint.files.append(describe(file, "optimizer", rules=rules))
+    checkpoint.claims[str(index)] = Claim(IMPLIED, "which file each parameter's state is in")
+    fill(checkpoint, root, names=names)
+    if is_file(path / SCHEDULER):
+        carry(checkpoint, path / SCHEDULER)
+    return checkpoint
+
+
+def _model(folder: Path) -> Checkpoint:
+    index = folder / MODELS[0]
+    if not is_file(index):
+        return safetensors.read(folder)
+    found = Checkpoint(str(folder), "")
+    for name in sorted({*safetensors.weight_map(index).values()}):
+        add_model(found, Path(_file(index, name).path))
+    found.claims[str(index)] = Claim(IMPLIED, "which file each tensor is in")
+    return found
+
+
+def _file(index: Path, name: str) -> TorchFile:
+    """Return a file that an index names."""
+    if not name or Path(name).name != name or not is_file(index.parent / name):
+        raise ShardError(f"the file {name or 'of param groups'} is missing", path=index.parent,
+                         expected=f"every file that {index.name} names", code=MISSING_FILE)  # fmt: skip
+    return read_torchfile(index.parent / name)
+
+
+def _leaf(file: TorchFile, key: str, value: object) -> Node:
+    if not isinstance(value, Tensor):
+        return ObjectItem(key, file, value)
+    return TensorItem(key, value.dtype, value.shape, slot_of(key, value, file.path).spans, value, file.path)
