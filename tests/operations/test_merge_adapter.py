@@ -104,6 +104,18 @@ def test_verls_actor_is_base_and_adapter_and_says_its_scale(tmp_path):
     found, expected = load_file(whole / "model.safetensors"), load_file(tmp_path / "n.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in expected.items())
+    (actor / "lora_adapter").mkdir()  # as verl has it there, too
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(source / name, actor / "lora_adapter")
+    shutil.rmtree(whole)
+    zckpt.merge_adapter(actor, actor, whole)
+    again = load_file(whole / "model.safetensors")
+    assert all(torch.equal(bits(again[key]), bits(tensor)) for key, tensor in expected.items())
+    (actor / "lora_train_meta.json").unlink()  # before verl had it
+    shutil.rmtree(whole)
+    zckpt.merge_adapter(actor, actor, whole)
+    again = load_file(whole / "model.safetensors")
+    assert all(torch.equal(bits(again[key]), bits(tensor)) for key, tensor in expected.items())
     (actor / "lora_train_meta.json").write_text('{"r": 4}')
     with refusing(zckpt.DamagedFileError, "has no lora_alpha"):
         zckpt.merge_adapter(actor, actor, tmp_path / "m")
@@ -219,6 +231,47 @@ def test_experts_whose_factors_may_be_of_others_are_refused(shapes, settings, me
     path = adapter(tmp_path / "a", added, **{"target_parameters": targets, **settings})
     with refusing((zckpt.SourceError, zckpt.UsageError), message):
         zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize("is_dist", [False, True])
+def test_megatrons_lora_is_pefts(is_dist, tmp_path):
+    """As Megatron-Bridge merges it: linear_out @ linear_in x alpha / dim, where Megatron has the weight."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, "vocab_size": 5}))
+    shapes = {"self_attn.q_proj": (8, 8), "self_attn.k_proj": (4, 8), "self_attn.v_proj": (4, 8),
+              "self_attn.o_proj": (8, 8), "mlp.gate_proj": (6, 8), "mlp.up_proj": (6, 8),
+              "mlp.down_proj": (8, 6)}  # fmt: skip
+    base = {f"model.layers.{n}.{name}.weight": torch.randn(shape) for n in range(2) for name, shape in shapes.items()}
+    base |= {f"model.layers.{n}.{name}_layernorm.weight": torch.ones(8) for n in range(2)
+             for name in ("input", "post_attention")}  # fmt: skip
+    base |= {"model.embed_tokens.weight": torch.ones(5, 8), "model.norm.weight": torch.ones(8)}
+    save_file(base | {"lm_head.weight": torch.ones(5, 8)}, tmp_path / "base.safetensors")
+    of_weights = {"map": "llama-huggingface-megatron" + "-dist" * is_dist, "map_config": tmp_path / "config.json"}
+    zckpt.consolidate(tmp_path / "base.safetensors", tmp_path / "megatron.safetensors", **of_weights)
+    whole, added = load_file(tmp_path / "megatron.safetensors"), {}
+    for name, weight in whole.items():
+        if "linear_" in name and weight.ndim > 1 and "layer_norm" not in name:
+            *lead, rows, columns = weight.shape
+            a, b = torch.randn(*lead, 3, columns), torch.randn(*lead, rows, 3)
+            module = name.removesuffix(".weight")
+            added |= {f"{module}.adapter.linear_in.weight": a, f"{module}.adapter.linear_out.weight": b}
+            whole[name] = weight + 2 * (b @ a)
+    save_file(whole, tmp_path / "megatron.safetensors")
+    save_file(added, tmp_path / "adapter.safetensors")
+    zckpt.consolidate(tmp_path / "megatron.safetensors", tmp_path / "expected.safetensors", **of_weights)
+    (tmp_path / "settings").mkdir()
+    (tmp_path / "settings" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 3, "lora_alpha": 6}')
+    of_lora = {"map": "llama-megatron-peft" + "-dist" * is_dist, "map_config": tmp_path / "config.json"}
+    zckpt.consolidate(tmp_path / "adapter.safetensors", tmp_path / "a", **of_lora, config=tmp_path / "settings")
+    zckpt.merge_adapter(tmp_path / "base.safetensors", tmp_path / "a", tmp_path / "m.safetensors")
+    found, expected = load_file(tmp_path / "m.safetensors"), load_file(tmp_path / "expected.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_close(found[key], tensor, key)
+    zckpt.consolidate(tmp_path / "a", tmp_path / "back.safetensors", **of_lora)
+    back = load_file(tmp_path / "back.safetensors")
+    assert back.keys() == added.keys()
+    assert all(torch.equal(back[key], tensor) for key, tensor in added.items())
 
 
 def adapter(
@@ -395,6 +448,7 @@ def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
         ({"lora_alpha": float("nan")}, "unusable lora_alpha"),
         ({"r": 10**401}, "unusable r: expected a number of float32"),
         ({"r": 0}, "unusable r: expected a number above 0"),
+        ({"lora_alpha": 0}, "unusable lora_alpha: expected a number above 0"),
         ({"rank_pattern": ["w"]}, "unusable rank_pattern: expected an object"),
         ({"rank_pattern": "w"}, "unusable rank_pattern: expected an object"),
         ({"alpha_pattern": 5}, "unusable alpha_pattern: expected an object"),

@@ -201,12 +201,13 @@ def read_adapter(
     """
     if path.is_dir():
         folders = {one.parent.name: one.parent for one in sorted(path.glob(f"*/{CONFIG_NAME}"))}
-        own = {"default": path} if (path / CONFIG_NAME).is_file() else {}  # a Trainer's has its last steps beside it
-        several = own | {one: its for one, its in folders.items() if not (own and one.startswith("checkpoint-"))}
-        if len(several) > len(own) and name not in several:
+        own = {"default": path} if any((path / one).is_file() for one in (CONFIG_NAME, VERL_NAME)) else {}
+        again = re.compile("checkpoint-.*|lora_adapter")  # a Trainer's last steps beside it, verl's copy of it
+        several = own | {one: its for one, its in folders.items() if not (own and again.fullmatch(one))}
+        if len(several) > 1 and name not in several:
             raise UsageError(f"holds adapters: {listed(list(several))}", path=path, found=name,
                              advice=f"say which: --adapter {next(iter(several))}")  # fmt: skip
-        path = several.get(name or "", path)
+        path = several.get(name or "", path if name or own else next(iter(several.values()), path))
     file = next((path / one for one in MODEL_NAMES if (path / one).is_file()), None)
     checkpoint = opened(file or path)
     where = config or (path if path.is_dir() else path.parent)
@@ -457,8 +458,8 @@ class _Reading:
             raise DamagedFileError(
                 f"unusable {key}", path=self.path, expected="a number of float32", found=brief(found)
             )
-        if key == "r" and found <= 0:
-            raise DamagedFileError("unusable r", path=self.path, expected="a number above 0", found=found)
+        if not found or (key == "r" and found < 0):  # verl's merger wrote an alpha of 0, by which nothing is added
+            raise DamagedFileError(f"unusable {key}", path=self.path, expected="a number above 0", found=found)
         return found
 
     def _is_target(self, module: str, targets: object) -> bool:
