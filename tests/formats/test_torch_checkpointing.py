@@ -71,8 +71,12 @@ def test_a_lost_file_is_named(item, rank, saved):
 def test_what_is_one_ranks_only_is_kept(saved):
     (saved / "rng_1.pt").unlink()
     torch.save({"seed": 5}, saved / "loader_0.pt")
+    for rank in range(2):  # as torchtitan counts
+        (saved / f"step_{rank}.pt").unlink()
+        torch.save({"step": torch.tensor(9, dtype=torch.int32)}, saved / f"train_state_{rank}.pt")
     (saved / "rng_0.pt").unlink()
     checkpoint = zckpt.open(saved)
+    assert checkpoint.step == 9
     assert checkpoint.metadata["loader"] == {"seed": 5}
     assert not take_inventory(checkpoint).left_out
 

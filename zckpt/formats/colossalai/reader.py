@@ -10,12 +10,12 @@ from zckpt.errors import DamagedFileError, ShardError, about
 from zckpt.formats.colossalai import MODELS, OPTIMIZER
 from zckpt.formats.companions import carry
 from zckpt.formats.dcp.items import ObjectItem
-from zckpt.formats.dcp.reader import fill
+from zckpt.formats.dcp.reader import fill, taken
 from zckpt.formats.dcp.tree import GROUPS, STATE, Node
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.torch_files.reader import add_model
 from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, describe, slot_of
-from zckpt.state import WEIGHT, Checkpoint
+from zckpt.state import Checkpoint
 from zckpt.state.inventory import IMPLIED, REST, Claim, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.storage.files import is_file, json_object
@@ -31,12 +31,7 @@ def read(path: Path, model: Path, optimizer: Path, *, names: Sequence[str] | Non
     DamagedFileError: one holds something else than the index says.
     """
     checkpoint = Checkpoint(str(path), "colossalai")
-    weights = _model(model)
-    slots = {one.name: weights.owner(one.name).slots[WEIGHT] for one in weights.tensors()}
-    root: dict[str | int, Node] = {"model": {
-        name: TensorItem(name, slot.dtype, slot.shape, slot.spans, None, str(model)) for name, slot in slots.items()
-    }}  # fmt: skip
-    checkpoint.files, checkpoint.claims = [*weights.files], {**weights.claims}
+    root: dict[str | int, Node] = {"model": taken(checkpoint, _model(model))}
     state: dict[str | int, Node] = {}
     index = optimizer / OPTIMIZER
     where = safetensors.weight_map(index)

@@ -261,11 +261,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     for name, folder in directory.folders.items():
         if not is_whole(folder):
             model = (shards if shards.is_sharded(folder) else safetensors).read(folder)
-            trees[name] = {
-                one.name: TensorItem(one.name, one.dtype, one.shape, one.slots[WEIGHT].spans, None, folder.name)
-                for one in model.tensors()
-            }
-            checkpoint.files, checkpoint.claims = checkpoint.files + model.files, checkpoint.claims | model.claims
+            trees[name] = taken(checkpoint, model)
             checkpoint.warnings += model.warnings
             continue
         metadata = read_metadata(folder)
@@ -288,6 +284,13 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         return only if isinstance(only, dict) else {}, folders
     checkpoint.details["folders"] = list(map(str, trees))
     return trees, folders
+
+
+def taken(checkpoint: Checkpoint, model: Checkpoint) -> dict[str | int, Node]:
+    """Add the files of a model that was read by itself to those of a checkpoint; return its tensors as items."""
+    checkpoint.files, checkpoint.claims = checkpoint.files + model.files, checkpoint.claims | model.claims
+    slots = {one.name: model.owner(one.name).slots[WEIGHT] for one in model.tensors()}
+    return {name: TensorItem(name, one.dtype, one.shape, one.spans, None, model.source) for name, one in slots.items()}
 
 
 def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:

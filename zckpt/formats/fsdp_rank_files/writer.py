@@ -54,9 +54,7 @@ def lay_out(job: Job) -> TargetFiles:
     Raises UsageError: ranks that cannot be, or FSDP1 without the units that it wraps; UnsupportedError: state that
     these files have no place for.
     """
-    refuse_trees(job.checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
-    refuse_unnamed(job.checkpoint, "by which ranks number them as the model does")
-    refuse_several(job.checkpoint, "these files have")
+    refuse(job.checkpoint)
     target, version = _target(job), _version(job)
     checkpoint, said = job.checkpoint, _notes(job.checkpoint, target)
     if job.options.groups == ONE and checkpoint.param_groups:
@@ -76,6 +74,13 @@ def lay_out(job: Job) -> TargetFiles:
         notes=said,
         copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")},
     )
+
+
+def refuse(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError for state that files of ranks have no place for."""
+    refuse_trees(checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
+    refuse_unnamed(checkpoint, "by which ranks number them as the model does")
+    refuse_several(checkpoint, "these files have")
 
 
 def _target(job: Job) -> Target:

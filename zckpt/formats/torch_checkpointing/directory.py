@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
+from zckpt.formats.dcp.reader import STEP_PLACES
 from zckpt.formats.fsdp_rank_files.contents import Place
 from zckpt.formats.fsdp_rank_files.directory import MODEL, Directory, complete
 from zckpt.formats.fsdp_rank_files.free_names import places_of
@@ -21,10 +22,11 @@ from zckpt.formats.fsdp_rank_files.held import is_share
 from zckpt.formats.fsdp_rank_files.reader import read as read_ranks
 from zckpt.formats.lost import is_lost
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.state import Checkpoint, SourceFile
+from zckpt.formats.torch_files.tensors import with_scalars
+from zckpt.state import Checkpoint, SourceFile, number_of
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import entries_of, is_file
-from zckpt.torchfile import TorchFile, brief, read_pickle, read_torchfile
+from zckpt.torchfile import TorchFile, brief, node_of, read_pickle, read_torchfile
 
 NAME, VERSION = "metadata.pkl", "2.0"
 DTENSOR = "DTensorShardingMetadata"
@@ -116,6 +118,13 @@ def _moved(path: Path, item: str, said: dict[str, Any]) -> dict[int, Path]:
 def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpoint:
     """Read the structure of all ranks' files. Raises SourceError: they are damaged, or contradict `metadata.pkl`."""
     checkpoint = read_ranks(directory, names=names)
+    for state in (
+        checkpoint.metadata[key] for key in STEP_PLACES if key in checkpoint.metadata
+    ):  # as torchtitan has it
+        inner = node_of(state)
+        step = inner.get("step") if isinstance(inner, dict) else None
+        found = number_of(with_scalars({"step": step}, getattr(state, "path", ""))["step"])
+        checkpoint.step = found if type(found) is int else checkpoint.step
     index = directory.path / NAME
     said = _said(index) if is_file(index) else None
     if said is None:

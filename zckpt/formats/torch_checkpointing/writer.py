@@ -11,18 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from zckpt.engine.targets import Lazily, TargetFile
-from zckpt.evidence import refuse_unnamed
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, MODEL, OPTIMIZER
 from zckpt.formats.fsdp_rank_files.dtensors import Target
 from zckpt.formats.fsdp_rank_files.kept import own_tree
-from zckpt.formats.fsdp_rank_files.writer import Ranks
-from zckpt.formats.group_values import refuse_several
+from zckpt.formats.fsdp_rank_files.writer import Ranks, refuse
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_checkpointing.directory import DTENSOR, NAME, VERSION
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import FORM_KEY, GROUPS_KEY, STATE_KEY
-from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
 from zckpt.state.boxes import row_major
 from zckpt.state.partition import check_world_size
@@ -34,9 +31,7 @@ ITEM = re.compile(r"[A-Za-z0-9_-]+")
 def lay_out(job: Job) -> TargetFiles:
     """Return the files of all ranks. Raises UsageError, UnsupportedError: as for files of FSDP's ranks."""
     checkpoint, options = job.checkpoint, job.options
-    refuse_trees(checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
-    refuse_unnamed(checkpoint, "by which the optimizer numbers them as the model does")
-    refuse_several(checkpoint, "these files have")
+    refuse(checkpoint)
     size = checkpoint.world_size if options.world_size is None else options.world_size
     check_world_size(size)
     ranks = Ranks(checkpoint, Target(size, size, options.device), None)
