@@ -23,9 +23,9 @@ BUILT_IN = {
     "zckpt": "zckpt.formats.native",
     "universal": "zckpt.formats.universal",  # it has a model file as a tag directory of DeepSpeed has
     "fsdp-rank-files": "zckpt.formats.fsdp_rank_files",  # a tag may be of one of its runs
-    "torch-checkpointing": "zckpt.formats.torch_checkpointing",  # ranks' files under any names are torch's
     "deepspeed": "zckpt.formats.deepspeed",
     "megatron": "zckpt.formats.megatron",  # its directories are torch's, and its keys are not
+    "torch-checkpointing": "zckpt.formats.torch_checkpointing",  # ranks' files under any names are torch's
     "colossalai": "zckpt.formats.colossalai",
     "transformers-trainer": "zckpt.formats.transformers_trainer",  # models by themselves are the next one's
     "accelerate": "zckpt.formats.accelerate",  # which leaves its directories to the formats of their files
