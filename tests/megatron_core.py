@@ -124,8 +124,8 @@ class Live:
         model = GPTModel(config, layers, VOCABULARY, LENGTH, pre_process=self.state.is_pipeline_first_stage(),
                          post_process=self.state.is_pipeline_last_stage(),
                          **{**more, **(family.model if family else {})})  # fmt: skip
-        if family and family.scale != 1:
-            model.embedding.register_forward_hook(lambda *of: of[-1] * family.scale)
+        if family:
+            family.wrap(model)
         model = model.to(spec.dtype)
         for name, buffer in model.named_buffers():
             if "expert_bias" in name or "local_tokens" in name:

@@ -120,6 +120,37 @@ def copying_linear() -> Mapping[str, type]:
     return {"linear_fc2": Copying}
 
 
+def scaled_words(model: Any) -> None:
+    model.embedding.register_forward_hook(lambda *of: of[-1] * 24**0.5)
+
+
+def capped(x: torch.Tensor, at: float) -> torch.Tensor:
+    return at * torch.tanh(x / at)
+
+
+def scaled_and_capped(model: Any) -> None:
+    scaled_words(model)
+    model.output_layer.register_forward_hook(lambda *of: (capped(of[-1][0], 30.0), of[-1][1]))
+
+
+def capping() -> Mapping[str, type]:
+    """Return norms as of Gemma, and attention whose scores are capped, as of Gemma 2."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Capping(DotProductAttention):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.scale_mask_softmax.register_forward_pre_hook(lambda _, of: (capped(of[0], 50.0), *of[1:]))
+
+    return {**norms(CentredNorm), **norms_behind(CentredNorm), "core_attention": Capping}
+
+
+LAST = "model.layers.2"
+FURTHER = {"layer": LAST, "final": f"{LAST}.shared_head.norm",
+           **{name: f"{LAST}.{name}" for name in ("enorm", "hnorm", "eh_proj")}}  # fmt: skip
+"""What files call a layer that predicts further tokens, and its parts."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A model in both programs.
@@ -136,10 +167,10 @@ class Family:
         Returns of what its layers are made instead, by the name of the part.
     map : str
         The map, where it has another name than the family.
-    scale : float
-        Of embeddings.
-    final : str
-        What files call the norm behind a layer that predicts further tokens.
+    further : mapping
+        What files call a layer that predicts further tokens and its parts, where not as DeepSeek V3's do.
+    wrap : callable
+        Changes the model, as Megatron-Bridge does.
     """
 
     config: Callable[[Any], Any]
@@ -147,8 +178,8 @@ class Family:
     model: Mapping[str, Any] = field(default_factory=dict)
     parts: Callable[[], Mapping[str, type]] = dict
     map: str = ""
-    scale: float = 1.0
-    final: str = "shared_head.norm"
+    further: Mapping[str, str] = field(default_factory=dict)
+    wrap: Callable[[Any], None] = lambda _: None
 
 
 def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -197,13 +228,18 @@ FAMILIES = {
         {**OF_GPT, "activation_func": functional.gelu}, {"rotary_percent": 0.5},
     ),
     "gemma": Family(lambda hf: hf.GemmaConfig(**GROUPED | {"tie_word_embeddings": True}), GEMMA, TIED,
-                    lambda: norms(CentredNorm), scale=24**0.5),
+                    lambda: norms(CentredNorm), wrap=scaled_words),
+    "gemma2": Family(
+        lambda hf: hf.Gemma2Config(query_pre_attn_scalar=16, sliding_window=64,
+                                   **GROUPED | {"tie_word_embeddings": True}),
+        {**GEMMA, "softmax_scale": 0.25}, TIED, capping, wrap=scaled_and_capped,
+    ),
     "gemma3": Family(
         lambda hf: hf.Gemma3TextConfig(query_pre_attn_scalar=16, sliding_window=64, rope_local_base_freq=10000.0,
                                        **GROUPED | {"tie_word_embeddings": True}),
         {**GEMMA, "qk_layernorm": True, "softmax_scale": 0.25}, TIED,
         lambda: {**norms(CentredNorm, "q_layernorm", "k_layernorm"), **norms_behind(CentredNorm)},
-        map="gemma2", scale=24**0.5,
+        map="gemma2", wrap=scaled_words,
     ),
     "exaone4": Family(
         lambda hf: hf.Exaone4Config(sliding_window=None, sliding_window_pattern=None,
@@ -221,14 +257,14 @@ FAMILIES = {
         lambda hf: hf.HYV3Config(num_experts=4, router_scaling_factor=1.5, **MOE),
         {**BY_SIGMOID, "qk_layernorm": True, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16,
          "moe_router_topk_scaling_factor": 1.5, "mtp_num_layers": 1},
-        final="final_layernorm",
+        further={"final": f"{LAST}.final_layernorm"},
     ),
     "exaone-moe": Family(
-        lambda hf: hf.ExaoneMoeConfig(num_experts=4, sliding_window=4,
-                                      layer_types=["full_attention", "sliding_attention"], **MOE),
+        lambda hf: hf.ExaoneMoeConfig(num_experts=4, sliding_window=4, layer_types=["sliding_attention"] * 2, **MOE),
         {**BY_SIGMOID, "qk_layernorm": True, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 16,
-         "moe_router_topk_scaling_factor": 2.5, "no_rope_freq": [1, 0], "window_size": (3, 0),
-         "window_attn_skip_freq": [0, 1]},
+         "moe_router_topk_scaling_factor": 2.5, "window_size": (3, 0), "mtp_num_layers": 1},
+        further={"layer": "mtp.layers.0", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+                 "eh_proj": "mtp.fc", "final": "mtp.norm"},
     ),
     "llama4": Family(
         lambda hf: hf.Llama4TextConfig(
@@ -319,13 +355,14 @@ def write_huggingface(family: str, folder: Path) -> dict[str, Any]:
     lengthen(config, -further)
     model.save_pretrained(folder)
     if further:
+        names = {**FURTHER, **FAMILIES[family].further}
         [file] = folder.glob("*.safetensors")
-        tensors, front = load_file(file), f"model.layers.{config.num_hidden_layers}"
-        tensors |= {f"{front}.{name}.weight": torch.randn(24) for name in ("enorm", "hnorm", FAMILIES[family].final)}
-        tensors[f"{front}.eh_proj.weight"] = torch.randn(24, 48) * 0.3
-        if FAMILIES[family].final == "shared_head.norm":
-            tensors[f"{front}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-            tensors[f"{front}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        tensors = {key.replace(LAST, names["layer"]): one for key, one in load_file(file).items()}
+        tensors |= {f"{names[name]}.weight": torch.randn(24) for name in ("enorm", "hnorm", "final")}
+        tensors[f"{names['eh_proj']}.weight"] = torch.randn(24, 48) * 0.3
+        if names == FURTHER:
+            tensors[f"{LAST}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{LAST}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         save_file(tensors, file)
     found: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return found
@@ -340,34 +377,33 @@ def lengthen(config: Any, by: int) -> None:
             setattr(config, name, [*kinds, *kinds[-1:] * by][: config.num_hidden_layers])
 
 
-def read_huggingface(folder: Path, *, further: int = 0) -> Any:
-    """Return the model of a folder, with some layers that predict further tokens behind the others."""
-    import transformers as hf
-
-    config = hf.AutoConfig.from_pretrained(folder)
-    lengthen(config, further)
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation="eager", dtype="float32")
-    return model.eval()
-
-
 def expected_logits(family: str, folder: Path, tokens: torch.Tensor) -> list[torch.Tensor]:
     """Return what transformers' model says of the next token, and of the one after it where a layer predicts that."""
+    import transformers as hf
+
     further = FAMILIES[family].settings.get("mtp_num_layers", 0)
-    model = read_huggingface(folder, further=further)
+    names = {**FURTHER, **FAMILIES[family].further}
+    config = hf.AutoConfig.from_pretrained(folder)
+    config._attn_implementation = "eager"
+    lengthen(config, further)
+    tensors = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+    config.save_pretrained(folder / "numbered")
+    renamed = {name.replace(f"{names['layer']}.", f"{LAST}."): one for name, one in tensors.items()}
+    save_file(renamed, folder / "numbered" / "model.safetensors", {"format": "pt"})
+    model = hf.AutoModelForCausalLM.from_pretrained(folder / "numbered", config=config, dtype="float32").eval()
     with torch.no_grad():
         if not further:
             return [model(tokens).logits]
-        base, layers = model.model, model.model.layers
+        base, layers, eps = model.model, model.model.layers, config.rms_norm_eps
         base.layers = layers[: len(layers) - further]
-        tensors = {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
-        front, eps = f"model.layers.{len(base.layers)}", base.config.rms_norm_eps
         words = base.embed_tokens(torch.cat((tokens[:, 1:], torch.zeros_like(tokens[:, :1])), 1))
         parts = (("enorm", words), ("hnorm", base(tokens).last_hidden_state))
-        both = [functional.rms_norm(one, (24,), tensors[f"{front}.{name}.weight"], eps) for name, one in parts]
+        both = [functional.rms_norm(one, (24,), tensors[f"{names[name]}.weight"], eps) for name, one in parts]
         found = [model(tokens).logits]
         base.layers = layers[-1:]
-        base.norm.weight.copy_(tensors[f"{front}.{FAMILIES[family].final}.weight"])
-        return [*found, model(inputs_embeds=torch.cat(both, -1) @ tensors[f"{front}.eh_proj.weight"].T).logits]
+        base.norm.weight.copy_(tensors[f"{names['final']}.weight"])
+        joined = torch.cat(both, -1) @ tensors[f"{names['eh_proj']}.weight"].T
+        return [*found, model(inputs_embeds=joined).logits]
 
 
 def layers(config: Any, family: str) -> Any:
