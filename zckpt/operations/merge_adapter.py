@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.compare.slots import differences, pair
-from zckpt.engine.computed import Computed
+from zckpt.engine.computed import Computed, Function
 from zckpt.engine.low_rank import Kept, LowRank, Norms
 from zckpt.engine.means import Sum
 from zckpt.engine.scan import refuse_endless
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, listed
+from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
@@ -180,6 +180,7 @@ class _Merging:
         every = {**self.result.parameters, **self.result.buffers}
         codes = codes_in(self.result)
         modules = {one.module for one in self.adapter.products} | self.adapter.experts.keys()
+        modules |= {name.rpartition(".")[0] for name in self.adapter.saved}
         if quantised := [name for name in codes if name.rpartition(".")[0] in modules]:
             raise UnsupportedError(
                 f"{listed(quantised)}: codes of few bits, to which nothing is added",
@@ -233,14 +234,13 @@ class _Merging:
                 self.notes.append(f"{other.name} is what {name} was, and gets the same: it is tied")
                 self.result.parameters[other.name] = replace(other, slots={}, tied_to=name)
 
-    def _copy_of(self, slot: Slot | None, but: Collection[str]) -> Parameter | None:
+    def _copy_of(self, slot: Slot, but: Collection[str]) -> Parameter | None:
         """Return the one other tensor of the base of this shape, if its elements are the same, and tied."""
-        every = [one for one in self.result.tensors() if slot and one.shape == slot.shape and not one.tied_to]
+        every = [one for one in self.result.tensors() if one.shape == slot.shape and not one.tied_to]
         found = [one for one in every if one.name not in but]
-        own = _values(found[0]) if len(found) == 1 else None
-        if not slot or not own or len(slot.shape) != 2 or self.config.get("tie_word_embeddings") is False:
+        if len(found) != 1 or len(slot.shape) != 2 or self.config.get("tie_word_embeddings") is False:
             return None
-        return None if differences([pair(found[0].name, slot, own)]) else found[0]
+        return None if differences([pair(found[0].name, slot, _values(found[0]))]) else found[0]
 
     def settings(self) -> dict[str, object]:
         """Return what config.json is to say otherwise: that an embedding or a head that was replaced is tied no more.
@@ -263,6 +263,12 @@ class _Merging:
             )
         return {"tie_word_embeddings": False} if len(alike) > 1 else {}
 
+    def _misfit(self, what: str, expected: object, found: object) -> UsageError:
+        return UsageError(
+            f"{what} does not fit {named(self.base)}", path=self.adapter.checkpoint.source, expected=expected,
+            found=found, advice="give the model that the adapter was trained on, its vocabulary resized as it was",
+        )  # fmt: skip
+
     def _both(self, one: str, other: str) -> UnsupportedError:
         return UnsupportedError(
             f"{one} and {other} are one tied weight, and both have an adapter",
@@ -273,14 +279,9 @@ class _Merging:
     def _replace_rows(self, owner: Parameter, rows: Parameter, indexes: list[int]) -> None:
         """Let rows of the adapter take the place of some of a weight."""
         new = _values(rows)
-        if new is None or len(owner.shape) != 2 or new.shape[1:] != owner.shape[1:] or max(indexes) >= owner.shape[0]:
-            raise UsageError(
-                f"trained rows of {owner.name} do not fit {named(self.base)}",
-                path=self.adapter.checkpoint.source,
-                expected=owner.shape,
-                found=f"{rows.shape}, of rows up to {max(indexes)}",
-                advice="give the model that the adapter was trained on",
-            )
+        if len(owner.shape) != 2 or new.shape[1:] != owner.shape[1:] or max(indexes) >= owner.shape[0]:
+            found = f"{rows.shape}, of rows up to {max(indexes)}"
+            raise self._misfit(f"what was trained of {owner.name}", owner.shape, found)
         if isinstance(_values(owner), Computed):
             raise UnsupportedError(f"{owner.name} is of codes, of which no rows are replaced", path=named(self.base),
                                    advice="merge into what `zckpt consolidate --dequantize` writes")  # fmt: skip
@@ -298,8 +299,6 @@ class _Merging:
         One that was tied and belongs to a module of its own is tied no more.
         """
         slot = _values(one)
-        if slot is None:
-            raise LayoutError(f"{name} has no values", path=self.adapter.checkpoint.source)
         section = self.result.buffers if name in self.result.buffers else self.result.parameters
         if name not in section:
             self.num_added += 1
@@ -307,13 +306,7 @@ class _Merging:
             return
         was = self.result.owner(name)
         if was.shape != slot.shape:
-            raise UsageError(
-                f"{name} has another shape than in {named(self.base)}",
-                path=self.adapter.checkpoint.source,
-                expected=was.shape,
-                found=slot.shape,
-                advice="give the model that the adapter was trained on, its vocabulary resized as it was",
-            )
+            raise self._misfit(f"{name} has another shape, and", was.shape, slot.shape)
         slots = {
             key: replace(slot, name=key, dtype=was.slots[key].dtype) for key in (WEIGHT, MASTER) if key in was.slots
         }
@@ -331,12 +324,12 @@ class _Merging:
     def _add(self, product: Product) -> None:
         owner = self.result.owner(product.name)
         slot = _values(owner)
-        if slot is None or slot.dtype not in NUMBERS:
+        if slot.dtype not in NUMBERS:
             raise UnsupportedError(
                 f"{owner.name} is no weight that numbers are added to",
                 path=self.base.source,
                 expected=" or ".join(NUMBERS),
-                found=None if slot is None else slot.dtype,
+                found=slot.dtype,
                 advice="merge into the model before it was quantised",
             )
         a, b = product.a, product.b
@@ -344,12 +337,10 @@ class _Merging:
         rows, columns = (a.shape[1:], b.shape[:1]) if transposed else (b.shape[:1], a.shape[1:])
         lead = () if product.num_experts is None else (product.num_experts,)
         if (*lead, *rows, *columns) != slot.shape or any(size != 1 for size in b.shape[2:]):
-            raise UsageError(
-                f"the adapter of {product.module} does not fit {named(self.base)}",
-                path=self.adapter.checkpoint.source,
-                expected=f"B @ A of {slot.shape}, or of {slot.shape[::-1]} where it lies as (in, out)",
-                found=f"A {a.shape}, B {b.shape}",
-                advice="give the model that the adapter was trained on",
+            raise self._misfit(
+                f"the adapter of {product.module}",
+                f"B @ A of {slot.shape}, or of {slot.shape[::-1]} where it lies as (in, out)",
+                f"A {a.shape}, B {b.shape}",
             )
         dtype = "float64" if slot.dtype == "float64" else "float32"
         if isinstance(slot, Computed) and self.dtype in NUMBERS:
@@ -370,31 +361,19 @@ class _Merging:
         function = LowRank(slot, left, right, product.scale, dtype, transposed, self.kept, product.num_experts or 1)
         if product.magnitude is not None:
             if product.magnitude.numel != (function.columns if transposed else slot.shape[0]):
-                raise DamagedFileError(
-                    f"the lora_magnitude_vector of {product.module} does not fit",
-                    path=self.adapter.checkpoint.source, expected=f"norms of {slot.shape}",
-                    found=product.magnitude.shape,
-                )  # fmt: skip
+                raise self._misfit(
+                    f"the lora_magnitude_vector of {product.module}", f"norms of {slot.shape}", product.magnitude.shape
+                )
             norms = Computed("norms", dtype, (function.columns,), (), function=Norms(function))
             magnitude = reshape(product.magnitude, (product.magnitude.numel,))
             function = replace(function, magnitude=magnitude, norms=norms if transposed else None)
-        for key, own in list(owner.slots.items()):
-            if key in (WEIGHT, MASTER):
-                owner.slots[key] = Computed(key, own.dtype, own.shape, (), function=function)
+        _compute(owner, function)
         if product.bias is not None:
             biased = self.result.owner(product.bias_name)
             slot = _values(biased)
-            if slot is None or slot.shape != product.bias.shape or slot.dtype not in NUMBERS:
-                raise UsageError(
-                    f"the lora_B.bias of {product.module} does not fit {named(self.base)}",
-                    path=self.adapter.checkpoint.source,
-                    expected=f"{biased.dtype} {biased.shape}",
-                    found=product.bias.shape,
-                )
-            sum_ = Sum((slot, product.bias), dtype, (1.0, product.scale))
-            for key in {WEIGHT, MASTER} & biased.slots.keys():
-                own = biased.slots[key]
-                biased.slots[key] = Computed(key, own.dtype, own.shape, (), function=sum_)
+            if slot.shape != product.bias.shape or slot.dtype not in NUMBERS:
+                raise self._misfit(f"the lora_B.bias of {product.module}", slot.shape, product.bias.shape)
+            _compute(biased, Sum((slot, product.bias), dtype, (1.0, product.scale)))
 
     def _is_transposed(self, product: Product, shape: Shape) -> bool:
         """Tell whether a weight lies as (in, out): by its shape, or by others' if it is square."""
@@ -432,5 +411,14 @@ def _lies(product: Product, shape: Shape) -> bool | None:
     return None
 
 
-def _values(one: Parameter) -> Slot | None:
-    return one.slots.get(MASTER) or one.slots.get(WEIGHT)
+def _values(one: Parameter) -> Slot:
+    slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+    if slot is None:
+        raise LayoutError(f"{one.name} has no values", expected="a weight or a master")
+    return slot
+
+
+def _compute(one: Parameter, function: Function) -> None:
+    for key in {WEIGHT, MASTER} & one.slots.keys():
+        own = one.slots[key]
+        one.slots[key] = Computed(key, own.dtype, own.shape, (), function=function)
