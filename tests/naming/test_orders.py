@@ -33,7 +33,7 @@ def numbered(kind: str, folder: Path) -> dict[str, int]:
     if kind in ONE_BY_ONE:
         return {name: number for number, name in enumerate(ONE_BY_ONE[kind])}
     if kind == "bloom":
-        config = hf.BloomConfig(hidden_size=8, n_head=2, n_layer=2)
+        config = hf.BloomConfig(vocab_size=64, hidden_size=8, n_head=2, n_layer=2)
     else:
         config = CONFIGS[kind]() if kind in CONFIGS else FAMILIES[kind].config(hf)
     model = hf.AutoModelForCausalLM.from_config(config).float()
