@@ -28,6 +28,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "dcp": {"world_size": 2},
     "zero-redundancy": {"world_size": 3},
     "fsdp-rank-files": {"world_size": 3},
+    "torch-checkpointing": {"world_size": 3},
 }
 ORDERED = {"z": (5, 3), "b": (4, 4), "a": (4, 4)}  # as a model lists them, and as a file sorts them, are two orders
 RING = [*TARGETS, "deepspeed"]
