@@ -46,7 +46,8 @@ def convert(
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
         A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "transformers-trainer", "accelerate", "megatron", or one of another package.
+        "fsdp-rank-files", "torch-checkpointing", "transformers-trainer", "accelerate", "megatron", or one of another
+        package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
@@ -60,6 +61,7 @@ def convert(
         and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
         default one; any number of ranks loads it. `zero-redundancy`: world_size, to write each rank's own file as well.
         `fsdp-rank-files`: world_size, fsdp_version, fsdp_size, device, groups, units, which `zckpt formats` explains.
+        `torch-checkpointing`: world_size, by default the source's, keys, device.
         `consolidated`, `dcp`, `zero-redundancy`: dtype of trained parameters in the model, by default "keep". None is
         as if it were not given.
 

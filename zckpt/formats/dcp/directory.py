@@ -34,7 +34,7 @@ HEAD_NBYTES = 4096
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
-_OPTIMIZER = re.compile(r"(?:.*[_-])?opt(?:im.*)?")
+_OPTIMIZER = re.compile(".*optim.*")
 
 
 @dataclass(frozen=True, slots=True)
