@@ -170,7 +170,7 @@ class Adapter:
             advice="merge it with PEFT's merge_and_unload"
             if fitting
             else "they are of the model in memory, where all "
-            "experts are one tensor: --map gives the base its names there, as mixtral-huggingface-fused does",
+            "experts are one tensor: --map gives the base its names there, transformers, say",
         )
 
 
