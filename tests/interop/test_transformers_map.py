@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import CONFIG_MAPPING
 
 import zckpt
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.naming import traced
+from zckpt.naming import installed, traced
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     pytest.skip("transformers converts since version 5", allow_module_level=True)
@@ -54,6 +55,20 @@ def in_this_process(monkeypatch):
         return subprocess.CompletedProcess(command, code, out.getvalue(), "")
 
     monkeypatch.setattr(subprocess, "run", made)
+
+
+@pytest.fixture
+def without_transformers(monkeypatch):
+    """Let maps be made as if it were not installed."""
+
+    def made(command, **_):
+        said = json.dumps({"refused": "No module named 'transformers'"})
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    installed._made.cache_clear()
+    monkeypatch.setattr(subprocess, "run", made)
+    yield
+    installed._made.cache_clear()
 
 
 def model_of(kind, head):
@@ -181,7 +196,7 @@ def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, hea
     names = [order[id(one)] for group in optimizer.param_groups for one in group["params"]]
     options = {"config": tmp_path / "run", "slots": "all"}
     done = zckpt.consolidate(tmp_path / "memory.pt", tmp_path / "model", names=names, **options)
-    assert "those of files" in done.notes[0]
+    assert "names of memory to those of file" in done.notes[0]
     zckpt.consolidate(tmp_path / "run", tmp_path / "of-run", slots="all")  # whose names are a file's already
     files = [load_file(tmp_path / one / "model.safetensors") for one in ("model", "of-run", "run")]
     assert files[0].keys() == files[1].keys() == files[2].keys()
@@ -193,7 +208,7 @@ def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, hea
     model.train()
     losses = [step(), step()]
     other, its, go_on = in_training(kind, head)
-    assert "those in memory" in zckpt.load(tmp_path / "run", model=other, optimizer=its).notes[0]
+    assert "names of file to those of memory" in zckpt.load(tmp_path / "run", model=other, optimizer=its).notes[0]
     assert [go_on(), go_on()] == losses
     config = json.loads((tmp_path / "run/config.json").read_text())
     (tmp_path / "run/config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
@@ -236,6 +251,62 @@ def test_a_trainers_numbers_get_the_names_in_memory(kind, head, tmp_path):
     with pytest.raises(UsageError, match="add --map transformers"):
         zckpt.convert(run, tmp_path / "no", to="zckpt", names=names)
     assert not (tmp_path / "no").exists()
+
+
+def by_table(kind, head, tmp_path):
+    """Hold what the table says against what transformers saves, there and back; return the notes."""
+    model = model_of(kind, head)
+    table = json.loads(Path(installed.__file__).with_name("transformers.json").read_text())
+    if type(model).__name__ in table["refused"]:
+        pytest.skip(table["refused"][type(model).__name__])
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    for one in model.parameters():
+        one.grad = torch.randn_like(one)
+    optimizer.step()
+    model.save_pretrained(tmp_path / "run")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "memory.pt")
+    done = zckpt.consolidate(tmp_path / "memory.pt", tmp_path / "file", config=tmp_path / "run", slots="all")
+    found, truth = (load_file(tmp_path / one / "model.safetensors") for one in ("file", "run"))
+    assert found.keys() >= truth.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in truth.items())
+    zckpt.convert(
+        tmp_path / "memory.pt", tmp_path / "named", to="zckpt", map="transformers", map_config=tmp_path / "run"
+    )
+    zckpt.convert(tmp_path / "named", tmp_path / "back", to="zckpt", map="transformers", map_config=tmp_path / "run")
+    back, own = zckpt.open(tmp_path / "back"), dict(model.named_parameters(remove_duplicate=False))
+    assert [name for name in back.parameters if name in own] == [*own]
+    assert [name for group in back.param_groups for name in group.parameters] == [*dict(model.named_parameters())]
+    for name, one in model.named_parameters():
+        assert torch.equal(back.read(name, "weight"), one), name
+        assert torch.equal(back.read(name, "exp_avg"), optimizer.state[one]["exp_avg"]), name
+    return done.notes
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_a_table_stands_in_for_transformers(tmp_path):
+    """Of an optimizer's numbers it says nothing."""
+    assert "by zckpt's table): from the names of memory" in by_table("qwen3_moe", "ForCausalLM", tmp_path)[0]
+    model, optimizer, step = in_training("qwen3_moe", "ForCausalLM")
+    step()
+    moments = trainers(model, optimizer, tmp_path / "trainer")
+    with pytest.raises(UnsupportedError, match="give --names FILE"):
+        zckpt.convert(tmp_path / "trainer", tmp_path / "no", to="zckpt", map="transformers")
+    zckpt.convert(tmp_path / "trainer", tmp_path / "there", to="zckpt", map="transformers", names=[*moments])
+    there = zckpt.open(tmp_path / "there")
+    assert all(torch.equal(there.read(name, "exp_avg"), one) for name, (one, _) in moments.items())
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    (tmp_path / "run/config.json").write_text(json.dumps({**config, "architectures": ["QwenOfNextYear"]}))
+    with pytest.raises(UsageError, match="needs transformers"):
+        zckpt.convert(tmp_path / "run", tmp_path / "no", to="zckpt", map="transformers")
+    done = zckpt.consolidate(tmp_path / "memory.pt", tmp_path / "as-it-was", config=tmp_path / "run")
+    assert "names are as they were" in done.notes[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "head"), {**dict(TRAINED), **OTHERS}.items())
+@pytest.mark.usefixtures("without_transformers")
+def test_the_table_says_what_transformers_does(kind, head, tmp_path):
+    by_table(kind, head, tmp_path)
 
 
 @pytest.mark.nightly

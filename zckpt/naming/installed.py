@@ -1,9 +1,14 @@
-"""The map of a model in files and in the memory of the installed transformers, made in a process of its own."""
+"""The map of a model in files and in the memory of the installed transformers, made in a process of its own.
+
+Where it is not installed, `transformers.json` has the maps of a version, made by `bench/transformers_tables.py`: not
+for the numbers of an optimizer, as nothing says how the model at hand orders its parameters.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -48,9 +53,18 @@ def _made(config: str) -> dict[str, Any]:
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise UnsupportedError(f"--map transformers: the model could not be made: {error}") from error
     if "No module named" in str(found.get("refused")):
+        tables = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))
+        name = next(iter(json.loads(config).get("architectures") or []), "")
+        if name in tables["classes"]:
+            table = tables["classes"][name]
+            rules = [tables["rules"][number] for number in table.get("rules", [])]
+            every = [{"file": one, "memory": one} if isinstance(one, str) else one for one in rules]
+            return document_of({**table, "rules": every}, name, tables["transformers"])
         raise MissingPackageError(
-            "--map transformers needs transformers, from version 5, and torch", advice="pip install 'transformers>=5'"
-        )
+            "--map transformers needs transformers, from version 5, and torch", found=tables["refused"].get(name),
+            expected=f"it, or a model that zckpt has in its table of {tables['transformers']}",
+            advice="pip install 'transformers>=5'",
+        )  # fmt: skip
     if "rules" not in found:
         why = found.get("refused") or (done.stderr.strip().splitlines() or ["it ended"])[-1]
         raise UnsupportedError(
@@ -58,6 +72,25 @@ def _made(config: str) -> dict[str, Any]:
             advice="write a map of your own (docs/maps.md)",
         )
     return found
+
+
+def document_of(table: Mapping[str, Any], name: str, version: str) -> dict[str, Any]:
+    """Return the map of a class of models as a document, by what a table has of it."""
+    rules, letters = table["rules"], dict[str, str]()
+
+    def ordered(name: str) -> str:  # what begins alike is repeated for each number, and nothing else with it
+        return re.sub(r"\{l\d+", lambda match: letters.setdefault(name[: match.start()], f"{{l{len(letters)}"), name)
+
+    memory = ([one] if isinstance(one := rule["memory"], str) else one for rule in rules)
+    return {
+        "about": f"transformers {version} ({name}, by zckpt's table)",
+        "sides": ["file", "memory"],
+        "sizes": dict(re.findall(r"\b(n(\d+)_\d+)\b", json.dumps(rules))),
+        "rules": rules,
+        "order": {"memory": [ordered(one) for names in memory for one in names]},
+        "tied": {"memory": table.get("tied", {})},
+        "live": {"transformers": "", "trained": [], "layer_norms": table.get("layer_norms", [])},
+    }
 
 
 def live_maps(model: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401

@@ -36,7 +36,7 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
     None if that is not certain: names that were given tell it, or that transformers of the same version made the model.
     `live`: as the map has it. Raises UsageError: given names do not fit.
     """
-    names = [name for name in live["trained"] if name in mapped.parameters]
+    names = [name for name in live["trained"] or mapped.parameters if name in mapped.parameters]
     candidates = {one.name: one.shape for one in map(mapped.owner, names)}
     groups = [[*map(int, group.parameters)] for group in source.param_groups]
     unnamed = {int(number): one for number, one in source.unnamed.items()}
@@ -58,7 +58,7 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
                 expected=f"{len(said.numbers)} names in its order, or all of the model in memory, in the model's order",
                 found=f"{len(given)} names, {len({*order} & {*candidates})} of the model's in memory",
             )
-    elif _is_of(live["transformers"], source) and len(names) == len(live["trained"]):
+    elif len(names) == len(live["trained"]) and _is_of(live["transformers"], source):
         found = names_in_order(said, [*candidates], known)
     else:
         found = {}
@@ -103,11 +103,11 @@ def _changing(document: Mapping[str, Any]) -> Map | None:
     """Return the map that a document of transformers' is, unless all names are the same."""
     if all(rule["file"] == rule["memory"] for rule in document["rules"]):
         return None
-    return parse_map({key: value for key, value in document.items() if key != "live"}, "transformers")
+    return parse_map({key: value for key, value in document.items() if key != "live"}, document["about"])
 
 
-def _has_names_of(side: int, document: Mapping[str, Any], checkpoint: Checkpoint) -> bool:
-    """Tell whether names follow a side, which is another than the other one; UsageError: they follow both."""
+def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:
+    """Return the side whose names a checkpoint has, of two that differ; None: neither. UsageError: it may be either."""
     found = _changing(document)
     shapes = {one.name: one.shape for one in checkpoint.tensors()}
     followed = [] if found is None else [one.source for one in fits(found, shapes)[0]]
@@ -117,7 +117,7 @@ def _has_names_of(side: int, document: Mapping[str, Any], checkpoint: Checkpoint
             path=checkpoint.named,
             advice="give another --map or --rename, or a file, x.safetensors, as a target, which has names as they are",
         )
-    return followed == [side]
+    return followed[0] if followed else None
 
 
 def _is_of(version: str, checkpoint: Checkpoint) -> bool:
@@ -133,13 +133,13 @@ def as_live(checkpoint: Checkpoint, model: object, *, order: bool, told: bool) -
     UsageError: names may be of either; UnsupportedError: which number is which is not certain.
     """
     for document in live_maps(model):
-        if _has_names_of(FILE, document, checkpoint):
+        if _side_of(document, checkpoint) == FILE:
             if numbers_alone(checkpoint) and not order:
                 checkpoint = replace(checkpoint, unnamed={}, param_groups=[])
             elif not told and not _is_of(document["live"]["transformers"], checkpoint):
                 checkpoint = replace(checkpoint, given_names=None)  # the live order, which may be another version's
             done = by_transformers(checkpoint, document, MEMORY)
-            return done.checkpoint, [f"{document['about']}: names and tensors are those in memory", *done.notes[1:]]
+            return done.checkpoint, done.notes
     return checkpoint, []
 
 
@@ -152,9 +152,11 @@ def as_in_files(checkpoint: Checkpoint, config: Mapping[str, object]) -> tuple[C
         return checkpoint, []
     try:
         document = transformers_map(config)
-    except UnsupportedError as error:
+    except (UnsupportedError, UsageError) as error:
         return checkpoint, [f"names are as they were, of files or memory: {error.message}"]
-    if _has_names_of(MEMORY, document, checkpoint) or numbers_alone(checkpoint):
+    side = _side_of(document, checkpoint)
+    if side == MEMORY or (side == FILE and numbers_alone(checkpoint)):
         done = by_transformers(checkpoint, document, FILE)
-        return done.checkpoint, [f"{document['about']}: names and tensors are those of files", *done.notes[1:]]
-    return checkpoint, []
+        return done.checkpoint, done.notes
+    strange = side is None and _changing(document) is not None
+    return checkpoint, [f"{document['about']}: names are as they were, none of files or memory"] if strange else []

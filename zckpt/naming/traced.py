@@ -362,7 +362,7 @@ def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
     first: dict[int, str] = {}
     tied = {name: owner for name, one in every if (owner := first.setdefault(id(one), name)) != name}
     return {
-        "about": f"files and memory of {type(model).__name__}, by transformers {transformers.__version__}",
+        "about": f"transformers {transformers.__version__} ({type(model).__name__})",
         "sides": SIDES,
         "sizes": dict(re.findall(r"\b(n(\d+)_\d+)\b", said)),
         "rules": rules,

@@ -91,7 +91,7 @@ def _conversions() -> dict[str, Any]:
 
 
 def is_converted(config: Mapping[str, object] | None, *, in_any_version: bool = False) -> bool:
-    """Tell whether transformers, of the version in the configuration or any, may train under other names than in files.
+    """Tell whether transformers may train in another order, or `in_any_version` under other names, than in files.
 
     Since version 5 it converts models by tables for their types and those of their parts; 4.52 to 4.57 put other
     prefixes before the parts of models of several. What a version after that of the table has new is not known.
@@ -101,7 +101,7 @@ def is_converted(config: Mapping[str, object] | None, *, in_any_version: bool = 
         return False
     version, known = (tuple(map(int, text.split(".")[:2])) for text in (said, _conversions()["transformers"]))
     kinds = {*_model_types(config)}
-    converted = kinds & {*_conversions()["converted"]}
+    converted = kinds & {*_conversions()["converted"], *(_conversions()["renamed"] if in_any_version else ())}
     if version < (5, 0):
         return version >= (4, 52) and bool(converted) and len(kinds) > 1
     strange = kinds - converted - {*_conversions()["plain"]}
