@@ -10,8 +10,10 @@ file and in memory: each under one name, and names of a module one after the oth
 conversions.
 
 zckpt/naming/transformers.json has the maps of their classes, for where transformers is not installed: what the trace
-of a model of the default configuration says, with sizes that shapes tell. `rules`: of all classes, a name where it is the same;
-`classes`: for each the numbers of its rules, in the order of memory, and what else the trace tells; none where names are the same.
+of a model of the default configuration says, with sizes that shapes tell. `rules`: of all classes, a name where it is
+the same;
+`classes`: for each the numbers of its rules, in the order of memory, and what else the trace tells; none where names
+are the same.
 `refused`: why a class has none.
 """
 
