@@ -145,7 +145,8 @@ def record(data: Path) -> None:
         suite = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", "-q", f"--junitxml={report}"]
         covered = ["--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="]
         subprocess.run([*suite, *covered], cwd=ROOT, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={settings}"], cwd=ROOT, check=False)
+        combine = [sys.executable, "-m", "coverage", "combine", "--append", f"--rcfile={settings}"]
+        subprocess.run(combine, cwd=ROOT, check=False)  # of processes that outlived the suite, if any
         shutil.copy(report, data.with_suffix(".xml"))
 
 

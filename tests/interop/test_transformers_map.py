@@ -282,6 +282,18 @@ def by_table(kind, head, tmp_path):
     return done.notes
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_consolidate_of_a_model_whose_only_other_name_is_tied_away(tmp_path):
+    config = CONFIG_MAPPING["gpt_neox"](
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = transformers.GPTNeoXForCausalLM(config)
+    model.save_pretrained(tmp_path / "run")
+    zckpt.consolidate(tmp_path / "run", tmp_path / "model")
+    assert loads_equal(model, tmp_path / "model")
+
+
 @pytest.mark.usefixtures("without_transformers")
 def test_a_table_stands_in_for_transformers(tmp_path):
     """Of an optimizer's numbers it says nothing."""

@@ -145,7 +145,11 @@ def fail(rank, world_size, directory: Path, failure: str, async_: bool, name: st
 @pytest.mark.parametrize("async_", [False, True])
 def test_a_failure_of_one_rank_is_one_of_all(failure, async_, tmp_path):
     directory = tmp_path / "run"
-    told = run(fail, 2, directory, failure, async_, "zero2-plain-float32", fresh=True)
+    for _ in range(5):  # on a busy machine the directory may go when all of it has been written
+        told = run(fail, 2, directory, failure, async_, "zero2-plain-float32", fresh=True)
+        if failure == "no space" or set(told) != {"saved"}:
+            break
+        shutil.rmtree(directory, ignore_errors=True)
     assert all("cannot be written" in said or "gone" in said for said in told)
     if failure == "no space":
         assert sorted(path.name for path in directory.iterdir()) == ["first", "fourth"]

@@ -107,17 +107,18 @@ def _changing(document: Mapping[str, Any]) -> Map | None:
 
 
 def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:
-    """Return the side whose names a checkpoint has, of two that differ; None: neither. UsageError: it may be either."""
+    """Return the side whose names a checkpoint has, FILE for the same names; None: neither. UsageError: either."""
     found = _changing(document)
     shapes = {one.name: one.shape for one in checkpoint.tensors()}
-    followed = [] if found is None else [one.source for one in fits(found, shapes)[0]]
-    if len(followed) > 1:
+    followed = [] if found is None else fits(found, shapes)[0]
+    changing = [one for fit in followed for one in fit.instances if one.rule.sides[0] != one.rule.sides[1]]
+    if len(followed) > 1 and changing:
         raise UsageError(
             "the names are those that transformers has in files, and in memory",
             path=checkpoint.named,
             advice="give another --map or --rename, or a file, x.safetensors, as a target, which has names as they are",
         )
-    return followed[0] if followed else None
+    return followed[0].source if followed else None
 
 
 def _is_of(version: str, checkpoint: Checkpoint) -> bool:
