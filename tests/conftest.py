@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +21,9 @@ from hypothesis import settings
 settings.register_profile("zckpt", deadline=None, max_examples=50)
 settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.load_profile("zckpt")
+
+# A shell that starts the suite in the background has it ignore Ctrl-C, and processes that tests interrupt with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 T = TypeVar("T")
 

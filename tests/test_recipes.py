@@ -278,6 +278,7 @@ FOUND = {
     "ckpt.pt": OTHER / "plain_adamw" / "ckpt.pt",
     "zero": OTHER / "zro_dp2_adamw" / "ckpt",
     "epoch-0_step-2": Path(__file__).parent / "formats" / "colossalai" / "ckpt",
+    "500": OTHER / "nanotron_zero1_tp2_dp2" / "ckpt",
     "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit" / "ckpt.pt",
 }
 """What a program wrote, by the name that it has on the page."""

@@ -49,7 +49,6 @@ _DIRECTORIES = (
     (r"saved_model\.pb", "is a saved model of TensorFlow"),
     (r".+\.data-[0-9]{5}-of-[0-9]{5}", "is a checkpoint of TensorFlow"),
     (r"mp_rank_[0-9]{2}(_[0-9]{3})*/(model_rng|distrib_optim)\.pt", "is a checkpoint of Megatron-LM"),
-    (r"checkpoint_metadata\.json", "is a checkpoint of nanotron"),
     (r".+\.gguf", "holds GGUF files of llama.cpp"),
     (r".+\.npz", "holds archives of NumPy arrays"),
     (r"flax_model.*\.msgpack", "is a model of Flax"),

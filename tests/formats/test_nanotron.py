@@ -1,0 +1,121 @@
+"""nanotron: what its own functions saved, with the truth beside it; and every damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.refusals import refusing
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError
+from zckpt.formats.account import take_inventory
+
+OTHER = Path(__file__).parents[2] / "fixtures" / "other"
+CASES = {"nanotron_zero1_tp2_dp2": (2, 2, 1), "nanotron_pp2_tp2": (1, 2, 2)}
+NORM, QKV = "model.final_layer_norm.pp_block.weight", "model.decoder.1.pp_block.attn.qkv_proj.weight"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return Path(shutil.copytree(OTHER / "nanotron_zero1_tp2_dp2" / "ckpt", tmp_path / "run" / "2"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_element_is_where_it_was(case, tmp_path):
+    truth = load_file(OTHER / case / "truth.safetensors")
+    checkpoint = zckpt.open(OTHER / case / "ckpt")
+    assert {f"{slot}/{one.name}" for one in checkpoint.parameters.values() for slot in one.slots} == truth.keys()
+    for key, tensor in truth.items():
+        slot, _, name = key.partition("/")
+        assert torch.equal(checkpoint.read(name, slot), tensor), key
+    topology = checkpoint.topology
+    assert ((topology.dp, topology.tp, topology.pp), checkpoint.step) == (CASES[case], 2)
+    [group] = checkpoint.param_groups
+    assert (group.state["step"].value, group.hyperparameters["weight_decay"]) == (2.0, 0.01)
+    assert sorted(group.parameters) == sorted(checkpoint.parameters)
+    assert (NORM, "exp_avg") in [(one.name, one.slot.name) for one in checkpoint.duplicates]
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(OTHER / case / "ckpt", deep=True).sound
+    zckpt.convert(OTHER / case / "ckpt", tmp_path / "zckpt", to="zckpt")
+    assert zckpt.diff(OTHER / case / "ckpt", tmp_path / "zckpt").equal
+
+
+def test_a_run_is_its_last_step(saved):
+    (saved.parent / "latest.txt").write_text("2")
+    assert zckpt.open(saved.parent).step == 2
+
+
+@pytest.mark.parametrize(("gone", "said"), [
+    ("model/model/decoder/1/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors",
+     f"the part of {QKV} of tensor-parallel rank 1 is missing"),
+    ("optimizer/optimizer_pp-0-of-1_dp-1-of-2_tp-0-of-2_exp-0-of-1.pt", "found 3, none of pp 0, dp 1, tp 0, exp 0"),
+])  # fmt: skip
+def test_a_lost_file_is_named(gone, said, saved):
+    (saved / gone).unlink()
+    with refusing(ShardError, said):
+        zckpt.open(saved)
+
+
+def part(saved, tp):
+    [path] = saved.glob(f"model/model/decoder/1/pp_block/attn/qkv_proj/*_tp-rank-{tp}-*")
+    with safe_open(path, "pt") as file:
+        return path, file.get_tensor("data"), file.metadata()
+
+
+def test_a_part_that_lies_nowhere_or_where_another_does_is_refused(saved):
+    path, data, said = part(saved, 1)
+    save_file({"data": data}, path)
+    with refusing(DamagedFileError, "does not say where its part lies"):
+        zckpt.open(saved)
+    for wrong in ("0,4,2|None,None,None#4,6,2|None,None,None", "0,4,None|None,None,None#14,18,None|None,None,None"):
+        save_file({"data": data}, path, metadata={**said, "local_global_slices_pairs": wrong})
+        with refusing(DamagedFileError, "does not say where its part lies"):
+            zckpt.open(saved)
+    save_file({"data": data}, path, metadata=part(saved, 0)[2])
+    with refusing(LayoutError, f"the parts of {QKV} are not the whole of it once"):
+        zckpt.open(saved)
+
+
+def test_an_optimizer_that_does_not_fit_is_refused(saved):
+    path = saved / "optimizer/optimizer_pp-0-of-1_dp-1-of-2_tp-0-of-2_exp-0-of-1.pt"
+    whole = torch.load(path)
+
+    def refused(kind, said, **changes):
+        torch.save({**whole, **changes}, path)
+        with refusing(kind, said):
+            zckpt.open(saved)
+
+    shorter = {number: {**slots, "exp_avg": slots["exp_avg"][1:]} for number, slots in whole["state"].items()}
+    refused(LayoutError, "is not what these ranks should have", state=shorter)
+    refused(DamagedFileError, "parameters without names", names={})
+    strange = {number: f"other.{name}" for number, name in whole["names"].items()}
+    refused(LayoutError, "which the model has not", names=strange)
+    groups = [{**group, "lr": 0.5} for group in whole["param_groups"]]
+    refused(LayoutError, "has another lr than rank 0's", param_groups=groups)
+    torch.save(whole, path.with_name("optimizer_pp-0-of-1_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt"))
+    with refusing(LayoutError, "several numbers of ranks"):
+        zckpt.open(saved)
+
+
+def test_a_copy_that_differs_is_found(saved):
+    path = saved / "optimizer/optimizer_pp-0-of-1_dp-0-of-2_tp-1-of-2_exp-0-of-1.pt"
+    whole = torch.load(path)
+    [number] = [number for number, name in whole["names"].items() if name == NORM]
+    whole["state"][number]["exp_avg"] += 1
+    torch.save(whole, path)
+    found = zckpt.verify(saved, deep=True)
+    assert not found.sound
+    assert NORM in str(found.findings)
+
+
+def test_another_version_is_refused(saved):
+    said = json.loads((saved / "checkpoint_metadata.json").read_text())
+    (saved / "checkpoint_metadata.json").write_text(json.dumps({**said, "version": "2.0"}))
+    with refusing(UnsupportedError, "is of a version that is not read"):
+        zckpt.open(saved)

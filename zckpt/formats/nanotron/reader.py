@@ -1,0 +1,320 @@
+"""The parts of all ranks put together: of a weight as its headers say, of the optimizer's state as of its weight."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any
+
+from zckpt.codes import MISSING_FILE
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about, listed
+from zckpt.evidence import note_not_used
+from zckpt.formats.companions import MAXIMUM_JSON_NBYTES, carry, files_below
+from zckpt.formats.nanotron import METADATA
+from zckpt.formats.safetensors import file as safetensors
+from zckpt.formats.torch_files.optimizer import (
+    OptimizerState,
+    check_hyperparameters,
+    optimizer_rules,
+    parse,
+    shared_values,
+)
+from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
+from zckpt.state import MASTER, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Slot, Topology
+from zckpt.state.boxes import overlap
+from zckpt.state.inventory import CARRIED, COPY, FOREIGN, IMPLIED, Claim, Rule
+from zckpt.state.views import narrow, placed, plain, reshape
+from zckpt.storage.files import json_object
+from zckpt.torchfile import Digests, Tensor, TorchFile, read_torchfile
+
+VERSION = "1."
+MASTERS = "gradient_accumulator"
+OF_SHARD = ("version", "local_global_slices_pairs", "unsharded_shape")
+
+_WEIGHT = re.compile(
+    r"model_(.+?)(?:_pp-rank-([0-9]+)-of-([0-9]+)_tp-rank-([0-9]+)-of-([0-9]+)(?:_exp-rank-([0-9]+)-of-([0-9]+))?)?"
+    r"\.safetensors"
+)
+_OPTIMIZER = re.compile(
+    r"optimizer_pp-([0-9]+)-of-([0-9]+)(?:_dp-([0-9]+)-of-([0-9]+))?_tp-([0-9]+)-of-([0-9]+)"
+    r"(?:_exp-([0-9]+)-of-([0-9]+))?\.pt"
+)
+
+Part = tuple[int, int | None]
+"""The tensor- and the expert-parallel rank that has a part; the second None: experts are not what it is cut by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Where a rank's part lies in the whole.
+
+    Parameters
+    ----------
+    shape, whole : tuple of int
+        Of the part, and of the whole.
+    pairs : tuple
+        Where each box begins in the part, and in the whole, and its sizes.
+    """
+
+    shape: Shape
+    whole: Shape
+    pairs: tuple[tuple[Shape, Shape, Shape], ...]
+
+
+@dataclass(slots=True)
+class Weight:
+    """A tensor of the model: its parts, by rank; None: it is whole. `ranks`: of which there should be one."""
+
+    ranks: tuple[Part | None, ...] = (None,)
+    parts: dict[Part | None, Boxes] = field(default_factory=dict)
+    held: dict[Part | None, Slot] = field(default_factory=dict)
+
+    def part_of(self, tp: int, exp: int) -> Part | None:
+        """Return which part some ranks have."""
+        return next((one for one in ((tp, exp), (tp, None)) if one in self.parts), None)
+
+    def joined(self, name: str, held: Mapping[Part | None, Slot]) -> Slot:
+        """Return the whole of what ranks have of it. Raises ShardError: a part is missing; LayoutError: or twice."""
+        if gone := [*{*self.ranks} - {*self.parts}]:
+            raise ShardError(f"the part of {name} of tensor-parallel rank {gone[0] and gone[0][0]} is missing",
+                             expected=f"{len(self.ranks)} files", found=len(self.parts), code=MISSING_FILE)  # fmt: skip
+        boxes = [(to, _box(held[key], low, sizes)) for key, one in self.parts.items() for low, to, sizes in one.pairs]
+        whole = next(iter(self.parts.values())).whole
+        if overlap([(to, slot.shape) for to, slot in boxes]) or sum(slot.numel for _, slot in boxes) != math.prod(
+            whole
+        ):
+            raise LayoutError(f"the parts of {name} are not the whole of it once", expected=whole, parameters=[name])
+        return plain(placed(boxes))
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """An optimizer file, and the ranks that it is of; `dp` is None without ZeRO."""
+
+    pp: int
+    dp: int | None
+    tp: int
+    exp: int
+    file: TorchFile
+    state: OptimizerState
+    names: dict[int, str]
+    masters: Mapping[object, object]
+
+
+def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+    """Read the structure of all files.
+
+    `names`: are not needed. Raises ShardError: a rank's file is missing; LayoutError: files contradict each other;
+    UnsupportedError: it is of another version.
+    """
+    checkpoint = Checkpoint(str(path), "nanotron")
+    note_not_used(checkpoint, names)
+    said = json_object(path / METADATA, "nanotron's metadata", most=MAXIMUM_JSON_NBYTES)
+    version, metas = str(said.get("version")), said.get("metas")
+    if not version.startswith(VERSION) or not isinstance(metas, dict):
+        raise UnsupportedError("is of a version that is not read", path=path / METADATA, expected=f"{VERSION}x, metas",
+                               found=version)  # fmt: skip
+    checkpoint.format_version, checkpoint.metadata["nanotron"] = version, said
+    step = metas.get("last_train_step")
+    checkpoint.step = step if type(step) is int else None
+    checkpoint.claims[str(path / METADATA)] = Claim(CARRIED, "nanotron")
+    weights: dict[str, Weight] = {}
+    others = []
+    for name, file in files_below(path):
+        folder, _, last = name.rpartition("/")
+        match = _WEIGHT.fullmatch(last) if folder.split("/")[0] == "model" else None
+        if match is not None:
+            _add_weight(checkpoint, weights, ".".join([*folder.split("/")[1:], match[1]]), file, match)
+        elif folder in ("lr_scheduler", "random") and file.suffix == ".pt":
+            carry(checkpoint, file)
+        elif folder == "optimizer" and (match := _OPTIMIZER.fullmatch(last)) is not None:
+            others.append((file, match))
+        elif name in ("config.yaml", "model_config.json"):
+            checkpoint.claims[str(file)] = Claim(FOREIGN, "the configuration of the run")
+    ranks = _ranks(checkpoint, path / "optimizer", others)
+    order = dict.fromkeys(name for one in ranks for name in one.names.values())
+    for name in [*(name for name in order if name in weights), *sorted(weights.keys() - order.keys(), key=_natural)]:
+        with about(path / "model"):
+            checkpoint.parameters[name] = Parameter.of(name, weights[name].joined(name, weights[name].held))
+    _attach(checkpoint, weights, ranks)
+    _groups(checkpoint, ranks)
+    return checkpoint
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def _add_weight(
+    checkpoint: Checkpoint, weights: dict[str, Weight], name: str, file: Path, match: re.Match[str]
+) -> None:
+    """Add a tensor, or a rank's part of one."""
+    slots, texts, nbytes = safetensors.read_header(file)
+    rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "where the part lies in the whole") for key in OF_SHARD]
+    checkpoint.files.append(safetensors.source_file(file, slots, texts, nbytes, rules))
+    one = weights.setdefault(name, Weight())
+    with about(file):
+        if [*slots] != ["data"]:
+            raise DamagedFileError("unexpected content", expected="one tensor, `data`", found=listed([*slots]))
+        slot = slots["data"]
+        if match[2] is None:
+            one.parts[None] = Boxes(slot.shape, slot.shape, (((0,) * len(slot.shape),) * 2 + (slot.shape,),))
+            one.held[None] = slot
+            return
+        key = int(match[4]), None if match[6] is None else int(match[6])
+        one.parts[key], one.held[key] = _boxes(slot, texts), slot
+        experts = [None] if match[7] is None else range(int(match[7]))
+        one.ranks = tuple(product(range(int(match[5])), experts))
+
+
+def _boxes(slot: Slot, texts: Mapping[str, str]) -> Boxes:
+    """Return what a header says of a part: slices of it and of the whole, `0,4,None|None,None,None#8,12,None|...`."""
+    try:
+        shape = re.sub(r"np\.int[0-9]+\(([0-9]+)\)", r"\1", texts["unsharded_shape"])
+        whole = tuple(int(size) for size in shape.strip("()").split(",") if size.strip())
+        pairs = [
+            [_ranges(text, size) for text, size in zip(pair.split("#"), (slot.shape, whole), strict=True)]
+            for pair in texts["local_global_slices_pairs"].split(";")
+        ]
+    except (KeyError, ValueError) as error:
+        raise DamagedFileError("does not say where its part lies in the whole", expected=", ".join(OF_SHARD[1:]),
+                               found=f"{type(error).__name__}: {error}") from error  # fmt: skip
+    if any(sizes != its for (_, sizes), (_, its) in pairs):
+        raise DamagedFileError("slices of the part and of the whole differ", found=texts["local_global_slices_pairs"])
+    return Boxes(slot.shape, whole, tuple((low, to, sizes) for (low, sizes), (to, _) in pairs))
+
+
+def _ranges(text: str, shape: Shape) -> tuple[Shape, Shape]:
+    """Return where slices begin, and their sizes. Raises ValueError: they are not within a shape, or have steps."""
+    found = []
+    for one, size in zip(text.split("|"), shape, strict=True):
+        start, stop, step = (None if part == "None" else int(part) for part in one.split(","))
+        low, high = start or 0, size if stop is None else stop
+        if step not in (None, 1) or not 0 <= low <= high <= size:
+            raise ValueError(f"{one} of {size}")
+        found.append((low, high - low))
+    return tuple(low for low, _ in found), tuple(size for _, size in found)
+
+
+def _box(slot: Slot, low: Shape, sizes: Shape) -> Slot:
+    for axis, (start, size) in enumerate(zip(low, sizes, strict=True)):
+        slot = narrow(slot, axis, start, size)
+    return slot
+
+
+def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.Match[str]]]) -> list[Rank]:
+    """Read the optimizer's files. Raises ShardError: one is missing; LayoutError: ranks have other hyperparameters."""
+    sizes = {tuple(int(one or 1) for one in match.groups()[1::2]) for _, match in files}
+    if len(sizes) > 1:
+        raise LayoutError("holds files of several numbers of ranks", path=folder, found=listed(sorted(map(str, sizes))))
+    pp, dp, tp, exp = next(iter(sizes), (1, 1, 1, 1))
+    found: list[Rank] = []
+    for path, match in sorted(files, key=lambda one: [int(n or 0) for n in one[1].groups()[::2]]):
+        file = read_torchfile(path)
+        root = as_mapping(file.root, file.path)
+        its = {str(key): root.get(key) for key in ("state", "param_groups")}
+        numbers = as_mapping(root.get("names", {}), file.path)
+        own = {number: str(name) for number, name in numbers.items() if isinstance(number, int)}
+        at = [int(n or 0) for n in match.groups()[::2]]
+        one = Rank(at[0], None if match[3] is None else at[1], at[2], at[3], file, parse(its, file.path), own,
+                   as_mapping(root.get(MASTERS, {}), file.path))  # fmt: skip
+        if unnamed := one.state.state.keys() - own.keys():
+            raise DamagedFileError("has state of parameters without names", path=path, found=listed(sorted(unnamed)))
+        first = next((other for other in found if other.pp == one.pp), None)
+        rules = (Rule(("names", "**"), IMPLIED, "names of the parameters"), *optimizer_rules())
+        if first is not None:
+            with about(path):
+                check_hyperparameters(first.state.groups, one.state.groups, len(found))
+            rules = (Rule(("param_groups", "**"), COPY, "found to be the first rank's", tensors=True), *rules)
+        checkpoint.files.append(describe(file, "optimizer", dp_rank=one.dp, rules=rules))
+        found.append(one)
+    if len(found) not in (0, pp * dp * tp * exp):
+        there = {(one.pp, one.dp or 0, one.tp, one.exp) for one in found}
+        gone = next(at for at in product(range(pp), range(dp), range(tp), range(exp)) if at not in there)
+        raise ShardError(
+            "the optimizer's file of a rank is missing", path=folder, expected=f"{pp * dp * tp * exp} files",
+            found=f"{len(found)}, none of pp {gone[0]}, dp {gone[1]}, tp {gone[2]}, exp {gone[3]}", code=MISSING_FILE,
+        )  # fmt: skip
+    said = checkpoint.metadata["nanotron"]
+    stated = said.get("dp") if isinstance(said, dict) else None
+    dp = stated if type(stated) is int and stated > 0 else dp
+    checkpoint.topology, checkpoint.world_size = Topology(dp, tp, pp, exp), dp * tp * pp
+    config = folder / "optimizer_config.json"
+    if found:
+        checkpoint.claims[str(config)] = Claim(IMPLIED, "how ranks have cut the state")
+    return found
+
+
+def _attach(checkpoint: Checkpoint, weights: Mapping[str, Weight], ranks: Sequence[Rank]) -> None:
+    """Give the parameters their state, of which ranks have further copies."""
+    pieces: dict[tuple[str, str], dict[tuple[int, int, int], list[tuple[Rank, Tensor]]]] = {}
+    for rank in ranks:
+        values = [(rank.names[number], key, value) for number, slots in rank.state.state.items()
+                  for key, value in slots.items()]  # fmt: skip
+        for name, key, value in [*values, *((str(name), MASTER, value) for name, value in rank.masters.items())]:
+            if name not in weights:
+                raise LayoutError(f"has state of {name}, which the model has not", path=rank.file.path)
+            if isinstance(value, Tensor):
+                at = rank.pp, rank.tp, rank.exp
+                pieces.setdefault((name, key), {}).setdefault(at, []).append((rank, value))
+            else:
+                checkpoint.parameters[name].state.setdefault(key, value)
+    for (name, key), by_rank in pieces.items():
+        every = [slot_of(key, tensor, rank.file.path) for its in by_rank.values() for rank, tensor in its]
+        if any(slot.shape for slot in every):
+            every = _joined(checkpoint, name, weights[name], key, by_rank)
+        first, *copies = (replace(slot, name=key) for slot in every)
+        checkpoint.parameters[name].slots[key] = first
+        checkpoint.duplicates += [Duplicate("parameter", name, name, copy, first) for copy in copies]
+
+
+def _joined(
+    checkpoint: Checkpoint, name: str, weight: Weight, key: str,
+    by_rank: Mapping[tuple[int, int, int], Sequence[tuple[Rank, Tensor]]],
+) -> list[Slot]:  # fmt: skip
+    """Return a slot of a parameter as often as ranks have it. Raises LayoutError: they have not all of it as often."""
+    copies: dict[Part | None, list[Slot]] = {}
+    for (_, tp, exp), pieces in by_rank.items():
+        part = weight.part_of(tp, exp)
+        local = _local(key, name, weight.parts[part].shape, pieces, checkpoint.topology.dp)
+        copies.setdefault(part, []).append(local)
+    counts = {len(its) for its in copies.values()}
+    if copies.keys() != weight.parts.keys() or len(counts) != 1:
+        raise LayoutError(f"ranks have not all parts of {key} of {name}", path=checkpoint.source, parameters=[name])
+    return [weight.joined(name, {part: its[n] for part, its in copies.items()}) for n in range(counts.pop())]
+
+
+def _local(key: str, name: str, shape: Shape, pieces: Sequence[tuple[Rank, Tensor]], dp: int) -> Slot:
+    """Return what ranks that share a part have of a slot. Raises LayoutError: it is not as ZeRO-1 cuts it."""
+    numel = math.prod(shape)
+    cut = [numel // dp + (rank < numel % dp) for rank in range(dp)] if pieces[0][0].dp is not None else [numel]
+    found, expected = [tensor.numel for _, tensor in pieces], [size for size in cut if size]
+    if found != expected:
+        raise LayoutError(f"{key} of {name} is not what these ranks should have", path=pieces[0][0].file.path,
+                          expected=listed([*map(str, expected)]), found=listed([*map(str, found)]))  # fmt: skip
+    flat = [reshape(slot_of(key, tensor, rank.file.path), (tensor.numel,)) for rank, tensor in pieces]
+    return reshape(placed([((low,), one) for low, one in zip(accumulate([0, *found]), flat, strict=False)]), shape)
+
+
+def _groups(checkpoint: Checkpoint, ranks: Sequence[Rank]) -> None:
+    """Give the checkpoint its param groups: nanotron makes one for each parameter, those that say the same are one."""
+    groups: dict[bytes, tuple[dict[str, Any], dict[str, None]]] = {}
+    digests = Digests()
+    for rank in ranks:
+        for group in rank.state.groups:
+            said = {key: value for key, value in group.items() if key != "params"}
+            members = groups.setdefault(digests.of(said), (said, {}))[1]
+            members |= {rank.names[number]: None for number in group["params"] if number in rank.names}
+    steps: dict[str, object] = {}
+    for rank in ranks:
+        tensors = {rank.names[number]: slots.get("step") for number, slots in rank.state.state.items()}
+        steps |= scalars_in({name: one for name, one in tensors.items() if name not in steps}, rank.file.path)
+    for index, (said, members) in enumerate(groups.values()):
+        for name in members:
+            checkpoint.parameters[name].group = index
+        common = shared_values([{"step": steps[name]} for name in members if name in steps])
+        checkpoint.param_groups.append(ParamGroup(said, [*members], common))
