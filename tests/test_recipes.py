@@ -157,6 +157,14 @@ def _mixtral(at: Path) -> None:
     (at / "config.json").write_text(json.dumps(sizes))
 
 
+def _mixtral_new(at: Path) -> None:
+    """A model that nobody has trained, as large as `llama` but for its experts."""
+    moe = {f"model.layers.{layer}.block_sparse_moe.gate.weight": torch.randn(2, 16) for layer in (0, 1)}
+    at.mkdir()
+    save_file({**moe, "model.norm.weight": torch.ones(16)}, at / "model.safetensors")
+    (at / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mixtral", "num_local_experts": 2}))
+
+
 def _adapter_of_experts(at: Path) -> None:
     at.mkdir()
     name = "base_model.model.model.layers.0.mlp.experts.lora_"
@@ -307,6 +315,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "adapter-fp8": _adapter_of_few_bits,
     "adapter-experts": _adapter_of_experts,
     "mixtral": _mixtral,
+    "mixtral-new": _mixtral_new,
     "verl-lora/actor": _verl_lora,
     "names.txt": lambda at: at.write_text(_names("zero")) and None,
     "run-lost": _lost,

@@ -280,6 +280,17 @@ class Joined:
                     raise self._not_arranged(key, "dequantize it, and map what was written")
         return replace(first, name=name, shape=target.shape, slots=slots, state=dict(self._state))
 
+    def check_equal(self, made: Parameter, copy: Arrangement) -> None:
+        """Raise UnsupportedError unless a copy of what was made has equal bits."""
+        other = self.parameter(made.name, copy)
+        found = differences([pair(f"{key}/{made.name}", one, other.slots[key]) for key, one in made.slots.items()])
+        if found:
+            raise UnsupportedError(
+                f"{self._names} are not copies of one tensor, as {self._map} has them: {found[0].label}",
+                expected="equal bits",
+                found=f"{found[0].figures.num_different} elements that differ",
+            )
+
     def _slot(self, key: str, target: Arrangement) -> Slot:
         slots = [one.slots[key] for one in self._parts]
         first = slots[0]
@@ -430,11 +441,17 @@ class _Mapping:
             (template,), (parameter,) = templates, parameters
             self._keep(replace(parameter, name=template.name(instance.shared)), names, is_same=True)
             return
-        targets, sources, made = self._arranged(instance)
+        targets, sources, made, copies = self._arranged(instance)
         if all(one.tied_to is None for one in parameters):
-            joined = Joined(self._checkpoint, self._map.name, parameters, sources)
-            for one, arrangement in zip(targets, made, strict=True):
-                self._keep(joined.parameter(one.name, arrangement), names)
+            times = len(sources) // len(parameters)
+            joined = Joined(
+                self._checkpoint, self._map.name, [one for one in parameters for _ in range(times)], sources
+            )
+            for one, arrangement, others in zip(targets, made, copies, strict=True):
+                parameter = joined.parameter(one.name, arrangement)
+                for other in others:
+                    joined.check_equal(parameter, other)
+                self._keep(parameter, names)
         elif len(parameters) > 1 or len(targets) > 1:
             raise UnsupportedError(
                 f"{listed(names)} is in part another name of another tensor, which the map {self._map.name} takes apart"
@@ -442,10 +459,14 @@ class _Mapping:
         else:
             self._keep(replace(parameters[0], name=targets[0].name, shape=made[0].shape), names)
 
-    def _arranged(self, instance: Instance) -> tuple[list[Tensor], list[Arrangement], list[Arrangement]]:
+    def _arranged(
+        self, instance: Instance
+    ) -> tuple[list[Tensor], list[Arrangement], list[Arrangement], list[list[Arrangement]]]:
         """Return the tensors of the other side, and how those of both are arranged, which have the same elements.
 
-        Raises UsageError: an element of one side is not once on the other, and no padding.
+        Sources that are to be copied are there for each of their copies. Last, for each tensor of the other side, the
+        further copies of it that the source has. Raises UsageError: an element of one side is not once on the other,
+        and no padding.
         """
         rule, first, own = instance.rule, instance.sources[0].name, self._map.name
         sizes = Sizes(self._map, rule, self._config, instance.sources)
@@ -463,12 +484,19 @@ class _Mapping:
                 targets.append(Tensor(template, indices, template.name(indices)))
         every = dict.fromkeys(letter for one in [*instance.sources, *targets] for letter in one.template.letters)
         letters = tuple(letter for letter in every if letter not in instance.shared)
-        sides = [
-            [Arrangement.of(letters, one.template, one.indices, sizes) for one in side]
-            for side in (instance.sources, targets)
-        ]
         whole = {letter: sizes.total(letter) for letter in letters}
         numel = math.prod(whole.values())
+
+        def copies(one: Tensor) -> list[Arrangement]:
+            extra = [letter for letter in rule.copied if letter not in one.template.letters]
+            values = product(*(range(whole[letter]) for letter in extra))
+            numbered = ({**one.indices, **dict(zip(extra, value, strict=True))} for value in values)
+            return [Arrangement.of(letters, one.template, indices, sizes) for indices in numbered]
+
+        if math.prod(whole[letter] for letter in rule.copied) > MAXIMUM_TENSORS:
+            raise UsageError(f"{own}: {first} has too many copies", expected=f"at most {MAXIMUM_TENSORS}")
+        made = [copies(one) for one in targets]
+        sides = [[copy for one in instance.sources for copy in copies(one)], [copy for some in made for copy in some]]
         for side in sides:
             count = sum(math.prod(one.sizes) for one in side)
             twice = overlap([(one.low, one.sizes) for one in side])
@@ -485,7 +513,7 @@ class _Mapping:
                 what = "are left out as padding" if after < before else "are added as padding, zero"
                 low, high = sorted((before, after))
                 self._notes.append(f"{own}: {padded} {low} to {high - 1} of {first} {what}")
-        return targets, sides[0], sides[1]
+        return targets, sides[0], [some[0] for some in made], [some[1:] for some in made]
 
     def _keep(self, parameter: Parameter, sources: Sequence[str], *, is_same: bool = False) -> None:
         before = self._made.get(parameter.name)
@@ -497,7 +525,7 @@ class _Mapping:
 
     def give(self, instance: Instance, whole: Parameter) -> None:
         """Give tensors of the other side, which are made already, the optimizer's state of what they are parts of."""
-        targets, sources, arrangements = self._arranged(instance)
+        targets, sources, arrangements, _ = self._arranged(instance)
         joined = Joined(self._checkpoint, self._map.name, [whole], sources)
         for target, arrangement in zip(targets, arrangements, strict=True):
             taken = joined.parameter(target.name, arrangement)

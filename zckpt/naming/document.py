@@ -111,11 +111,14 @@ class Rule:
         Letters of which one side may have more values: these are padding, zero where they are added.
     beside : pair of tuple of Template
         For each side, names that must be there, too, for it to hold from there to the other; they follow other rules.
+    copied : tuple of str
+        Letters that one side alone has: what it has of each of their values is a copy of what the other has.
     """
 
     sides: tuple[Templates, Templates]
     padded: tuple[str, ...]
     beside: tuple[Templates, Templates] = ((), ())
+    copied: tuple[str, ...] = ()
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -437,11 +440,14 @@ def template(text: str, axes: str | None, where: str) -> Template:
 
 
 def _rule(value: object, names: list[str], where: str) -> Rule:
-    if not isinstance(value, dict) or value.keys() - {*names, "padded", "beside"} or not set(names) <= value.keys():
-        _refuse(where, "unusable", f"{' and '.join(names)}, and perhaps padded and beside")
-    padded, beside = value.get("padded", []), value.get("beside", {})
+    keys = {*names, "padded", "beside", "copied"}
+    if not isinstance(value, dict) or value.keys() - keys or not set(names) <= value.keys():
+        _refuse(where, "unusable", f"{' and '.join(names)}, and perhaps padded, beside and copied")
+    padded, beside, copied = value.get("padded", []), value.get("beside", {}), value.get("copied", [])
     if not _is_texts(padded) or len(padded) > 1:
         _refuse(where, "unusable padded", "a list of one letter")
+    if not _is_texts(copied) or set(copied) & set(padded):
+        _refuse(where, "unusable copied", "a list of letters that are not padded")
     if not isinstance(beside, dict) or beside.keys() - set(names):
         _refuse(where, "unusable beside", f"names of {' or '.join(names)}")
     others = []
@@ -450,24 +456,34 @@ def _rule(value: object, names: list[str], where: str) -> Rule:
         if not _is_texts(texts):
             _refuse(where, "unusable beside", "a list of names")
         others.append(tuple(template(text, None, f"{where}: unusable beside") for text in texts))
-    rule = Rule(
-        (_tensors(value[names[0]], where), _tensors(value[names[1]], where)), tuple(padded), (others[0], others[1])
-    )
+    both = _tensors(value[names[0]], where), _tensors(value[names[1]], where)
+    rule = Rule(both, tuple(padded), (others[0], others[1]), tuple(copied))
     if any(set(one.indices) - set(rule.shared) for side in others for one in side):
         _refuse(where, "unusable beside", "letters that all names of the rule have")
     first, *rest = every = [*rule.sides[0], *rule.sides[1]]
     if any(one.axes is None for one in every):
-        if len(every) != 2 or any(one.axes is not None for one in every):
+        if len(every) != 2 or any(one.axes is not None for one in every) or copied:
             _refuse(where, "some tensors have no arrangement", "that of all, or of none where one tensor is one")
         if set(first.indices) != set(rest[0].indices):
             _refuse(where, f"{first.text} and {rest[0].text} have other letters", "the same in both names")
         return rule
-    for one in every:
-        if set(one.letters) != set(first.letters) or len(set(one.letters)) != len(one.letters):
-            _refuse(where, f"{one.text} has other letters than {first.text}", "each once, in the name or the axes")
-    if set(padded) - set(first.letters):
-        _refuse(where, "unusable padded", f"letters of {', '.join(sorted(first.letters))}")
+    _check_letters(rule, where)
     return rule
+
+
+def _check_letters(rule: Rule, where: str) -> None:
+    """Raise UsageError unless both sides have the same letters, but for those that are copied."""
+    first, *_ = every = [*rule.sides[0], *rule.sides[1]]
+    for letter in rule.copied:
+        holders = [{letter in one.letters for one in side} for side in rule.sides]
+        if holders not in ([{True}, {False}], [{False}, {True}]):
+            _refuse(where, f"unusable copied {letter}", "a letter of all tensors of one side, and none of the other")
+    for one in every:
+        other = (set(one.letters) ^ set(first.letters)) - set(rule.copied)
+        if other or len(set(one.letters)) != len(one.letters):
+            _refuse(where, f"{one.text} has other letters than {first.text}", "each once, in the name or the axes")
+    if set(rule.padded) - set(first.letters):
+        _refuse(where, "unusable padded", f"letters of {', '.join(sorted(first.letters))}")
 
 
 def _tensors(value: object, where: str) -> Templates:

@@ -1,0 +1,121 @@
+"""A dense model becomes one of experts that are its MLP each, in every slot; and back if all are equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.naming.test_shipped import CONFIGS, LLAMA, made
+from tests.refusals import refusing
+from tests.truth import assert_same
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.naming.document import parse_map
+
+UPCYCLED = {"dense-mixtral": ("mistral", "mixtral"), "dense-qwen3-moe": ("qwen3", "qwen3_moe")}
+
+
+def as_large(kind: str):
+    """An untrained model with experts as large as the MLP of the dense ones."""
+    config = CONFIGS[kind]()
+    config.moe_intermediate_size = LLAMA["intermediate_size"]
+    torch.manual_seed(1)
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+@pytest.mark.parametrize("name", UPCYCLED)
+def test_upcycled_the_model_says_the_same_as_the_dense_one(name, tmp_path):
+    dense, moe = made(UPCYCLED[name][0]), as_large(UPCYCLED[name][1])
+    dense.save_pretrained(tmp_path / "dense")
+    moe.save_pretrained(tmp_path / "initial")
+    zckpt.consolidate(tmp_path / "dense", tmp_path / "experts", map=name, map_config=tmp_path / "initial")
+    done = zckpt.consolidate(tmp_path / "experts", tmp_path / "moe", fill_from=tmp_path / "initial",
+                             config=tmp_path / "initial")  # fmt: skip
+    routers = {
+        f"model.layers.{n}.{'block_sparse_moe' if name == 'dense-mixtral' else 'mlp'}.gate.weight" for n in (0, 1)
+    }
+    assert {one["name"] for one in done.filled} == routers
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "moe", attn_implementation="eager").float().eval()
+    tokens = torch.randint(0, 37, (2, 11))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, dense(tokens).logits, rtol=1e-4, atol=1e-5)
+    zckpt.consolidate(tmp_path / "experts", tmp_path / "back", map=name)
+    assert zckpt.diff(tmp_path / "dense", tmp_path / "back").equal
+    with refusing(UnsupportedError, "a dense model has no router"):
+        zckpt.consolidate(tmp_path / "moe", tmp_path / "not", map=name)
+
+
+def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_parameters(tmp_path):
+    model = made("mistral").train()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "dense.pt")
+    zckpt.convert(tmp_path / "dense.pt", tmp_path / "moe", to="zckpt", map="dense-mixtral",
+                  map_config={"num_local_experts": 3})  # fmt: skip
+    found = zckpt.open(tmp_path / "moe")
+    own = dict(model.named_parameters())
+    moment = optimizer.state[own["model.layers.1.mlp.up_proj.weight"]]
+    for expert in range(3):
+        name = f"model.layers.1.block_sparse_moe.experts.{expert}.w3.weight"
+        assert_same(found.read(name, "weight"), own["model.layers.1.mlp.up_proj.weight"].detach(), name)
+        assert_same(found.read(name, "exp_avg"), moment["exp_avg"], name)
+        assert found.param_groups[0].state["step"].value == 1
+    first = [name for name in found.param_groups[0].parameters if ".layers.0." in name and "experts" in name]
+    assert [name.split("experts.")[1] for name in first] == [f"{e}.w{n}.weight" for e in range(3) for n in (1, 2, 3)]
+    zckpt.convert(tmp_path / "moe", tmp_path / "back", to="zckpt", map="dense-mixtral")
+    assert zckpt.diff(tmp_path / "dense.pt", tmp_path / "back").equal
+
+
+STACKED = {
+    "sides": ["dense", "experts"],
+    "sizes": {"e": "experts"},
+    "rules": [{"dense": {"up": "out in"}, "experts": {"up.all": "in (e out)"}, "copied": ["e"]}],
+}
+
+
+def test_copies_within_a_tensor(tmp_path):
+    up = torch.randn(3, 2)
+    save_file({"up": up}, tmp_path / "dense.safetensors")
+    zckpt.consolidate(
+        tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", map=STACKED, map_config={"experts": 4}
+    )
+    assert_same(load_file(tmp_path / "moe.safetensors")["up.all"], up.T.repeat(1, 4), "up.all")
+    zckpt.consolidate(tmp_path / "moe.safetensors", tmp_path / "b.safetensors", map=STACKED, map_config={"experts": 4})
+    assert_same(load_file(tmp_path / "b.safetensors")["up"], up, "up")
+
+
+def test_copies_that_differ_are_not_made_one(tmp_path):
+    one, rest = "model.layers.0.block_sparse_moe.experts", [torch.ones(2, 2)] * 4
+    for number in (1, 2, 3):
+        tensors = {f"{one}.{e}.w{n}.weight": value + 0 for n in (1, 2, 3) for e, value in enumerate(rest)}
+        tensors[f"{one}.3.w{number}.weight"][1, 0] = 2
+        save_file(tensors, tmp_path / "moe.safetensors")
+        with refusing(UnsupportedError, "are not copies of one tensor"):
+            zckpt.consolidate(tmp_path / "moe.safetensors", tmp_path / "dense.safetensors", map="dense-mixtral")
+        assert not (tmp_path / "dense.safetensors").exists()
+
+
+def test_how_many_copies_is_told_by_the_configuration(tmp_path):
+    save_file({"up": torch.ones(3, 2)}, tmp_path / "dense.safetensors")
+    with refusing(UsageError, "do not tell e"):
+        zckpt.consolidate(tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", map=STACKED)
+    with refusing(UsageError, "at most"):
+        zckpt.consolidate(
+            tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", map=STACKED, map_config={"experts": 1 << 40}
+        )
+
+
+@pytest.mark.parametrize("rule", [
+    {"dense": {"up": "out in"}, "experts": {"up.all": "in (e out)"}},
+    {"dense": {"up": "out in"}, "experts": {"up.all": "in out"}, "copied": ["e"]},
+    {"dense": {"up": "e in"}, "experts": {"up.all": "e in"}, "copied": ["e"]},
+    {"dense": {"up": "out in"}, "experts": {"up.all": "in (e out)"}, "copied": ["e"], "padded": ["e"]},
+    {"dense": "up.{l}", "experts": "up.all.{l}", "copied": ["e"]},
+    {"dense": {"up": "out"}, "experts": {"all.{e}": "(two[0] out)", "some": "(two[1] out)"}, "copied": ["e"]},
+])  # fmt: skip
+def test_a_rule_says_which_letters_one_side_alone_has(rule):
+    with refusing(UsageError, "other letters|unusable copied|no arrangement"):
+        parse_map({**STACKED, "rules": [rule]}, "test")
