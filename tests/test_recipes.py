@@ -165,6 +165,11 @@ def _mixtral_new(at: Path) -> None:
     (at / "config.json").write_text(json.dumps({**CONFIG, "model_type": "mixtral", "num_local_experts": 2}))
 
 
+def _llama_deeper(at: Path) -> None:
+    at.mkdir()
+    (at / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 4}))
+
+
 def _adapter_of_experts(at: Path) -> None:
     at.mkdir()
     name = "base_model.model.model.layers.0.mlp.experts.lora_"
@@ -316,6 +321,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "adapter-experts": _adapter_of_experts,
     "mixtral": _mixtral,
     "mixtral-new": _mixtral_new,
+    "llama-deeper": _llama_deeper,
     "verl-lora/actor": _verl_lora,
     "names.txt": lambda at: at.write_text(_names("zero")) and None,
     "run-lost": _lost,
@@ -490,6 +496,9 @@ def test_every_block_of_the_page(language, block, there):
     for line in _lines(block):
         if line.startswith("python -c "):
             exec(shlex.split(line)[2])
+            continue
+        if line.startswith("echo "):
+            subprocess.run(line, shell=True, check=True)
             continue
         if line.startswith(IN_A_PROCESS):
             words = command(*shlex.split(line, comments=True)[1:])

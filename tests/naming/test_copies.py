@@ -65,6 +65,13 @@ def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_param
         assert found.param_groups[0].state["step"].value == 1
     first = [name for name in found.param_groups[0].parameters if ".layers.0." in name and "experts" in name]
     assert [name.split("experts.")[1] for name in first] == [f"{e}.w{n}.weight" for e in range(3) for n in (1, 2, 3)]
+    zckpt.convert(tmp_path / "moe", tmp_path / "moe.pt", to="consolidated")
+    loaded = torch.load(tmp_path / "moe.pt", weights_only=True)
+    every = [
+        *loaded["model"].values(),
+        *(value for one in loaded["optimizer"]["state"].values() for value in one.values()),
+    ]
+    assert len({value.data_ptr() for value in every}) == len(every)
     zckpt.convert(tmp_path / "moe", tmp_path / "back", to="zckpt", map="dense-mixtral")
     assert zckpt.diff(tmp_path / "dense.pt", tmp_path / "back").equal
 

@@ -25,6 +25,7 @@ from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
+from zckpt.naming.taken import take
 from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot
 from zckpt.state.boxes import intersection, overlap
 from zckpt.state.checkpoint import keys_listed
@@ -354,6 +355,11 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     UsageError: names or shapes do not fit; UnsupportedError: state that the map cannot arrange; LayoutError: parts of
     one tensor have state that contradicts itself.
     """
+    if map_.taken:
+        _check_arrangeable(checkpoint, map_)
+        taken, notes = take(checkpoint, map_.taken, map_.name)
+        same = {one.name: one.name for one in checkpoint.tensors() if taken.find(one.name) is one}
+        return Mapped(taken, notes, 1, same)
     implied = frozenset().union(*(side.implied for side in map_.sides))  # names that only one side has
     whole = checkpoint
     kept = {name: one for name, one in whole.parameters.items() if name not in implied or one.tied_to is None}
@@ -387,17 +393,7 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         for rule in map_.sides[found.source].optimizer
         for instance in of_rule(rule, rule.sides[found.source], dict.fromkeys(shapes), shapes)
     ]
-    if unnamed:
-        raise UnsupportedError(
-            f"the optimizer's state of {listed(list(unnamed))} belongs to no tensor of the model, which the map "
-            f"{map_.name} is about",
-            advice="give --names FILE where a file only numbers them, or the model with its optimizer",
-        )
-    if checkpoint.per_rank:
-        raise UnsupportedError(
-            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, which no map "
-            f"arranges"
-        )
+    _check_arrangeable(replace(checkpoint, unnamed=unnamed), map_)
     work = _Mapping(replace(checkpoint, unnamed=unnamed), map_, found, config)
     for instance in found.instances:
         work.add(instance)
@@ -407,6 +403,21 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     if copies:
         done.notes.append(f"{map_.name}: {listed([name for name, _ in copies])} are copies, equal ones, and left out")
     return done
+
+
+def _check_arrangeable(checkpoint: Checkpoint, map_: Map) -> None:
+    """Raise UnsupportedError if a checkpoint has state that is of no tensor of the model, or of what a rank holds."""
+    if checkpoint.unnamed:
+        raise UnsupportedError(
+            f"the optimizer's state of {listed(list(checkpoint.unnamed))} belongs to no tensor of the model, which the "
+            f"map {map_.name} is about",
+            advice="give --names FILE where a file only numbers them, or the model with its optimizer",
+        )
+    if checkpoint.per_rank:
+        raise UnsupportedError(
+            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, which no map "
+            f"arranges"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@
  "settings": {"layernorm_zero_centered_gamma": false},
  "implied": {"huggingface": ["lm_head.weight"]}}
 
+or, of a model whose names stay, {"taken": {"model.layers.{l}.": "0-23,8-31"}} alone, which `taken` describes
+
 or what another map is but for some keys: {"like": "llama-huggingface-meta", "about": ..., "settings": {...}}, with
 "more" rules before its own, which hold "again" under other beginnings of names
 """
@@ -33,6 +35,7 @@ from typing import NoReturn, TypeGuard
 
 from zckpt.errors import UsageError
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes
+from zckpt.naming.taken import Taken, parse_taken
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
@@ -43,7 +46,7 @@ MAXIMUM_NBYTES = 1 << 22
 
 KEYS = frozenset({
     "about", "sides", "sizes", "rules", "tied", "order", "ignored", "refused", "optimizer", "settings", "implied",
-    "copies",
+    "copies", "taken",
 })  # fmt: skip
 LIKE, MORE, AGAIN = "like", "more", "again"
 
@@ -182,6 +185,8 @@ class Map:
         What the configuration must say, where it says it: values that make other weights of the same arrangement.
     document : mapping
         That says so.
+    taken : sequence of Taken
+        In a map without rules, whose sides have the same names.
     """
 
     name: str
@@ -191,6 +196,7 @@ class Map:
     rules: tuple[Rule, ...]
     settings: dict[str, object]
     document: Mapping[str, object] = field(repr=False, compare=False)
+    taken: Sequence[Taken] = ()
 
     def numbered(self, config: Mapping[str, int]) -> Map:
         """Return the map whose names have the numbers of a model: `{=layers+2}.weight`, the norm behind the layers.
@@ -287,6 +293,8 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
     strange = sorted(document.keys() - KEYS)
     if strange:
         _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE, MORE, AGAIN})))
+    if "taken" in document:
+        return _taken(document, name)
     names = document.get("sides")
     if not _is_texts(names) or len(names) != 2 or names[0] == names[1]:
         _refuse(name, "unusable sides", 'two names, {"sides": ["mine", "theirs"]}')
@@ -313,6 +321,16 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
         settings,
         document,
     )
+
+
+def _taken(document: Mapping[str, object], name: str) -> Map:
+    said = _mapping(document, "taken", name)
+    if document.keys() - {"about", "taken"} or not said or not _is_texts([*said, *said.values()]):
+        _refuse(name, "unusable taken", "what of which layers and rows, in a map that says nothing else")
+    texts = {front: str(value) for front, value in said.items()}
+    sides = (_side({}, 0, ["before", "after"], name), _side({}, 1, ["before", "after"], name))
+    taken = parse_taken(texts, [(one, template(one, None, name).pattern) for one in texts], name)
+    return Map(name, str(document.get("about", "")), sides, {}, (), {}, document, taken)
 
 
 def _like(document: Mapping[str, object], name: str) -> Mapping[str, object]:

@@ -1,0 +1,160 @@
+"""Layers there twice or not at all, and rows added to a vocabulary: what transformers' own model says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.naming.test_shipped import CONFIGS, made
+from tests.naming.test_training import trained
+from tests.refusals import refusing
+from tests.truth import assert_same
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.naming.document import parse_map
+
+LAYERS = "model.layers.{l}."
+RUN = FIXTURES / "hf_llama_s2_bf16_dp2"
+TOKENS = torch.randint(0, 37, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def llama(kind: str = "llama", **more):
+    config = CONFIGS[kind]()
+    for key, value in more.items():
+        setattr(config, key, value)
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+
+
+def of_numbers(model: torch.nn.Module) -> tuple[torch.optim.AdamW, dict[str, torch.nn.Parameter]]:
+    """An optimizer of two groups, which a file only numbers in the order of the model."""
+    named = dict(model.named_parameters())
+    groups = [{"params": [one for one in named.values() if (one.dim() > 1) == large]} for large in (True, False)]
+    return torch.optim.AdamW(groups, lr=0.01), named
+
+
+@pytest.mark.parametrize(("said", "numbers"), [("0-1,0-1", [0, 1, 0, 1]), ("1", [1]), ("0-,1*2", [0, 1, 1, 1])])
+def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_follow(said, numbers, tmp_path):
+    model = made("llama").train()
+    optimizer, own = of_numbers(model)
+    trained(model, optimizer, range(2))
+    names = [[name for name, one in own.items() if (one.dim() > 1) == large] for large in (True, False)]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    other = llama(num_hidden_layers=len(numbers))
+    next_optimizer, theirs = of_numbers(other)
+    trained(other.train(), next_optimizer, range(1))  # so that it has state, which is not the one loaded
+    was = {}
+    for name in theirs:
+        parts = name.split(".")
+        was[name] = ".".join([*parts[:2], str(numbers[int(parts[2])]), *parts[3:]]) if "layers" in parts else name
+    order = [name for some in names for name in some]
+    done = zckpt.convert(tmp_path / "run.pt", tmp_path / "new.pt", to="consolidated", names=order,
+                         map={"taken": {LAYERS: said}})  # fmt: skip
+    assert any("config.json has to say how many" in note for note in done.notes)
+    found = torch.load(tmp_path / "new.pt", weights_only=True)
+    states = [value for one in found["optimizer"]["state"].values() for value in one.values()]
+    assert len({value.data_ptr() for value in states}) == len(states)
+    other.load_state_dict(found["model"])
+    next_optimizer.load_state_dict(found["optimizer"])
+    for name, one in theirs.items():
+        assert_same(one.detach(), own[was[name]].detach(), name)
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            assert_same(next_optimizer.state[one][key], optimizer.state[own[was[name]]][key], f"{key} of {name}")
+    trained(other, next_optimizer, range(3, 5))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_tied"])
+def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zeros_or_copies(kind, tmp_path):
+    model = made(kind).train()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    trained(model, optimizer, range(2))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    taken = {"model.embed_tokens.weight": "0-36,zero*3,5*2"}
+    if kind == "llama":
+        taken["lm_head.weight"] = "0-,zero*3,5*2"
+    zckpt.convert(tmp_path / "run.pt", tmp_path / "new", to="zckpt", map={"taken": taken})
+    other = made(kind)
+    other.load_state_dict(model.state_dict())
+    other.resize_token_embeddings(42, mean_resizing=False)
+    with torch.no_grad():
+        for name in taken:
+            weight = other.get_parameter(name)
+            weight[37:40], weight[40:] = 0, weight[5]
+    live = llama(kind, vocab_size=42)
+    new = torch.optim.AdamW(live.named_parameters())
+    zckpt.load(tmp_path / "new", model=live, optimizer=new)
+    for name, one in other.named_parameters():
+        assert_same(live.get_parameter(name).detach(), one.detach(), name)
+    with torch.no_grad():
+        assert torch.equal(live(TOKENS).logits, other.eval()(TOKENS).logits)
+        assert torch.equal(live(TOKENS).logits[..., :37], model.eval()(TOKENS).logits)
+    for name in taken:
+        moment = optimizer.state[model.get_parameter(name)]["exp_avg"]
+        expected = torch.cat([moment, torch.zeros(3, 24), moment[5:6], moment[5:6]])
+        assert_same(new.state[live.get_parameter(name)]["exp_avg"], expected, name)
+    trained(live.train(), new, range(2, 4))
+
+
+def test_a_vocabulary_is_cut(tmp_path):
+    save_file({"embed": torch.arange(12.0).reshape(6, 2), "other": torch.ones(1)}, tmp_path / "a.safetensors")
+    zckpt.consolidate(tmp_path / "a.safetensors", tmp_path / "b.safetensors", map={"taken": {"embed": "4-5,0-1"}})
+    assert load_file(tmp_path / "b.safetensors")["embed"].tolist() == [[8, 9], [10, 11], [0, 1], [2, 3]]
+
+
+def test_a_deeper_run_of_deepspeed_has_masters_and_moments_of_the_layers_that_it_took(tmp_path):
+    document = tmp_path / "deeper.json"
+    document.write_text(json.dumps({"taken": {LAYERS: "0-1,1", "model.embed_tokens.weight": "0-,zero*5"}}))
+    zckpt.convert(RUN, tmp_path / "deeper", to="deepspeed", world_size=2, stage=2, map=document)
+    before, after = zckpt.open(RUN), zckpt.open(tmp_path / "deeper")
+    assert after.parameters["lm_head.weight"].shape == (72, 16)
+    for slot in ("master", "exp_avg", "weight"):
+        assert_same(after.read("model.layers.2.mlp.up_proj.weight", slot),
+                    before.read("model.layers.1.mlp.up_proj.weight", slot), slot)  # fmt: skip
+        embedding = after.read("model.embed_tokens.weight", slot)
+        assert_same(embedding[:67], before.read("model.embed_tokens.weight", slot), slot)
+        assert not embedding[67:].any()
+    order = [name for group in after.param_groups for name in group.parameters if name.endswith("up_proj.weight")]
+    assert order == [f"model.layers.{n}.mlp.up_proj.weight" for n in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("taken", "words"), [
+    ({LAYERS: "0-4"}, "has no 0-4: expected 0 to 1"),
+    ({LAYERS: "2"}, "has no 2"),
+    ({LAYERS: "1-0"}, "has no 1-0"),
+    ({"blocks.{l}.": "0"}, "no name begins with blocks"),
+    ({"lm_head.weight": "0-"}, "has no rows of its own.*another name of model.embed_tokens.weight"),
+    ({"nothing": "0-"}, "has no rows of its own"),
+    ({LAYERS: "0*999999999"}, "too much"),
+    ({"model.embed_tokens.weight": "0*999999999"}, "too much"),
+])  # fmt: skip
+def test_what_is_not_there_is_not_taken(taken, words, tmp_path):
+    with refusing(UsageError, words):
+        zckpt.consolidate(RUN, tmp_path / "no.safetensors", map={"taken": taken})
+
+
+def test_state_without_rows_and_tied_layers_are_refused(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6))
+    optimizer = torch.optim.Adafactor(model.named_parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with refusing(UnsupportedError, "is not one number for each element"):
+        zckpt.convert(tmp_path / "run.pt", tmp_path / "no", to="zckpt", map={"taken": {"0.weight": "0-3"}})
+    one = torch.ones(2)
+    torch.save({"h.0.w": one, "h.1.w": one}, tmp_path / "tied.pt")
+    with refusing(UnsupportedError, "another name of a tensor, of layers"):
+        zckpt.consolidate(tmp_path / "tied.pt", tmp_path / "no.pt", map={"taken": {"h.{l}.": "0"}})
+
+
+@pytest.mark.parametrize("document", [
+    {"taken": {}}, {"taken": {LAYERS: 3}}, {"taken": {LAYERS: "zero*2"}}, {"taken": {LAYERS: "a"}},
+    {"taken": {"embed": "zero-3"}}, {"taken": {"embed": "0,,1"}}, {"taken": {"h.{l}.{m}.": "0"}},
+    {"taken": {"h.{l+1}.": "0"}}, {"taken": {LAYERS: "0"}, "rules": []}, {"taken": {"": "0"}},
+])  # fmt: skip
+def test_a_map_says_what_it_takes_in_one_way(document):
+    with refusing(UsageError, "unusable taken"):
+        parse_map(document, "test")

@@ -1,0 +1,167 @@
+"""Layers and rows that are taken from a checkpoint, in an order: some twice, some not, rows of zeros behind them.
+
+{"taken": {"model.layers.{l}.": "0-23,8-31",                  48 layers of 32: those from 8 to 23 are there twice
+           "model.embed_tokens.weight": "0-,zero*64"}}        all rows, and 64 of zeros
+
+The names stay those of the same program; all else stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.engine.computed import Computed
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.low_bit import codes_in
+from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.state import Checkpoint, Parameter, Slot
+from zckpt.state.views import concat, narrow, zeros
+
+_ITEM = re.compile(r"(zero|[0-9]{1,9})(-(?P<last>[0-9]{0,9}))?(\*(?P<times>[1-9][0-9]{0,8}))?")
+
+MOST = 1 << 17
+"""Layers, or ranges of rows: a map may say any number."""
+
+Ranges = list[tuple[int | None, int]]
+"""The first index and how many follow, itself included; None: zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Beginnings of names with a number, or whole names of tensors whose rows are taken, and what is taken."""
+
+    front: str
+    pattern: re.Pattern[str]
+    items: tuple[re.Match[str], ...]
+
+    def ranges(self, count: int, where: str) -> Ranges:
+        """Return what is taken of `count` layers or rows; UsageError: there are not so many, or too many of them."""
+        found: Ranges = []
+        for item in self.items:
+            times = int(item["times"] or 1)
+            if item[1] == "zero":
+                found.append((None, times))
+                continue
+            low = int(item[1])
+            high = low if item["last"] is None else int(item["last"] or count - 1)
+            if not low <= high < count:
+                raise UsageError(f"{where}: {self.front} has no {item[0]}", expected=f"0 to {count - 1}")
+            if times * (high + 1 - low if self.pattern.groups else 1) > MOST:
+                raise UsageError(f"{where}: {self.front} {item[0]} is too much", expected=f"at most {MOST}")
+            found += [(low, high + 1 - low)] * times
+        return found
+
+
+def parse_taken(said: Mapping[str, str], templates: Iterable[tuple[str, re.Pattern[str]]], name: str) -> list[Taken]:
+    """Return what a map says; UsageError: it is malformed."""
+    found = []
+    for front, pattern in templates:
+        items = [_ITEM.fullmatch(one.strip()) for one in said[front].split(",")]
+        zero = [
+            one for one in items if one is not None and one[1] == "zero" and (pattern.groups or one["last"] is not None)
+        ]
+        if "+" in front or pattern.groups > 1 or zero or None in items:
+            raise UsageError(
+                f"{name}: unusable taken {front}: {said[front]}",
+                expected="numbers, ranges such as 0-23 or 8-, any of them *N times; of rows also zero*N",
+            )
+        found.append(Taken(front, pattern, tuple(filter(None, items))))
+    return found
+
+
+def take(checkpoint: Checkpoint, taken: Sequence[Taken], where: str) -> tuple[Checkpoint, list[str]]:
+    """Return a checkpoint, which stays as it is, of what is taken, and what to know of it.
+
+    Raises UsageError: there is no such layer or tensor; UnsupportedError: tied layers, or state that has no rows.
+    """
+    notes = []
+    for one in taken:
+        if one.pattern.groups:
+            checkpoint = _layers(checkpoint, one, where)
+        else:
+            checkpoint = _rows(checkpoint, one, where)
+        items = ",".join(item[0] for item in one.items)
+        notes.append(f"{where}: {one.front} {items} are taken; config.json has to say how many")
+    return checkpoint, notes
+
+
+def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
+    names = [one.name for one in checkpoint.tensors()]
+    numbers = {name: int(match[1]) for name in names if (match := taken.pattern.match(name)) is not None}
+    if not numbers:
+        raise UsageError(f"{where}: no name begins with {taken.front}", path=checkpoint.named)
+    ties = [one.name for one in checkpoint.tensors() if one.tied_to and {one.name, one.tied_to} & numbers.keys()]
+    if ties:
+        raise UnsupportedError(f"{where}: {listed(ties)} is another name of a tensor, of layers that are taken")
+    ranges = taken.ranges(max(numbers.values()) + 1, where)
+    places: dict[int, list[int]] = {}
+    for new, old in enumerate((low or 0) + n for low, size in ranges for n in range(size)):
+        places.setdefault(old, []).append(new)
+    if missing := places.keys() - set(numbers.values()):
+        raise UsageError(f"{where}: {taken.front} has no {min(missing)}", path=checkpoint.named)
+
+    def of(every: Iterable[str]) -> list[tuple[str, str]]:
+        """Return new names and old ones, by layer where the old ones are, else each tensor's together."""
+        old = list(every)
+        own = [numbers[name] for name in old if name in numbers]
+        first: dict[str, int] = {}
+        keyed: list[tuple[tuple[int, ...], str, str]] = []
+        for at, name in enumerate(old):
+            if name not in numbers:
+                keyed.append(((at,), name, name))
+                continue
+            match = taken.pattern.match(name)
+            suffix = name[match.end() :] if match else ""
+            begin = first.setdefault("" if own == sorted(own) else suffix, at)
+            for new in places.get(numbers[name], ()):
+                front = name[: match.start(1)] + str(new) + name[match.end(1) : match.end()] if match else ""
+                keyed.append(((begin, new, at), front + suffix, name))
+        return [(new, name) for _, new, name in sorted(keyed)]
+
+    def section(some: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        return {new: some[name] if new == name else _copy(some[name], new) for new, name in of(some)}
+
+    groups = [replace(one, parameters=[new for new, _ in of(one.parameters)]) for one in checkpoint.param_groups]
+    kept = [one for one in checkpoint.duplicates if not {one.name, one.of} & numbers.keys()]
+    return replace(checkpoint, parameters=section(checkpoint.parameters), buffers=section(checkpoint.buffers),
+                   param_groups=groups, duplicates=kept)  # fmt: skip
+
+
+def _copy(parameter: Parameter, name: str) -> Parameter:
+    """Return a parameter of another name, and slots of its own: what shares one is written as tied."""
+    slots = {key: replace(slot) for key, slot in parameter.slots.items()}
+    return replace(parameter, name=name, slots=slots, state=dict(parameter.state))
+
+
+def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
+    name = taken.front
+    own = checkpoint.find(name)
+    if own is None or own.tied_to is not None or not own.shape:
+        raise UsageError(
+            f"{where}: {name} has no rows of its own", path=checkpoint.named, expected="the name of a tensor",
+            found=None if own is None or own.tied_to is None else f"another name of {own.tied_to}",
+        )  # fmt: skip
+    ranges = taken.ranges(own.shape[0], where)
+    if name in codes_in(checkpoint) or any(isinstance(slot, Computed) for slot in own.slots.values()):
+        raise UnsupportedError(f"{name} is quantised, and has no rows", advice="dequantize it first")
+    for key, slot in own.slots.items():
+        if slot.shape not in (own.shape, ()) or holds_tensors(own.state.get(key)):
+            raise UnsupportedError(f"{key} of {name} is not one number for each element, and has no rows",
+                                   expected=own.shape, found=slot.shape)  # fmt: skip
+    slots = {key: _of_rows(slot, ranges) if slot.shape else slot for key, slot in own.slots.items()}
+    shape = (sum(size for _, size in ranges), *own.shape[1:])
+
+    def section(some: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        made = {key: replace(one, shape=shape) if one.tied_to == name else one for key, one in some.items()}
+        return {key: replace(one, shape=shape, slots=slots) if key == name else one for key, one in made.items()}
+
+    kept = [one for one in checkpoint.duplicates if name not in (one.name, one.of)]
+    return replace(checkpoint, parameters=section(checkpoint.parameters), buffers=section(checkpoint.buffers),
+                   duplicates=kept)  # fmt: skip
+
+
+def _of_rows(slot: Slot, ranges: Ranges) -> Slot:
+    rest = slot.shape[1:]
+    return concat([zeros(slot, (n, *rest)) if at is None else narrow(slot, 0, at, n) for at, n in ranges], 0)
