@@ -62,6 +62,14 @@ def test_a_lost_file_is_named(gone, said, saved):
         zckpt.open(saved)
 
 
+def test_a_lost_file_of_a_scheduler_or_random_state_is_said(saved):
+    assert not zckpt.open(saved).warnings
+    gone = ["lr_scheduler/lr_scheduler_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt", "random/tp-0-of-2_dp-1-of-2_pp-0-of-1.pt"]
+    for name in gone:
+        (saved / name).unlink()
+    assert zckpt.open(saved).warnings == [f"{gone[0]}, {gone[1]}: not there, and other ranks' are: is it lost?"]
+
+
 def part(saved, tp):
     [path] = saved.glob(f"model/model/decoder/1/pp_block/attn/qkv_proj/*_tp-rank-{tp}-*")
     with safe_open(path, "pt") as file:

@@ -33,6 +33,11 @@ SAMPLE = ["pp2_s1_bf16_dp1", "other/dcp_fsdp2_dp2", "other/lightning_fsdp2", "ot
 SILENT = {
     ("removed", "*/random_states_*.pkl", "*/rng_state_*.pth"): "no file says how many ranks there were",
     ("removed", "*/scheduler.*", "*/training_args.bin", "*/trainer_state.json"): "a training may have none",
+    (
+        "removed",
+        "other/nanotron*/lr_scheduler/*",
+        "other/nanotron*/random/*",
+    ): "a warning says it",
     ("removed", "pp2_s0_fp32_dp2/*/layer_*"): "stages do not list their parameters, and their optimizers were dropped",
     ("removed", "other/lightning_fsdp2/meta.pt"): "without it, it is what torch by itself writes",
     (

@@ -142,6 +142,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             checkpoint.parameters[name] = Parameter.of(name, weights[name].joined(name, weights[name].held))
     _attach(checkpoint, weights, ranks)
     _groups(checkpoint, ranks)
+    _note_gaps(checkpoint, path, [file.name for file, _ in others])
     return checkpoint
 
 
@@ -286,6 +287,23 @@ def _joined(
     if copies.keys() != weight.parts.keys() or len(counts) != 1:
         raise LayoutError(f"ranks have not all parts of {key} of {name}", path=checkpoint.source, parameters=[name])
     return [weight.joined(name, {part: its[n] for part, its in copies.items()}) for n in range(counts.pop())]
+
+
+def _note_gaps(checkpoint: Checkpoint, path: Path, optimizers: Sequence[str]) -> None:
+    """Warn of the schedulers' and random states' files that ranks should have, where others have theirs."""
+    at = checkpoint.topology
+    random = [f"random/tp-{tp}-of-{at.tp}_dp-{dp}-of-{at.dp}_pp-{pp}-of-{at.pp}.pt"
+              for tp, dp, pp in product(range(at.tp), range(at.dp), range(at.pp))]  # fmt: skip
+    schedulers = [f"lr_scheduler/lr_{re.sub('_dp-[0-9]+-of-[0-9]+', '', name).replace('optimizer', 'scheduler')}"
+                  for name in optimizers]  # fmt: skip
+    there = {Path(one.path) for one in checkpoint.files}
+    gone = [
+        name
+        for name in dict.fromkeys(schedulers + random)
+        if path / name not in there and (path / name).parent.is_dir()
+    ]
+    if gone:
+        checkpoint.warnings.append(f"{listed(gone)}: not there, and other ranks' are: is it lost?")
 
 
 def _local(key: str, name: str, shape: Shape, pieces: Sequence[tuple[Rank, Tensor]], dp: int) -> Slot:
