@@ -330,6 +330,15 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
         return checkpoint
     ranks = read_ranks(checkpoint, directory.ranks)
     states = [rank.state for rank in ranks]
+    if (total := sum(len(state.every_number) for state in states)) > (owned := len(checkpoint.owners)):
+        raise UnsupportedError(
+            "ranks' files have parameters several times, which are no shares of one model: copies, as the ranks of "
+            "DistributedDataParallel each save it",
+            path=path,
+            expected=f"{owned} parameters on {len(ranks)} ranks",
+            found=total,
+            advice=f"give one of them, such as {directory.ranks[0]}",
+        )
     lengths = [sum(map(len, shares)) for shares in zip(*(state.numbers for state in states), strict=True)]
     listed = names if names is not None else _param_names(states[0], lengths)
     if listed is not None:
