@@ -168,3 +168,66 @@ def test_a_rank_of_fsdp_that_is_lost(version: int, lost: int, tmp_path: Path) ->
         for name, parameter in other.parameters.items():
             if slot in parameter.slots:
                 assert torch.equal(one.read(name, slot), other.read(name, slot))
+
+
+NAME = "model.layers.1.mlp.up_proj.weight"
+LLAMA = "hf_llama_s2_bf16_dp2"
+
+
+@pytest.mark.parametrize(("pattern", "slots"), [
+    (f"{NAME}/*", {"master", "exp_avg", "exp_avg_sq"}),
+    (f"{NAME}/exp_avg.pt", {"exp_avg"}),
+    (f"{NAME}/fp32.pt", {"master"}),
+])  # fmt: skip
+def test_files_of_a_universal_checkpoint_are_lost(pattern: str, slots: set[str], tmp_path: Path) -> None:
+    source = copy(f"universal/{LLAMA}", tmp_path)
+    lose(source, f"zero/{pattern}")
+    refused(3, "consolidate", source, tmp_path / "no.safetensors", words=("of this parameter", "--salvage"))
+    found = inspected(source, "--salvage")["missing"]
+    assert {(one["name"], one["slot"]) for one in found} == {(NAME, slot) for slot in slots}
+    done = zckpt.consolidate(source, tmp_path / "left.safetensors", salvage=True)
+    assert {(one["name"], one["slot"]) for one in done.missing} == ({(NAME, "master")} if "master" in slots else set())
+    with pytest.raises(ShardError, match="is not whole"):
+        zckpt.convert(source, tmp_path / "target", to="zckpt", salvage=True)
+    zckpt.convert(source, tmp_path / "target", to="zckpt", salvage=True, fill_from=FIXTURES / LLAMA)
+    assert zckpt.diff(tmp_path / "target", FIXTURES / "universal" / LLAMA).equal
+
+
+def test_a_step_that_is_lost_with_its_folder_is_its_groups(tmp_path: Path) -> None:
+    source = copy(f"universal/{LLAMA}", tmp_path)
+    lose(source, f"zero/{NAME}/step.pt")
+    zckpt.convert(source, tmp_path / "target", to="zckpt", salvage=True)
+    assert zckpt.diff(tmp_path / "target", FIXTURES / "universal" / LLAMA).equal
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_ranks_file_of_zckpts_own_format_is_lost(lost: int, tmp_path: Path) -> None:
+    source, page = tmp_path / "saved", tmp_path / "page.html"
+    zckpt.convert(FIXTURES / LLAMA, source, to="zckpt", world_size=3)
+    assert not json.loads((source / "checkpoint.json").read_text())["storages"]
+    lose(source, f"rank-0000{lost}-*")
+    refused(3, "consolidate", source, tmp_path / "no.safetensors", words=("is missing", "--salvage"))
+    done = zckpt.consolidate(source, tmp_path / "left.safetensors", salvage=True)
+    left, whole = load_file(tmp_path / "left.safetensors"), tmp_path / "whole.safetensors"
+    zckpt.consolidate(FIXTURES / LLAMA, whole)
+    assert 0 < len(left) < len(load_file(whole))
+    before, missing = load_file(whole), inspected(source, "--salvage")["missing"]
+    gone = {one["name"] for one in missing}
+    assert all(
+        torch.equal(value, before[name]) for name, value in left.items() if name not in gone | {"lm_head.weight"}
+    )
+    succeeded("inspect", source, "--salvage", "--html", page)
+    assert done.missing
+    assert f"missing: {missing[0]['slot']} of {missing[0]['name']}: elements" in page.read_text()
+    assert f"rank-0000{lost}-of-00003.safetensors (lost)" in page.read_text()
+    zckpt.convert(source, tmp_path / "target", to="zckpt", salvage=True, fill_from=FIXTURES / LLAMA)
+    assert zckpt.diff(tmp_path / "target", FIXTURES / LLAMA).equal
+
+
+def test_a_first_file_with_what_is_no_slot_is_not_done_without(tmp_path: Path) -> None:
+    source = tmp_path / "saved"
+    zckpt.convert(FIXTURES / "s2_bf16_dp2_client", source, to="zckpt", world_size=2)
+    assert json.loads((source / "checkpoint.json").read_text())["storages"]
+    lose(source, "rank-00000-*")
+    with pytest.raises(ShardError, match="is missing"):
+        zckpt.consolidate(source, tmp_path / "left.safetensors", salvage=True)

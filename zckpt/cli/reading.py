@@ -129,9 +129,10 @@ def inspect_command(
 
     def page() -> str:
         from zckpt.operations.map import map as map_of
+        from zckpt.operations.open import opened
         from zckpt.report.page import inspect_page
 
-        return inspect_page(document, map_of(source, **only(Reading, shared)).as_dict())
+        return inspect_page(document, map_of(opened(source, **shared)).as_dict())
 
     return _Shown([], document, text, page)
 

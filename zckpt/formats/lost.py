@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
-from zckpt.errors import ShardError
+from zckpt.errors import SourceError
 from zckpt.state import Checkpoint, Shape
 from zckpt.state.boxes import Box, intersection, row_major
 from zckpt.state.spans import LOST
@@ -42,7 +42,7 @@ def salvaging(*, wanted: bool) -> Iterator[Lost]:
         _LOST.reset(token)
 
 
-def stand_in(error: ShardError, path: str | os.PathLike[str], names: Iterable[str] = ()) -> str:
+def stand_in(error: SourceError, path: str | os.PathLike[str], names: Iterable[str] = ()) -> str:
     """Return the path that stands for a lost file; raise the error where nothing may be lost.
 
     `names`: of tensors in it of which nothing else is known.

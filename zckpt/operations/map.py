@@ -28,6 +28,7 @@ from zckpt.operations.options import Reading, shares
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.dtypes import itemsize
+from zckpt.state.spans import LOST
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -132,8 +133,9 @@ def map(  # noqa: A001  # the verb's name, as `open`
             _add_extent(moved, position[row], *extent)
         cut[3] = moved
     paths = sorted({path for path in drawing.sources.values() if path is not None})
-    root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
     number = {path: index for index, path in enumerate(paths)}
+    paths = [path.removeprefix(LOST) for path in paths]
+    root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
     lines: list[dict[str, object]] = []
     for row in order:
         files = rows.files[row]
@@ -353,6 +355,8 @@ class _Rows:
         """Return what a person calls the row."""
         files = self.files[row]
         first = files[0]
+        if first.path.startswith(LOST):
+            return f"{Path(first.path).name} (lost)"
         if first.dp_rank is not None:
             return f"dp {first.dp_rank} mp {first.mp_rank or 0}" if self._slices else f"rank {first.dp_rank}"
         if self._each_file or first.role == "file":

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.codes import LAYOUT
-from zckpt.errors import DamagedFileError, SourceError, about
+from zckpt.errors import DamagedFileError, ShardError, SourceError, about
+from zckpt.formats.lost import is_lost, stand_in
 from zckpt.formats.native.document import FORMAT, Form, Json, read_document, record, wrong
 from zckpt.formats.native.files import DOCUMENT_NAME, SECTIONS, SHARE, headers_shared, rank_name
 from zckpt.formats.native.layouts import (
@@ -232,13 +233,18 @@ class Reading:
         if where is None:
             return None
         rank, world_size = share = SHARE.get() or (0, 1)
-        for one in self.listed[rank::world_size]:
+        for number, one in list(enumerate(self.listed))[rank::world_size]:
             path = self.path / one.name
             if not is_as_listed(path, one):
-                if share == (0, 1):
+                if share == (0, 1) and (path.exists() or (number == 0 and self.document["storages"])):
                     return None
-                open_rank_file(path, identity=self.identity, nbytes=one.nbytes)
-                listed_header(path, one)
+                try:
+                    open_rank_file(path, identity=self.identity, nbytes=one.nbytes)
+                    listed_header(path, one)
+                except ShardError as error:
+                    if share != (0, 1):
+                        raise
+                    self.paths[number] = stand_in(error, path)
         return where
 
     def _group(self, found: Json) -> ParamGroup:
@@ -277,6 +283,8 @@ class Reading:
                     f"holds tensors that {DOCUMENT_NAME} does not mention", path=file.path, found=", ".join(others[:4])
                 )
         for rank, one in enumerate(self.listed):
+            if is_lost(self.paths[rank]):
+                continue
             used = sum(slot.nbytes for slot in self.files[rank].tensors.values()) if self.files else one.data_nbytes
             header = None if self.files else (one.header_nbytes, one.header_crc32)
             yield SourceFile(self.paths[rank], one.nbytes, "rank", rank, tensor_nbytes=used, header=header)

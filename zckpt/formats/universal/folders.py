@@ -34,6 +34,7 @@ from zckpt.formats.deepspeed.axes.auto_ep import FOLDING_KEY, SLICED_AS_WELL, ex
 from zckpt.formats.deepspeed.axes.gpt_model import known_rules
 from zckpt.formats.deepspeed.axes.tp_rules import AVERAGED, INFO_KEY, REPLICATED, SLICED, SUB, TWO, Rules
 from zckpt.formats.deepspeed.origin import origin_of
+from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
@@ -102,10 +103,13 @@ class StoredFolder:
     files: list[SourceFile] = field(default_factory=list)
 
 
-def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile]) -> StoredFolder:
+def read_folder(
+    folder: Path, reader: AlikeReader, known: dict[int, SourceFile], shape: Shape | None = None
+) -> StoredFolder:
     """Read the structure of a folder, and its step.
 
-    Its trees, and what is `known` of its files, are those of others that are alike.
+    Its trees, and what is `known` of its files, are those of others that are alike. `shape`: of the parameter, whose
+    master may be lost if it is given.
 
     Raises
     ------
@@ -116,10 +120,14 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile])
     """
     listed = entries_of(folder) if folder.is_dir() else []
     names = [entry.name for entry in listed if entry.name.endswith(SUFFIX) and entry.is_file()]
-    if MASTER_STEM + SUFFIX not in names:
-        raise LayoutError("no values of this parameter", path=folder / (MASTER_STEM + SUFFIX), expected="a file",
-                          code=MISSING_FILE, parameters=[folder.name])  # fmt: skip
     found = StoredFolder()
+    if MASTER_STEM + SUFFIX not in names:
+        master = folder / (MASTER_STEM + SUFFIX)
+        error = LayoutError("no values of this parameter", path=master, expected="a file", code=MISSING_FILE,
+                            parameters=[folder.name])  # fmt: skip
+        if shape is None:
+            raise error
+        found.tensors[MASTER] = Stored(tensor_of("float32", shape), stand_in(error, master), False, False)
     for name in names:
         file = reader.read(folder / name)
         found.files.append(describe(file, "optimizer", rules=_RULES, known=known))

@@ -28,6 +28,7 @@ from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_extra
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_model, section
 from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of, keep_others, weight_in
+from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, span_of, with_scalars
@@ -308,7 +309,8 @@ class _Reading:
         complete_aliases(checkpoint.parameters)
 
     def _stored(self, name: str) -> StoredFolder:
-        found = read_folder(self.folder / name, self._reader, self._known)
+        shape = self.shapes.get(name) if len(self.ranks) == 1 else None  # of several, that of a slice
+        found = read_folder(self.folder / name, self._reader, self._known, shape)
         self.checkpoint.files += found.files
         return found
 
@@ -357,14 +359,22 @@ class _Reading:
         for number, name, own, _ in held:
             for (its, others), (other, needed) in states.items():
                 is_alike = its == number or (forms[its] == forms[number] and own > {MASTER})
-                if is_alike and own < others and (lost := sorted(needed - own)):
-                    raise LayoutError(
-                        f"no {lost[0]} of this parameter",
-                        path=self.folder / name / f"{lost[0]}{SUFFIX}",
-                        expected=f"a file, as {other} has one",
-                        code=SLOT_MISSING,
-                        parameters=[name],
-                    )
+                for key in sorted(needed - own) if is_alike and own < others else ():
+                    path = self.folder / name / f"{key}{SUFFIX}"
+                    error = LayoutError(f"no {key} of this parameter", path=path,
+                                        expected=f"a file, as {other} has one", code=SLOT_MISSING,
+                                        parameters=[name])  # fmt: skip
+                    self._lose(error, key, self.checkpoint.parameters[name], self.checkpoint.parameters[other])
+
+    def _lose(self, error: LayoutError, key: str, one: Parameter, like: Parameter) -> None:
+        """Let a file of a parameter be lost where that may be; a single value is that of another of its group."""
+        if len(self.ranks) > 1:
+            raise error
+        path = stand_in(error, self.folder / one.name / f"{key}{SUFFIX}")
+        if key in like.slots and like.slots[key].shape:
+            one.slots.setdefault(key, slot_of(key, tensor_of(like.slots[key].dtype, one.shape), path))
+        else:
+            self.values[one.name].setdefault(key, self.values[like.name].get(key))
 
     def note_copies(self) -> None:
         """Note what there is twice: tied weights and other ranks' values in the model files, folders of untrained ones.

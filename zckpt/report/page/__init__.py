@@ -29,7 +29,7 @@ from zckpt.report.page.markup import (
     text,
     verdict,
 )
-from zckpt.report.text import Document, about, count
+from zckpt.report.text import Document, about, count, elements
 
 DIFFERENT = (
     '<div class="columns">'
@@ -186,7 +186,9 @@ def inspect_page(document: Document, map_data: Document) -> str:
         for one in document["left_out"]
     ]
     lost[SHOWN_LEFT_OUT:] = [f"Left out: {len(lost) - SHOWN_LEFT_OUT:,} more"] * (len(lost) > SHOWN_LEFT_OUT)
-    rest = _facts(document) + items([*document["warnings"], *lost], kind="warnings")
+    gone = [elements(one, "missing") for one in document["missing"]]
+    gone[SHOWN_LEFT_OUT:] = [f"missing: {len(gone) - SHOWN_LEFT_OUT:,} more"] * (len(gone) > SHOWN_LEFT_OUT)
+    rest = _facts(document) + items([*document["warnings"], *gone, *lost], kind="warnings")
     data = {"map": map_data, "files": listed}
     return page("inspect", source, about(document) + several, rest, main, name="checkpoint", data=data)
 
