@@ -170,6 +170,35 @@ def _llama_deeper(at: Path) -> None:
     (at / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 4}))
 
 
+def _actions_new(at: Path) -> None:
+    """A model with a second expert, of another size than the first."""
+    one = "model.layers.{}.moe.experts.{}.up_proj.weight"
+    sizes = {0: 24, 1: 7}
+    at.mkdir()
+    save_file({one.format(layer, e): torch.ones(size, 16) for layer in (0, 1) for e, size in sizes.items()},
+              at / "model.safetensors")  # fmt: skip
+    (at / "config.json").write_text(json.dumps({"experts": list(sizes.values())}))
+
+
+def _composer(at: Path) -> None:
+    """A run of two saves, in DCP, in one dict below."""
+    from torch.distributed.checkpoint import save
+
+    model, optimizer = _trained(3, 5, 2)
+    names = dict(enumerate(name for name, _ in model.named_parameters()))
+    state = {names[n]: one for n, one in optimizer.state_dict()["state"].items()}
+    group = {**optimizer.state_dict()["param_groups"][0], "params": list(names.values())}
+    held = {"model": model.state_dict(), "optimizers": {"AdamW": {"state": state, "param_groups": [group]}}}
+    for batch in (4, 8):
+        save({"state": held}, checkpoint_id=at / f"ep0-ba{batch}", no_dist=True)
+
+
+def _rank_0(at: Path) -> None:
+    """ZeRO-3 of which only the first rank's model file was saved."""
+    shutil.copytree(FIXTURES / "s3_bf16_dp2_nofrozen", at)
+    next(at.rglob("*rank_1_*model_states.pt")).unlink()
+
+
 def _adapter_of_experts(at: Path) -> None:
     at.mkdir()
     name = "base_model.model.model.layers.0.mlp.experts.lora_"
@@ -322,6 +351,9 @@ MADE: dict[str, Callable[[Path], None]] = {
     "mixtral": _mixtral,
     "mixtral-new": _mixtral_new,
     "llama-deeper": _llama_deeper,
+    "actions-new": _actions_new,
+    "composer": _composer,
+    "run-rank0": _rank_0,
     "verl-lora/actor": _verl_lora,
     "names.txt": lambda at: at.write_text(_names("zero")) and None,
     "run-lost": _lost,

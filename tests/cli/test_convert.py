@@ -39,6 +39,16 @@ def test_universal_has_its_pointer_beside_it(tmp_path):
     assert inspected(tmp_path)["format"] == inspected(tmp_path / "step5")["format"]
 
 
+@pytest.mark.parametrize(("name", "more"), [
+    ("out", ("--to", "zckpt")), ("out", ("--to", "dcp")), ("out", ("--to", "dcp", "--fingerprint")),
+    ("out.pt", ("--to", "consolidated", "--fingerprint")),
+])  # fmt: skip
+def test_every_file_that_is_written_is_listed(name, more, tmp_path):
+    done = succeeded("convert", S2, tmp_path / name, "--json", *more)
+    there = sorted(str(one) for one in tmp_path.rglob("*") if one.is_file())
+    assert sorted(json.loads(done.stdout)["files"]) == there
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth"])
 def test_consolidated_file(suffix, tmp_path):
     target = tmp_path / f"all{suffix}"

@@ -66,6 +66,13 @@ def test_order_and_alignment_are_switched_on_and_off(option, key, tmp_path):
     assert found == [True, True, False]
 
 
+def test_a_run_of_a_version_without_alignment_gets_it(tmp_path):
+    source = FIXTURES / "ds0145_s1_fp32_dp2"
+    succeeded("reshard", source, tmp_path / "aligned", "--world-size", 3, "--parameter-alignment")
+    assert inspected(tmp_path / "aligned")["details"]["parameter_alignment"]
+    succeeded("diff", source, tmp_path / "aligned")
+
+
 def test_stage_form_and_order_together(tmp_path):
     succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--stage", 1, "--elastic", "--round-robin")
     found = inspected(tmp_path / "cut")

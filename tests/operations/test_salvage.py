@@ -231,3 +231,14 @@ def test_a_first_file_with_what_is_no_slot_is_not_done_without(tmp_path: Path) -
     lose(source, "rank-00000-*")
     with pytest.raises(ShardError, match="is missing"):
         zckpt.consolidate(source, tmp_path / "left.safetensors", salvage=True)
+
+
+def test_nothing_is_missing_of_zero_3_where_only_the_first_ranks_model_file_was_saved(tmp_path: Path) -> None:
+    source = copy("s3_bf16_dp2_nofrozen", tmp_path)
+    zckpt.consolidate(source, tmp_path / "whole.safetensors")
+    lose(source, "*rank_1_*model_states.pt")
+    done = zckpt.consolidate(source, tmp_path / "left.safetensors", salvage=True)
+    assert not done.missing
+    assert same(tmp_path / "whole.safetensors", tmp_path / "left.safetensors")
+    zckpt.convert(source, tmp_path / "target", to="deepspeed", world_size=3, stage=3, salvage=True)
+    assert zckpt.diff(tmp_path / "target", FIXTURES / "s3_bf16_dp2_nofrozen").equal

@@ -240,8 +240,8 @@ def note_numbers(checkpoint: Checkpoint, numbers: Sequence[object], *, advice: s
     """Warn of parameters that have no certain names and stay numbers, if there are any."""
     if numbers:
         checkpoint.warnings.append(
-            f"the optimizer's parameters {listed(numbers, most=MOST_SHOWN)} have no names and several of the model's "
-            f"tensors fit them; their state is kept under their numbers ({advice})"
+            f"the optimizer numbers its parameters, and several of the model's tensors fit "
+            f"{listed(numbers, most=MOST_SHOWN)}: state is kept under the number there ({advice})"
         )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from zckpt.engine.computed import Computed
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.evidence.solver import NAMES_ADVICE
 from zckpt.formats.adapters import has_live_adapter, of_modules
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
@@ -184,6 +185,7 @@ def consolidate(
     if not slots and found.unnamed and found.parameters:  # an optimizer that only numbers its parameters
         parameters = {name: replace(one, group=None) for name, one in found.parameters.items()}
         named = replace(found, parameters=parameters, unnamed={}, param_groups=[])
+        found = replace(found, warnings=[one for one in found.warnings if NAMES_ADVICE not in one])  # of no model's
     checkpoint, notes = naming.of(named)
     beside = read_json(assets_of(checkpoint, Path(target), chosen, how).get(CONFIG_NAME, ""))
     if beside is not None and how.options["map"] is None:

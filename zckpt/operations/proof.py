@@ -50,6 +50,12 @@ class SlotsProof(Proof):
 
         return [digests_path_of_file(self.target)]
 
+    @property
+    def writes(self) -> Sequence[Path]:
+        """The fingerprint of a target, if it is recorded."""
+        in_it = [self.target / FINGERPRINT_NAME] if self.fingerprint and not self.laid.is_file else []
+        return self.companions or in_it
+
     def of(self, written: Path, companions: Sequence[Path], _files: Sequence[Path]) -> None:
         """Open what was written; raise LayoutError unless all is there."""
         laid = self.laid

@@ -61,6 +61,11 @@ class Proof:
         """Files that it writes next to a target that is one."""
         return ()
 
+    @property
+    def writes(self) -> Sequence[Path]:
+        """All files that it writes."""
+        return self.companions
+
     def of(self, written: Path, companions: Sequence[Path], files: Sequence[Path]) -> None:
         """Look at a target, and the files of its plan in their order, by their temporary names; write the companions.
 
@@ -255,7 +260,7 @@ def write_from(
     TargetError
         The target exists or cannot be written.
     """
-    more = proof.companions if proof is not None else ()
+    more, recorded = (proof.companions, proof.writes) if proof is not None else ((), ())
     origins = sources or [checkpoint]
     own = owns or Owned(lambda _: False)
     others = Owned(lambda name: own.is_own(name) or name in laid.copied or laid.replaceable(name), own.is_marked)
@@ -273,7 +278,7 @@ def write_from(
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked, foresight = Checked(), None
     if how.dry_run:
-        every = [*more, *names_in(planned.names, target, owned), *outside]
+        every = [*names_in(planned.names, target, owned), *outside, *recorded]
         foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
     else:
         from zckpt.formats.survey import source_checks
@@ -298,7 +303,7 @@ def write_from(
             write_target(plan([one]), name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=(*names_in(planned.names, target, owned), *outside),
+        files=(*names_in(planned.names, target, owned), *outside, *recorded),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,

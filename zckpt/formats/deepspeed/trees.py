@@ -308,7 +308,7 @@ def optimizer_tree(target: Target, mp: Rank, rank: int) -> object:
     same = (source.stage == 3) == (target.stage == 3)
     as_it_was = same and not target.origin.is_foreign
     keys = list(old) if as_it_was else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
-    keys += [key for key in (GROUPS_KEY,) if key in cut and key not in keys]
+    keys += [key for key in (GROUPS_KEY, "param_alignment_paddings") if key in cut and key not in keys]
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
     content = {key: cut[key] if key in cut else FromFile.of(source.file, old[key]) for key in keys
