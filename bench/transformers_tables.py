@@ -69,7 +69,7 @@ def classes() -> Iterator[type[PreTrainedModel]]:
 def has_same_tree(kind: str) -> bool:
     """Tell whether the file's names of a type are those of the same tree, in an order that is known as theirs."""
     for factory in (AutoModel, AutoModelForCausalLM):
-        config = CONFIG_MAPPING[kind](num_hidden_layers=2)
+        config = fewer_layers(CONFIG_MAPPING[kind](), more=True)  # of two, experts may be in none
         if type(config) not in factory._model_mapping:  # there is none of this type
             continue
         with torch.device("meta"):
@@ -207,7 +207,9 @@ def map_without_sizes(model: PreTrainedModel) -> dict[str, Any]:
         whole = document_of(made, type(model).__name__, transformers.__version__)
         live = {name: tuple(one.shape) for name, one in model.state_dict().items()}
         untied = {name: shape for name, shape in live.items() if name not in made["tied"]}
-        memory = Checkpoint("", "", parameters={name: Parameter(name, shape, "F32") for name, shape in untied.items()})
+        memory = Checkpoint(
+            "", "", parameters={name: Parameter(name, shape, "float32") for name, shape in untied.items()}
+        )
         table = parse_map({key: value for key, value in whole.items() if key != "live"}, "table")
         traced = parse_map({key: value for key, value in document.items() if key != "live"}, "trace")
         files, truth = (mapped(memory, one, {}).checkpoint for one in (table, traced))

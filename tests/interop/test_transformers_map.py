@@ -128,12 +128,6 @@ def test_every_slot_is_as_transformers_saves_it_and_comes_back(tmp_path):
     assert hold("jamba", "ForCausalLM", tmp_path)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_families(kind, tmp_path):
-    hold(kind, OTHERS[kind], tmp_path)
-
-
 def in_training(kind, head):
     """Return a model, an optimizer with the Trainer's groups, and what makes a step of both and returns its loss."""
     model = model_of(kind, head).train()

@@ -376,10 +376,15 @@ def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
     }
 
 
+def _number(found: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Return infinity for what transformers writes for it, and everything else as it is."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+
 def main(read: Callable[[], str] = sys.stdin.read) -> int:
     """Print the map of the configuration on standard input, or why there is none."""
     try:
-        document: dict[str, Any] = map_of(model_of(json.loads(read())))
+        document: dict[str, Any] = map_of(model_of(json.loads(read(), object_hook=_number)))
     except Exception as error:  # noqa: BLE001  # another program's code, of which nothing is known
         document = {"refused": f"{error.__cause__ or error}".partition("\n")[0] or type(error).__name__}
     sys.stdout.write(json.dumps(document))

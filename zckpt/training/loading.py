@@ -28,7 +28,7 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import OptimizerState
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Stateful, share_of
+from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
@@ -227,11 +227,14 @@ class _Loading:
     def match(self, known: Sequence[str], *, strict: bool) -> None:
         """Find the checkpoint's tensor for each of the model's, and note what has none."""
         report, checkpoint = self.report, self.checkpoint
+        model = unwrapped(self.live.model) if isinstance(self.live.model, torch.nn.Module) else None
+        computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # by a model of transformers, for itself
         for name, tensor in self.live.tensors.tensors.items():
             there = name in checkpoint.parameters or name in checkpoint.buffers
             its = checkpoint.owner(name) if there else None
             if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
-                report.missing.append(name)
+                if name not in computed or tensor.requires_grad:
+                    report.missing.append(name)
             elif its.shape != tuple(tensor.shape):
                 report.reshaped.append(name)
             else:
