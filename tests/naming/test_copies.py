@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.naming.test_shipped import CONFIGS, LLAMA, made
+from tests.naming.test_training import trained
 from tests.refusals import refusing
 from tests.truth import assert_same
 from zckpt.errors import UnsupportedError, UsageError
@@ -74,6 +75,32 @@ def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_param
     assert len({value.data_ptr() for value in every}) == len(every)
     zckpt.convert(tmp_path / "moe", tmp_path / "back", to="zckpt", map="dense-mixtral")
     assert zckpt.diff(tmp_path / "dense.pt", tmp_path / "back").equal
+
+
+def test_a_live_model_of_experts_goes_on_from_a_dense_run_with_its_own_router(tmp_path):
+    model = made("mistral").train()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    trained(model, optimizer, range(2))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "dense.pt")
+    moe = as_large("mixtral").train()
+    if "model.layers.0.mlp.experts.gate_up_proj" not in moe.state_dict():
+        pytest.skip("transformers before 5")
+    router = moe.get_parameter("model.layers.1.mlp.gate.weight").detach().clone()
+    new = torch.optim.AdamW(moe.named_parameters(), lr=0.01)
+    moe.save_pretrained(tmp_path / "initial")
+    zckpt.convert(tmp_path / "dense.pt", tmp_path / "experts", to="zckpt", map="dense-mixtral",
+                  map_config=tmp_path / "initial")  # fmt: skip
+    done = zckpt.load(tmp_path / "experts", model=moe, optimizer=new, strict=False)
+    assert done.missing == [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)]
+    assert_same(moe.get_parameter("model.layers.1.mlp.gate.weight").detach(), router, "the router")
+    down, whole = "model.layers.1.mlp.experts.down_proj", model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert_same(new.state[moe.get_parameter(down)][key], optimizer.state[whole][key].expand(3, -1, -1), key)
+    tokens = torch.randint(0, 37, (2, 11))
+    with torch.no_grad():
+        torch.testing.assert_close(moe.eval()(tokens).logits, model.eval()(tokens).logits, rtol=1e-4, atol=1e-5)
+    trained(moe.train(), new, range(2, 4))
+    assert not torch.equal(moe.get_parameter("model.layers.1.mlp.gate.weight"), router)
 
 
 STACKED = {

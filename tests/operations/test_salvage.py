@@ -242,3 +242,10 @@ def test_nothing_is_missing_of_zero_3_where_only_the_first_ranks_model_file_was_
     assert same(tmp_path / "whole.safetensors", tmp_path / "left.safetensors")
     zckpt.convert(source, tmp_path / "target", to="deepspeed", world_size=3, stage=3, salvage=True)
     assert zckpt.diff(tmp_path / "target", FIXTURES / "s3_bf16_dp2_nofrozen").equal
+
+
+def test_a_file_that_nothing_stands_for_is_refused_by_name(tmp_path: Path) -> None:
+    source = copy("other/mcore_legacy_tp2_pp2/ckpt", tmp_path)
+    lose(source, "mp_rank_01_001/*.pt")
+    words = ("found none of rank 1 of stage 1", "--salvage does not do without it")
+    refused(3, "consolidate", "--salvage", source, tmp_path / "no.safetensors", words=words)

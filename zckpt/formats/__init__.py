@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.codes import MISSING_FILE
 from zckpt.errors import SourceError, UnknownFormatError, UsageError, about, listed
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import BrokenPluginError, formats
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 SHOWN = 8
 """Of the tags of a run in a message."""
+
+UNSALVAGED = (
+    "--salvage does not do without it, as it does without files of ZeRO's and FSDP's ranks, of DCP, of a universal "
+    "checkpoint's parameters, of zckpt's own ranks, and shards of safetensors"
+)
 
 __all__ = ["is_checkpoint", "open_checkpoint", "recognise"]
 
@@ -87,6 +93,8 @@ def open_checkpoint(
         except SourceError as error:
             from zckpt.formats.near import explained
 
+            if salvage and error.code == MISSING_FILE:
+                error.advice = UNSALVAGED
             raise explained(error, search, misses) from error.__cause__
     settle(checkpoint, lost)
     checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))

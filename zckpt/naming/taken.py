@@ -12,10 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.low_bit import codes_in
-from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.state import Checkpoint, Parameter, Slot
 from zckpt.state.views import concat, narrow, zeros
 
@@ -136,6 +133,10 @@ def _copy(parameter: Parameter, name: str) -> Parameter:
 
 
 def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
+    from zckpt.engine.computed import Computed  # what only lists the maps does without
+    from zckpt.formats.low_bit import codes_in
+    from zckpt.formats.torch_files.tensors import holds_tensors
+
     name = taken.front
     own = checkpoint.find(name)
     if own is None or own.tied_to is not None or not own.shape:
