@@ -47,6 +47,7 @@ bench: $(VENV)/.development
 	-$(BIN)/python bench/scale.py
 	-$(BIN)/python bench/map.py
 	-$(BIN)/python bench/average.py
+	-$(BIN)/python bench/low_bit.py
 	-$(BIN)/python bench/to_megatron.py
 	-$(BIN)/python bench/remote.py
 	-$(BIN)/python bench/cold_start.py

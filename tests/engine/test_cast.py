@@ -68,6 +68,21 @@ def test_millions_of_random_patterns_of_float32(target):
     assert_as_torch(bits.view(np.float32), "float32", target)
 
 
+@pytest.mark.parametrize("target", ["float8_e4m3fn", "float8_e5m2"])
+def test_ties_of_float8_are_ties_of_the_float_and_not_of_what_is_looked_up(target):
+    """What follows the upper half of a float decides; every upper half, with nothing, little, and much behind it."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0xFFFF):
+        numbers = (upper | lower).astype(np.uint32).view(np.float32)
+        most = 448 if target == "float8_e4m3fn" else np.inf  # from there on, versions of torch differ
+        assert_as_torch(numbers[~(np.abs(numbers) > most)], "float32", target)
+
+
+@pytest.mark.parametrize("numel", [256, 257, 259, 1001])
+def test_any_number_of_elements_of_one_byte(numel):
+    assert_as_torch(np.resize(patterns("float8_e4m3fn"), numel), "float8_e4m3fn", "bfloat16")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("sign", [0, 1 << 31])
 def test_ties_subnormals_and_ends_of_the_range(target, sign):

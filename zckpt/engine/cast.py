@@ -5,7 +5,9 @@ What NaN a NaN becomes is not defined: torch itself gives different ones on diff
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
@@ -29,8 +31,8 @@ _EXTENDED = {
     "float8_e5m2fnuz",
     "float8_e8m0fnu",
 }
-_BYTES = np.arange(256, dtype=np.uint8)
-"""Every element that a type of one byte has: many are looked up in the cast of these."""
+FEW_NUMEL = 1 << 8
+"""So many elements are cast one by one; more are looked up, where their types are small."""
 
 _OPAQUE = {"complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
 
@@ -90,13 +92,49 @@ def cast(array: Array, target: str) -> Array:
     extended = {np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
     if kinds and not {d for d in (array.dtype, result) if d.kind != "f"} <= extended:
         raise UnsupportedError(f"elements of {array.dtype} are not cast to {target}")
-    if array.itemsize == 1 and array.size > len(_BYTES):
-        found: Array = cast(_BYTES.view(array.dtype), target)[array.view(np.uint8)]
-        return found
+    if array.size > FEW_NUMEL:
+        if array.itemsize == 1 or (array.itemsize == 2 and {array.dtype.name, target} != {"bfloat16", "float32"}):
+            return _looked_up(array, target)
+        if array.dtype == np.float32 and result.itemsize == 1:
+            return _looked_up(_rounded_to_odd(array), target)
     with np.errstate(over="ignore", invalid="ignore"):
         if array.dtype == np.float32 or result == np.float64:
             return array.astype(result)
-        return array.astype(np.float32).astype(result)
+        return cast(array.astype(np.float32), target)
+
+
+def _looked_up(array: Array, target: str) -> Array:
+    """Return the cast of many elements of one or two bytes, in a fraction of the time that each takes by itself."""
+    table, flat = _every(array.dtype, target), np.ascontiguousarray(array).reshape(-1)
+    found: Array = np.empty(flat.size, numpy_dtype(target))
+    together = flat.size if array.itemsize == 2 else flat.size & ~1
+    np.take(table, flat[:together].view(np.uint16), out=found[:together].view(table.dtype), mode="wrap")
+    if together < flat.size:
+        found[together:] = cast(flat[together:], target)
+    return found.reshape(array.shape)
+
+
+@lru_cache(maxsize=16)
+def _every(dtype: np.dtype[Any], target: str) -> Array:
+    """Return the casts of all elements of a type of two bytes, or of all pairs of elements of one byte, as words."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found: Array = every.astype(np.float32).astype(numpy_dtype(target))
+    nbytes = found.nbytes >> 16
+    return found.view("c16" if nbytes == 16 else f"u{nbytes}")
+
+
+def _rounded_to_odd(array: Array) -> Array:
+    """Return the upper halves of floats as bfloat16, of which the last bit says that something follows it.
+
+    What is rounded from there is rounded as from the float, to types of which bfloat16 has two bits more.
+    """
+    bits: Array = np.ascontiguousarray(array).view(np.uint32)
+    odd = bits & 0xFFFF
+    odd += 0xFFFF
+    odd |= bits
+    upper = slice(1, None, 2) if sys.byteorder == "little" else slice(None, None, 2)
+    return odd.view(np.uint16)[..., upper].view(numpy_dtype("bfloat16"))
 
 
 CACHED_NUMEL = 1 << 17

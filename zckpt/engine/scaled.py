@@ -165,39 +165,48 @@ def mapped(arrays: list[Array], first: int, end: int, *, block: int, halves: boo
     """
     codes, scale, *qmap = arrays
     if halves:
-        codes = np.stack([codes >> 4, codes & 0xF], axis=-1).reshape(-1)[first % 2 :][: end - first]
-    values = qmap[0][codes] if qmap else cast(codes, "float32")
+        values = in_pairs(codes, qmap[0], upper_first=True)[first % 2 :][: end - first]
+    else:
+        values = qmap[0][codes] if qmap else cast(codes, "float32")
     values *= np.repeat(scale, block)[first % block :][: end - first]
     return cast(values + np.float32(offset) if offset else values, dtype)
 
 
-def in_grid(scale: Array, block: tuple[int, int], first: int, end: int, columns: int) -> Array:
-    """Return the scale of each element of rows, or of each row where there is one for all of its columns."""
-    scale = scale.reshape(-1, -(-columns // block[1]))
-    if scale.shape[1] > 1:
-        scale = np.repeat(scale, block[1], axis=1)[:, :columns]
-    if len(scale) == 1:
-        return scale
-    return scale[np.arange(first, end) // block[0] - first // block[0]]
+def in_pairs(codes: Array, values: Array, *, upper_first: bool = False) -> Array:
+    """Return the values of bytes of two codes each, flat."""
+    every = np.arange(256)
+    halves = (values[every >> 4], values[every & 15])
+    table = np.stack(halves if upper_first else halves[::-1], axis=-1)
+    both = table.view(f"c{table.itemsize * 2}" if table.itemsize > 4 else f"u{table.itemsize * 2}")
+    found: Array = np.take(both, codes.reshape(-1)).view(values.dtype)
+    return found
+
+
+def by_grid(values: Array, change: np.ufunc, grid: Array, block: tuple[int, int], first: int) -> None:
+    """Change rows, from `first` of them on, by what a grid has for each block of rows and columns."""
+    columns = values.shape[1]
+    grid = grid.reshape(-1, -(-columns // block[1]))
+    if grid.shape[1] > 1 and block[1] > 1:
+        grid = np.repeat(grid, block[1], axis=1)[:, :columns]
+    if block[0] == 1 or len(grid) == 1:
+        change(values, grid, out=values)
+        return
+    at = 0
+    for row in grid:
+        end = at + block[0] - (first + at) % block[0]
+        change(values[at:end], row, out=values[at:end])
+        at = end
 
 
 def multiplied(arrays: list[Array], first: int, end: int, *, columns: int, block: tuple[int, int], dtype: str) -> Array:
     """Return code x scale of its block, rounded to a type; of codes less a zero, where there is one for each scale."""
     codes, scale, *zeros = arrays
-    codes = codes.astype(np.float32) if codes.dtype == np.int8 else codes
-    values = codes.reshape(end - first, columns)
-    if zeros:
-        values -= in_grid(zeros[0], block, first, end, columns)
-    scale = power_of_two(scale) if scale.dtype == np.uint8 else scale
-    values *= in_grid(scale, block, first, end, columns)
+    values = codes.astype(np.float32) if codes.dtype == np.int8 else cast(codes, "float32")
+    values = values.reshape(end - first, columns)
+    for zero in zeros:
+        by_grid(values, np.subtract, zero, block, first)
+    by_grid(values, np.multiply, power_of_two(scale) if scale.dtype == np.uint8 else scale, block, first)
     return cast(values, dtype)
-
-
-def nibbles(codes: Array) -> Array:
-    """Return the values of e2m1 that bytes hold, the first in the lower half."""
-    pairs = np.stack([FP4[np.arange(256) & 15], FP4[np.arange(256) >> 4]], axis=1)
-    found: Array = pairs[codes].reshape(*codes.shape[:-1], -1)
-    return found
 
 
 def power_of_two(codes: Array) -> Array:
@@ -216,29 +225,36 @@ def of_fp4(arrays: list[Array], first: int, end: int, *, block: int, dtype: str,
         scale = cast(power_of_two(scale), dtype)
     else:
         scale = scale / whole[0] if divides else scale * whole[0]
-    values = nibbles(codes.reshape(end - first, -1))
-    return cast(values * np.repeat(cast(scale, "float32"), block).reshape(values.shape), dtype)
+    values = in_pairs(codes, FP4)
+    values *= np.repeat(cast(scale, "float32"), block)
+    return cast(values, dtype).reshape(end - first, -1)
 
 
 def of_experts(arrays: list[Array], first: int, end: int, *, columns: int) -> Array:
     """Return rows of gpt-oss's experts, (in, out), of blocks that lie as (in / 32, out, 16)."""
     codes, scale = arrays
-    values = nibbles(codes.reshape(-1, columns, 16)) * power_of_two(scale).reshape(-1, columns, 1)
-    found: Array = values.transpose(0, 2, 1).reshape(-1, columns)[first % 32 :][: end - first]
+    turned = np.ascontiguousarray(codes.reshape(-1, columns, 16).transpose(0, 2, 1))
+    values = np.empty((*turned.shape[:2], 2, columns), np.float32)
+    for half, shift in enumerate((0, 4)):
+        np.take(FP4[np.arange(256) >> shift & 15], turned, out=values[:, :, half], mode="wrap")
+    values *= power_of_two(scale).reshape(-1, 1, 1, columns)
+    found: Array = values.reshape(-1, columns)[first % 32 :][: end - first]
     return found
 
 
-def unpacked(words: Array, bits: int) -> Array:
+def unpacked(words: Array, bits: int, dtype: str = "float32") -> Array:
     """Return codes that lie end to end along rows of words, lowest bits first."""
     data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 4:
+        return in_pairs(data, np.arange(16).astype(dtype)).reshape(len(data), -1)
     if not 8 % bits:
-        table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(np.float32)
+        table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(dtype)
         found: Array = table[data].reshape(len(data), -1)
         return found
     flat = np.unpackbits(data, axis=-1, bitorder="little")
     flat = flat[:, : flat.shape[1] // bits * bits].reshape(len(flat), -1, bits)
     codes: Array = flat.astype(np.float32) @ (1 << np.arange(bits)).astype(np.float32)
-    return codes
+    return codes.astype(dtype)
 
 
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])

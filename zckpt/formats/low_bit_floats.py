@@ -170,7 +170,7 @@ class _Model:
             dtype = "bfloat16"
         columns = slot.shape[-1]
         grid = [(one, _as_read(one)) for one in (scale, zero) if one is not None]
-        codes = Part(slot, width=columns, dtype=_as_read(slot))
+        codes = Part(slot, width=columns, dtype=slot.dtype)
         values = partial(scaled.multiplied, columns=columns, block=block, dtype=dtype)
         if scale.numel == 1:
             function = matrices(slot.shape, (codes,), values, shared=tuple(whole(*one) for one in grid))

@@ -34,6 +34,9 @@ _ARENA_MAX = -8
 _MMAP_THRESHOLD, MAPPED_NBYTES = -3, 128 << 10
 """M_MMAP_THRESHOLD: from this size on, the default's first, memory goes back to the system as soon as it is free."""
 
+KEPT_NBYTES = 16 << 20
+"""Buffers of up to this are taken from what was freed: glibc's own limit is 32 MiB."""
+
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 _UNLIMITED = 1 << 60
@@ -127,14 +130,27 @@ def confine_threads() -> None:
     """Let threads that begin from now on take little address space, if the process may not map what it likes.
 
     A thread of a usual Linux maps 72 MiB, of which it uses some kilobytes. Buffers are given back when they are free.
+    Where there is no such limit, they are kept until `give_back`: memory that is new to a process costs more than what
+    most functions do with it.
     """
     if address_space() is None:
+        _keep_freed()
         return
     before = threading.stack_size(STACK_NBYTES)
     if before not in (0, STACK_NBYTES):  # somebody has chosen
         threading.stack_size(before)
     _call("mallopt", _ARENA_MAX, 1)
     _call("mallopt", _MMAP_THRESHOLD, MAPPED_NBYTES)
+
+
+def _keep_freed() -> None:
+    """Let glibc keep what is freed, up to a size, as it does by itself from when a mapping of that size was freed."""
+    if sys.platform == "linux":
+        import ctypes
+
+        library = ctypes.CDLL(None)
+        library.malloc.restype = ctypes.c_void_p
+        library.free(ctypes.c_void_p(library.malloc(ctypes.c_size_t(KEPT_NBYTES))))
 
 
 def give_back() -> None:
