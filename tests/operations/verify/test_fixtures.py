@@ -31,7 +31,7 @@ NOT_READ = "pp2_s0_fp32_dp2"
 EVERY = [name for name in (*RUNS, *UNIVERSAL, *OTHERS) if name != NOT_READ]
 
 NO_HYPERPARAMETERS = "the elastic form of the optimizer state does not hold hyperparameters"
-NUMBERED = "several of the model's tensors fit them"
+NUMBERED = "several of the model's tensors fit"
 
 REMARKS = {
     "ds0145_s2_bf16_dp2_elastic_fused": [NO_HYPERPARAMETERS],
