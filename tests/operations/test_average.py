@@ -345,3 +345,19 @@ def test_weights_of_few_bits_are_averaged_as_numbers_or_refused(tmp_path):
         assert torch.equal(found.pop("q.weight"), (values[0] + values[1]) / 2)
         assert {name: one.tolist() for name, one in found.items()} == {"norm.weight": [0.5] * 3}
         assert json.loads((tmp_path / "m" / "config.json").read_text()) == {"torch_dtype": "float32"}
+
+
+def test_a_mean_is_written_in_block_fp8(tmp_path):
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tensors = {"layers.0.up_proj.weight": torch.randn(128, 256), "layers.0.up_proj.k_scale": torch.ones(1)}
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
+    zckpt.average([tmp_path / "0", tmp_path / "1"], tmp_path / "plain")
+    zckpt.consolidate(tmp_path / "plain", tmp_path / "wanted", quantize="fp8-block")
+    zckpt.average([tmp_path / "0", tmp_path / "1"], tmp_path / "m", quantize="fp8-block", verify=True)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "wanted" / name).read_bytes()
+    found = zckpt.average([tmp_path / "m", tmp_path / "m"], tmp_path / "again", dequantize=True)
+    assert any("scales of a cache in FP8" in note for note in found.notes)

@@ -211,6 +211,33 @@ def test_a_base_of_few_bits_is_merged_as_the_numbers_that_it_stands_for(dtype, t
         assert "quantization_config" not in (tmp_path / "one" / "config.json").read_text()
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_base_in_words_gets_what_is_added_to_its_numbers(method, tmp_path):
+    """And is written in block FP8, if that is asked for, as what is merged without it."""
+    words = torch.randint(-(2**31), 2**31, (32, 256) if method == "gptq" else (256, 32), dtype=torch.int32)
+    name = "layers.0.up_proj"
+    zeros = torch.full((2, 32), 0x33333333, dtype=torch.int32)
+    tensors = {f"{name}.qweight": words, f"{name}.qzeros": zeros, f"{name}.scales": torch.rand(2, 256).half()}
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file(tensors, base / "model.safetensors")
+    settings = {"quant_method": method, "bits": 4, "group_size": 128}
+    config = {"model_type": "llama", "torch_dtype": "float16", "quantization_config": settings}
+    (base / "config.json").write_text(json.dumps(config))
+    path = adapter(tmp_path / "a", factors(name, 256, 256), target_modules=["up_proj"])
+    zckpt.consolidate(base, tmp_path / "plain", dequantize=True)
+    added = load_file(tmp_path / "plain" / "model.safetensors")[f"{name}.weight"].float()
+    for at, quantize in enumerate((None, "fp8-block")):
+        zckpt.merge_adapter(base, path, tmp_path / f"one{at}", dequantize=True, quantize=quantize, verify=True)
+        zckpt.merge_adapter(tmp_path / "plain", path, tmp_path / f"two{at}", quantize=quantize)
+        for file in ("model.safetensors", "config.json"):
+            assert (tmp_path / f"one{at}" / file).read_bytes() == (tmp_path / f"two{at}" / file).read_bytes()
+    merged = load_file(tmp_path / "one0" / "model.safetensors")[f"{name}.weight"]
+    assert merged.dtype == torch.float16
+    assert not torch.equal(merged.float(), added)
+    assert "weight_block_size" in (tmp_path / "one1" / "config.json").read_text()
+
+
 @pytest.mark.parametrize(
     ("shapes", "settings", "message"),
     [

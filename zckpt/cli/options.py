@@ -77,6 +77,12 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 source_argument = click.argument("source", type=Place())
 target_argument = click.argument("target", type=Place())
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+quantize_option = click.option(
+    "--quantize",
+    metavar="fp8-block[:RxC]",
+    help="Write linear layers' weights in FP8 with a scale for each block, of 128 x 128, as released models have them.",
+)
+
 dequantize_option = click.option(
     "--dequantize",
     is_flag=True,

@@ -20,6 +20,7 @@ from zckpt.cli.options import (
     dequantize_option,
     json_option,
     names_option,
+    quantize_option,
     source_argument,
     takes,
     target_argument,
@@ -110,11 +111,7 @@ proof_options = together(
 @max_shard_size_option
 @_config_option("SOURCE, or huggingface/ in it.")
 @dequantize_option
-@click.option(
-    "--quantize",
-    metavar="fp8-block[:RxC]",
-    help="Write linear layers' weights in FP8 with a scale for each block, of 128 x 128, as released models have them.",
-)
+@quantize_option
 @click.option(
     "--hyperparameters",
     type=Place(),
@@ -220,6 +217,7 @@ def strip_command() -> None:
 @max_shard_size_option
 @_config_option("the first SOURCE, or BASE.")
 @dequantize_option
+@quantize_option
 @recomputed_option
 @runs(Renamed)
 def average_command() -> None:
@@ -257,6 +255,7 @@ def average_command() -> None:
 @max_shard_size_option
 @_config_option("the first SOURCE, or BASE.")
 @dequantize_option
+@quantize_option
 @recomputed_option
 @runs(Renamed, label="merge")
 def merge_adapter_command() -> None:

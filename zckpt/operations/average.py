@@ -11,7 +11,7 @@ from typing import Any
 from zckpt.engine.means import Decayed, Mean
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
-from zckpt.formats.floats import with_floats
+from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
 from zckpt.naming import Naming
 from zckpt.operations.combined import Combined, Rule, combined, write_computed
@@ -63,6 +63,7 @@ def average(
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: Place | None = None,
     dequantize: bool = False,
+    quantize: str | None = None,
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Averaged:
@@ -98,6 +99,8 @@ def average(
         As for `consolidate`; by default the first source's.
     dequantize : bool
         Take weights of few bits, and quantised state of optimizers, as the numbers that they stand for.
+    quantize : str, optional
+        Write the mean in few bits, as `consolidate` does.
     verify : bool
         Compute everything once more after writing, and compare every byte.
     **shared
@@ -116,12 +119,13 @@ def average(
         The target exists or cannot be written.
     """
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, quantize)
     how = How.of("average", shared, **asdict(chosen), weights=weights, ema=ema, from_last=from_last,
                  dequantize=dequantize)  # fmt: skip
     found = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"])
     _check_adapters(found)
+    left_out = [note for one in found for note in left_with_codes(one)] if dequantize else []
     if dequantize:
         found = with_floats(*found)
     for one in found:
@@ -142,7 +146,7 @@ def average(
     if num_from_last:
         said.append(f"not averaged but the last one's: {num_from_last}")
     return Averaged(
-        **{**done.fields(), "notes": (*notes, *done.notes, *said)},
+        **{**done.fields(), "notes": (*notes, *done.notes, *left_out, *said)},
         num_tensors=num_tensors,
         sources=tuple({**summary(one), "weight": share} for one, share in zip(found, shares, strict=True)),
         num_averaged=num_averaged,

@@ -16,7 +16,7 @@ from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
-from zckpt.formats.floats import with_floats
+from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.naming import Naming
@@ -65,6 +65,7 @@ def merge_adapter(
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     config: Place | None = None,
     dequantize: bool = False,
+    quantize: str | None = None,
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Merged:
@@ -93,6 +94,8 @@ def merge_adapter(
         As for `consolidate`, of the base.
     dequantize : bool
         Merge into the numbers that weights of few bits stand for, which are rounded as `consolidate` writes them.
+    quantize : str, optional
+        Write the merged model in few bits, as `consolidate` does.
     verify : bool
         Compute everything once more after writing, and compare every byte.
     **shared
@@ -110,7 +113,7 @@ def merge_adapter(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
+    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, quantize=quantize)
     own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
     how = How.of("merge-adapter", shared, **asdict(chosen), **own, dequantize=dequantize)
     sources = [opened(base, **shared)]
@@ -119,6 +122,7 @@ def merge_adapter(
         sources.append(opened(path))
         return weights_as_floats(sources[-1]) if dequantize else sources[-1]
 
+    left_out = left_with_codes(sources[0]) if dequantize else ()
     [plain] = with_floats(sources[0]) if dequantize else sources
     settings = None if adapter_config is None else Path(adapter_config)
     added = read_adapter(Path(adapter), read, settings, adapter_name)
@@ -133,7 +137,7 @@ def merge_adapter(
         without=[CONFIG_NAME], settings=merging.settings(),
     )  # fmt: skip
     return Merged(
-        **{**done.fields(), "notes": (*notes, *done.notes, *merging.notes)},
+        **{**done.fields(), "notes": (*notes, *done.notes, *left_out, *merging.notes)},
         num_tensors=num_tensors,
         base=summary(model),
         adapter=summary(added.checkpoint),
