@@ -18,7 +18,7 @@ _spec = importlib.util.spec_from_file_location("transformers_families", SCRIPT)
 families = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(families)
 
-ONE_OF_EACH = ["gpt_neox", "deepseek_v3", "vit_mae", "paligemma", "marian", "wav2vec2", "mamba2", "qwen3_next"]
+ONE_OF_EACH = ["gpt_neox", "deepseek_v3", "vit_mae", "paligemma", "marian", "wav2vec2", "mamba2", "nemotron_h"]
 """The kinds; a head that is tied away, an order that is not the file's, buffers that are computed, infinite limits."""
 
 
