@@ -129,10 +129,9 @@ def inspect_command(
 
     def page() -> str:
         from zckpt.operations.map import map as map_of
-        from zckpt.operations.open import opened
         from zckpt.report.page import inspect_page
 
-        return inspect_page(document, map_of(opened(source, **shared)).as_dict())
+        return inspect_page(document, map_of(source, **shared).as_dict())
 
     return _Shown([], document, text, page)
 
@@ -294,7 +293,7 @@ def verify_command(*, source: Path, deep: bool, against: Path | None, quiet: boo
     "--json", "as_json", is_flag=True, help="Print what is drawn as one JSON document; TARGET is optional then."
 )
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
-@takes(Reading)
+@takes(Salvaged)
 def map_command(
     source: Path, target: Path | None, slots: list[str], as_json: bool, overwrite: bool, shared: dict[str, Any]
 ) -> None:

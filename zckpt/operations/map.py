@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Reading, shares
+from zckpt.operations.options import Salvaged, shares
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.dtypes import itemsize
@@ -84,12 +84,12 @@ class Map:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
-@shares(Reading)
+@shares(Salvaged)
 def map(  # noqa: A001  # the verb's name, as `open`
     source: Source,
     *,
     slots: Collection[str] | None = None,
-    **shared: Unpack[Reading],
+    **shared: Unpack[Salvaged],
 ) -> Map:
     """Tell which elements of every slot lie on which rank, or in which file. Reads no tensor.
 
