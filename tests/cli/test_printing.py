@@ -25,13 +25,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def left(*arguments: object) -> tuple[int, str]:
     """Run a verb whose reader goes away after a line; return its exit status and what it says on standard error."""
-    child = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
-    assert child.stdout is not None
-    assert child.stderr is not None
-    child.stdout.readline()
-    child.stdout.close()
-    said = child.stderr.read().decode()
-    return child.wait(), said
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command(*arguments), **pipes, env=environment()) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        said = child.stderr.read().decode()
+    return child.returncode, said
 
 
 def closed(descriptor: int, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
