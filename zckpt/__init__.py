@@ -20,6 +20,8 @@
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
 
+    zckpt.assert_restored("run/step7", model=model, optimizer=optimizer)   # after any program's own load
+
     zckpt.optim, zckpt.dcp, zckpt.hf       the sharded optimizers, torch.distributed.checkpoint, Hugging Face's Trainer
     zckpt.deepspeed                        stock DeepSpeed resumes from any of them, in place
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         LayoutError,
         LeftOutError,
         MissingPackageError,
+        NotRestoredError,
         PickleError,
         ShardError,
         SourceError,
@@ -72,13 +75,15 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
     from zckpt.training.checkpointer import Checkpointer
     from zckpt.training.loading import Restored, load
+    from zckpt.training.restored import assert_restored
     from zckpt.training.saving import Saving, save
 
 
 _HOMES = {
-    "zckpt.errors": ("DamagedFileError", "LayoutError", "LeftOutError", "MissingPackageError", "PickleError",
-                     "ShardError", "SourceError", "TargetError", "TargetExistsError", "UnknownFormatError",
-                     "UnsupportedError", "UsageError", "WeightMismatchError", "WorkerError", "ZckptError"),
+    "zckpt.errors": ("DamagedFileError", "LayoutError", "LeftOutError", "MissingPackageError", "NotRestoredError",
+                     "PickleError", "ShardError", "SourceError", "TargetError", "TargetExistsError",
+                     "UnknownFormatError", "UnsupportedError", "UsageError", "WeightMismatchError", "WorkerError",
+                     "ZckptError"),
     "zckpt.operations.open": ("OpenedCheckpoint", "open"),
     "zckpt.operations.average": ("Averaged", "average"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
@@ -96,6 +101,7 @@ _HOMES = {
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
     "zckpt.training.checkpointer": ("Checkpointer",),
     "zckpt.training.loading": ("Restored", "load"),
+    "zckpt.training.restored": ("assert_restored",),
     "zckpt.training.saving": ("Saving", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
 }  # fmt: skip
@@ -122,6 +128,7 @@ __all__ = [
     "Map",
     "Merged",
     "MissingPackageError",
+    "NotRestoredError",
     "OpenedCheckpoint",
     "ParamGroup",
     "Parameter",
@@ -147,6 +154,7 @@ __all__ = [
     "Written",
     "ZckptError",
     "__version__",
+    "assert_restored",
     "average",
     "consolidate",
     "convert",

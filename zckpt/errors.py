@@ -14,7 +14,8 @@
     |   `-- WeightMismatchError     a master does not round to its weight
     |-- TargetError             the target cannot be written            exit status 4
     |   `-- TargetExistsError       it is there already
-    `-- WorkerError             processes that were to work are lost    exit status 6
+    |-- WorkerError             processes that were to work are lost    exit status 6
+    `-- NotRestoredError        what is being trained is not what the checkpoint has
 
 An error carries its data (`path`, `expected`, `found`, `advice`) and formats it only in `__str__`,
 as one line: file, what was expected, what was found, what to do.
@@ -275,6 +276,22 @@ class WorkerError(ZckptError, ConnectionError):
     exit_status = 6
 
 
+class NotRestoredError(ZckptError, AssertionError):
+    """What is being trained is not what the checkpoint has.
+
+    Parameters
+    ----------
+    differences : sequence of str
+        Each thing that differs, and where; the same on all ranks.
+    """
+
+    def __init__(
+        self, differences: Sequence[str], *, path: str | os.PathLike[str] | None = None, advice: str | None = None
+    ) -> None:
+        self.differences = tuple(differences)
+        super().__init__(f"not restored: {listed(differences, by='; ')}", path=path, advice=advice)
+
+
 class Interrupted(KeyboardInterrupt):
     """A signal ended it in order.
 
@@ -300,7 +317,7 @@ class Interrupted(KeyboardInterrupt):
         return cls(said, signal=error.signal if isinstance(error, Interrupted) else SIGINT)
 
 
-def listed(names: Sequence[object], *, most: int = SHOWN_NAMES) -> str:
+def listed(names: Sequence[object], *, most: int = SHOWN_NAMES, by: str = ", ") -> str:
     """Return names as text, those beyond the first `most` counted."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    return by.join(map(str, names[:most])) + more

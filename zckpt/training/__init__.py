@@ -7,6 +7,7 @@ slices        tensor-parallel slices, as parts of whole parameters
 directory     what this rank writes, and what all ranks, or all RPC workers, write together
 saving        `save`, and saving while training goes on
 loading       `load`
+restored      `assert_restored`: what is live against a checkpoint
 other_state   schedulers, random states and the program's own values
 checkpointer  a run's directory: when to save, what to keep, where to resume
 ending        SIGTERM, and the step in which all ranks end

@@ -29,7 +29,7 @@ from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import OptimizerState
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
 
@@ -73,6 +73,15 @@ class Restored:
     unexpected: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def unmatched(self) -> list[tuple[str, list[str]]]:
+        """Return what to say of tensors that only one side has, or the other in another shape, and their names."""
+        said = (
+            ("the checkpoint has no", self.missing),
+            ("the model has no", self.unexpected),
+            ("another shape has", self.reshaped),
+        )
+        return [(what, names) for what, names in said if names]
 
 
 def load(
@@ -226,27 +235,10 @@ class _Loading:
 
     def match(self, known: Sequence[str], *, strict: bool) -> None:
         """Find the checkpoint's tensor for each of the model's, and note what has none."""
-        report, checkpoint = self.report, self.checkpoint
-        model = unwrapped(self.live.model) if isinstance(self.live.model, torch.nn.Module) else None
-        computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # by a model of transformers, for itself
-        for name, tensor in self.live.tensors.tensors.items():
-            there = name in checkpoint.parameters or name in checkpoint.buffers
-            its = checkpoint.owner(name) if there else None
-            if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
-                if name not in computed or tensor.requires_grad:
-                    report.missing.append(name)
-            elif its.shape != tuple(tensor.shape):
-                report.reshaped.append(name)
-            else:
-                self.found[name] = its
-        ours = set(known)
-        report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
-        for what, names in (
-            ("the checkpoint has no", report.missing),
-            ("the model has no", report.unexpected),
-            ("another shape has", report.reshaped),
-        ):
-            if names and strict:
+        report = self.report
+        self.found = matched(self.checkpoint, self.live, known, report)
+        for what, names in report.unmatched():
+            if strict:
                 raise UsageError(
                     f"not a checkpoint of this model: {what} {listed(names)}",
                     path=report.path,
@@ -267,7 +259,7 @@ class _Loading:
             tensor = self.live.tensors.tensors[name]
             share = None if name in made_of_masters else share_of(tensor, name)
             if share is not None and share.tensor.numel():
-                read = TensorRead(_weight_like(its, tensor.dtype), share.extent, share.tensor, name)
+                read = TensorRead(weight_like(its, tensor.dtype), share.extent, share.tensor, name)
                 (self.replicated if share.ranks is None else self.sharded).append(read)
         reads = [*self.replicated, *self.sharded]
         casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
@@ -294,7 +286,27 @@ class _Loading:
                 copy.copy_(source)
 
 
-def _weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
+def matched(checkpoint: Checkpoint, live: Live, known: Sequence[str], report: Restored) -> dict[str, Parameter]:
+    """Return the checkpoint's tensor for each of the model's, and note in a report what has none."""
+    model = unwrapped(live.model) if isinstance(live.model, torch.nn.Module) else None
+    computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # by a model of transformers, for itself
+    found: dict[str, Parameter] = {}
+    for name, tensor in live.tensors.tensors.items():
+        there = name in checkpoint.parameters or name in checkpoint.buffers
+        its = checkpoint.owner(name) if there else None
+        if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
+            if name not in computed or tensor.requires_grad:
+                report.missing.append(name)
+        elif its.shape != tuple(tensor.shape):
+            report.reshaped.append(name)
+        else:
+            found[name] = its
+    ours = set(known)
+    report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
+    return found
+
+
+def weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
     """Return the slot that a weight of an element type is read from: one of the type, or the most exact."""
     slots = [parameter.slots[name] for name in (WEIGHT, MASTER) if name in parameter.slots]
     for slot in slots:

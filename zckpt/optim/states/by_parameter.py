@@ -25,7 +25,7 @@ from zckpt.optim.ranks import Place
 from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
-from zckpt.optim.values import as_stored, as_torch, like
+from zckpt.optim.values import as_stored, as_torch, like, value_of
 from zckpt.state import Parameter, ParamGroup, Slot, number_of
 
 NamedShare = tuple[str, str, Share]
@@ -258,6 +258,12 @@ class OptimizerState:
         tree = self._declared.tree(self.called)
         found.metadata = {} if tree is None else {BESIDE: tree}
         return found
+
+    def kept_apart(self, found: Snapshot) -> Iterator[tuple[str, object, object]]:
+        """Yield what `source` has besides state and settings, with what is here: its name, theirs, ours."""
+        ours, theirs = found.metadata.get(BESIDE, {}), value_of(self.source.metadata.get(BESIDE, {}))
+        yield from ((f"{key} beside state", theirs[key], ours.get(key)) for key in ("rest", "parameters", "groups")
+                    if isinstance(theirs, Mapping) and theirs.get(key))  # fmt: skip
 
     def write(self, target: Target) -> None:
         """Write another program's format; errors are those of `zckpt.optim.files.save`."""

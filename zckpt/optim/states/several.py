@@ -141,7 +141,7 @@ class Optimizers:
         of them, or other parameters; UnsupportedError: state that an optimizer has no way to keep.
         """
         found: list[OptimizerState] = []
-        for name, (groups, metadata) in self._each(checkpoint, path, called, strict=strict).items():
+        for name, (groups, metadata) in self.each(checkpoint, path, called, strict=strict).items():
             its = self.states[name]
             elsewhere = frozenset(everywhere).difference(*its.names())
             its.restore(Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere))
@@ -153,7 +153,7 @@ class Optimizers:
         """The names of the optimizers, those that are parts of one without a name."""
         return [ALONE] if self.is_one else list(self.states)
 
-    def _each(
+    def each(
         self, checkpoint: OpenedCheckpoint, path: str, called: Sequence[str], *, strict: bool
     ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
         """Return each optimizer's param groups of a checkpoint, and what it kept besides its state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -110,6 +110,11 @@ class ZeroState(OfMembers):
         found.metadata = {**optimizer.settings(), "loss_scaler": scaler_object(optimizer.loss_scaler)}
         found.zero_stage, found.loss_scale = optimizer.stage, float(optimizer.loss_scale)
         return found
+
+    def kept_apart(self, found: Snapshot) -> Iterator[tuple[str, object, object]]:
+        """Yield the loss scaler."""
+        del found
+        yield "loss scaler", vars(self._scaler()), vars(self.optimizer.loss_scaler)
 
     def write(self, target: Target) -> None:
         """Write a tag's directory that DeepSpeed loads; all ranks call it together."""

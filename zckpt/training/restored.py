@@ -1,0 +1,394 @@
+"""`assert_restored`: what is being trained, held against the checkpoint that some program says it has loaded.
+
+It asks the live objects what they have, as `save` does, and reads the same elements of the checkpoint, as `load` would;
+nothing is changed. A state that is all zeros is as good as none, for that is how optimizers begin.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zckpt.engine.checking import Checks, watching
+from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
+from zckpt.errors import NotRestoredError, UnsupportedError, UsageError, listed, shown
+from zckpt.formats.low_bit import refuse_casts
+from zckpt.formats.native.files import headers_shared
+from zckpt.naming import Config, MapSource, Naming
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.places import at_path, place_of
+from zckpt.optim.files import open_for
+from zckpt.optim.ranks import Ranks, check_together, find_checksums
+from zckpt.optim.states.by_parameter import OptimizerState, Source
+from zckpt.optim.states.several import Given, process_group_of, workers_of
+from zckpt.optim.tensors import Model, Share, Stateful
+from zckpt.optim.values import read_numbers
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
+from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
+from zckpt.training.loading import ROUND_NBYTES, Restored, matched, weight_like
+from zckpt.training.other_state import read_other_state
+
+TOGETHER_NUMEL = 1 << 22
+"""Elements that are compared at once."""
+
+COMPARED = (type(None), bool, int, float, complex, str, bytes, np.ndarray, list, Mapping)
+"""What two values must be to differ; of another class, a file does not say what it means."""
+
+
+def assert_restored(
+    path: str | os.PathLike[str],
+    *,
+    model: Model = None,
+    optimizer: Given = None,
+    scheduler: Stateful | None = None,
+    grad_scaler: Stateful | None = None,
+    strict: bool = True,
+    allow_rounding: bool = False,
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
+    dequantize: bool = False,
+    tp_rules: TpRules = None,
+    verify: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> Restored:
+    """Hold what is being trained against a checkpoint, after any program's own load; all ranks call it together.
+
+    Every element of weights, buffers, masters and the optimizer's state, the settings of its param groups, steps, loss
+    scale, and the states of a scheduler and a grad scaler are compared as numbers, at any number of ranks: each rank
+    holds its own share. Random states are not: they move on.
+
+    Parameters
+    ----------
+    path : path-like
+        A checkpoint of any format; or a URL.
+    model, optimizer, scheduler, grad_scaler : optional
+        As for `save`. What is given is compared, and must be in the checkpoint.
+    strict : bool
+        Whether the model and the checkpoint must have the same tensors; else those are compared that both have.
+    allow_rounding : bool
+        Take state as restored that an optimizer keeps in a narrower type than the checkpoint, and parameters without
+        the masters that it has, if they are its values, rounded. Weights of a model without optimizer always may be.
+    tag, names, rename, strip_prefix, add_prefix, map, map_config, dequantize, tp_rules, verify, process_group
+        As for `load`.
+
+    Returns
+    -------
+    Restored
+        What the checkpoint has; `notes` say what could not be compared.
+
+    Raises
+    ------
+    NotRestoredError
+        Something differs: on all ranks, if on one, with the same `differences`.
+    UsageError
+        Nothing is given, or the checkpoint is of other param groups.
+    SourceError
+        The checkpoint cannot be read, or is damaged.
+    """
+    given = (model, optimizer, scheduler, grad_scaler)
+    if all(one is None for one in given):
+        raise UsageError("nothing is given to be held against the checkpoint", path=path, advice="give model=")
+    if workers_of(optimizer) is not None:
+        raise UnsupportedError("what the workers of a DistributedOptimizer have is not compared", path=path)
+    ranks, checks = Ranks(process_group or process_group_of(optimizer)), Checks()
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+
+    def prepared() -> _Held:
+        notes: list[str] = []
+        known, order = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied), live.optimizers.order
+        with headers_shared(ranks.rank, ranks.world_size):
+            checkpoint = open_for(
+                place, known, order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize,
+                model=model, notes=notes,
+            )  # fmt: skip
+            if verify:
+                find_checksums(checks, checkpoint, ranks)
+            if slices is not None:
+                slices.cut(checkpoint, [*known, *(name for its in order for name in its)])
+        report = Restored(os.fspath(path), checkpoint.format, checkpoint.step, world_size=checkpoint.world_size)
+        report.notes = notes
+        held = _Held(checkpoint, live, report, strict=strict, allow_rounding=allow_rounding)
+        held.hold_optimizers(everywhere.parameters, everywhere.optimizers, tag, names)
+        if model is not None:
+            held.hold_model(known)
+        held.hold_others(scheduler, grad_scaler)
+        held.check()
+        return held
+
+    with ExitStack() as stack:
+        stack.enter_context(watching(checks))
+        place = ranks.do(lambda: stack.enter_context(at_path(place_of(path))))
+        slices = slices_of(ranks, tp_rules, optimizer)
+        live = ranks.do(lambda: Live.of(model, optimizer, slices))
+        everywhere = everywhere_of(live, ranks, broadcast=False)
+        held = ranks.do(prepared)
+        with torch.no_grad():
+            ranks.do(held.compare)
+        check_together(checks, ranks, os.fspath(place))
+        ranks.do(stack.close)
+    found = _said_by(ranks.gather_all(held.differences))
+    if found:
+        raise NotRestoredError([shown(one) for one in found], path=path)
+    held.report.notes = [shown(note) for note in held.report.notes]
+    return held.report
+
+
+def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
+    """Return what ranks say, once, and who says it unless all do."""
+    ranks: dict[str, list[str]] = {}
+    for rank, said in enumerate(every):
+        for one in dict.fromkeys(said):
+            ranks.setdefault(one, []).append(str(rank))
+    return [
+        said if len(those) == len(every) else f"{said} (on rank{'s' * (len(those) > 1)} {listed(those)})"
+        for said, those in ranks.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Elements of a slot, and the live ones that they should be; `may_round`: to the type that these are kept in."""
+
+    what: str
+    slot: Slot
+    extent: Extent
+    tensor: torch.Tensor
+    may_round: bool
+
+    def read(self) -> TensorRead:
+        """Return room for what the checkpoint has."""
+        dtype = getattr(torch, self.slot.dtype)
+        if self.may_round and dtype.is_floating_point and self.tensor.dtype.is_floating_point:
+            dtype = self.tensor.dtype
+        return TensorRead(self.slot, self.extent, torch.empty(self.tensor.numel(), dtype=dtype), self.what)
+
+    def difference(self, read: torch.Tensor) -> str | None:
+        """Return how the live elements differ from what has been read."""
+        ours, count, first = self.tensor.detach().reshape(-1), 0, -1
+        for start in range(0, read.numel(), TOGETHER_NUMEL):
+            some = slice(start, start + TOGETHER_NUMEL)
+            theirs, mine = _comparable(read[some].to(ours.device), ours[some])
+            apart = (theirs != mine) & ~(theirs.isnan() & mine.isnan())
+            if first < 0 and apart.any():
+                first = start + int(apart.int().argmax())
+            count += int(apart.sum())
+        if not count:
+            return None
+        extent = self.extent
+        index: tuple[int, ...] = ()
+        if extent.sizes:
+            inner = np.unravel_index(extent.start + first, extent.sizes)
+            index = tuple(int(at) + offset for at, offset in zip(inner, extent.offsets, strict=True))
+        types = dtype_name(ours.dtype)
+        kept = "" if types == self.slot.dtype else f", {self.slot.dtype} there and {types} here"
+        return (
+            f"{self.what} differs in {count} of {read.numel()} elements, first at {list(index)}: "
+            f"{read[first].item()!r} in the checkpoint, {ours[first].item()!r} here{kept}"
+        )
+
+
+def _comparable(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tensors in a type that has the values of both."""
+    if one.dtype == other.dtype and one.dtype.itemsize > 1:
+        return one, other
+    if one.dtype.is_complex or other.dtype.is_complex:
+        return one.to(torch.complex128), other.to(torch.complex128)
+    if one.dtype.is_floating_point or other.dtype.is_floating_point:
+        return one.double(), other.double()
+    return one.long(), other.long()
+
+
+@dataclass(slots=True)
+class _Held:
+    """A checkpoint and what is live, piece by piece; all but elements is compared as it is found."""
+
+    checkpoint: OpenedCheckpoint
+    live: Live
+    report: Restored
+    strict: bool
+    allow_rounding: bool
+    pairs: list[_Pair] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    stepped: set[str] = field(default_factory=set)
+    """Names of the parameters whose optimizer has no masters of them."""
+    published: set[str] = field(default_factory=set)
+    """Names of the parameters whose weights are made of masters."""
+
+    def owner(self, name: str) -> Parameter | None:
+        """Return the checkpoint's parameter of a name."""
+        there = name in self.checkpoint.parameters or name in self.checkpoint.buffers
+        return self.checkpoint.owner(name) if there else self.checkpoint.unnamed.get(name)
+
+    def pair(self, what: str, slot: Slot, share: Share, *, may_round: bool) -> None:
+        """Let elements be compared, if there are as many."""
+        if slot.shape != share.shape:
+            self.differences.append(f"{what} has shape {list(slot.shape)} in the checkpoint, {list(share.shape)} here")
+        elif share.tensor.numel():
+            self.pairs.append(_Pair(what, slot, share.extent, share.tensor, may_round))
+
+    # --- what there is
+
+    def hold_model(self, known: Sequence[str]) -> None:
+        """Pair weights and buffers, and say which have no counterpart."""
+        found = matched(self.checkpoint, self.live, known, self.report)
+        if self.strict:
+            self.differences += [f"{what} {listed(names)}" for what, names in self.report.unmatched()]
+        for name, slot, share in self.live.tensors.shares():
+            its = found.get(name)
+            if its is None:
+                continue
+            source = weight_like(its, share.tensor.dtype)
+            if name in self.published | self.stepped:  # a master is more than a weight that was rounded of it
+                source = its.slots.get(MASTER) or source
+            stepped = name in self.stepped and not self.allow_rounding
+            self.pair(f"{slot} of {name}", source, share, may_round=not stepped)
+
+    def hold_optimizers(
+        self, elsewhere: Iterable[str], called: Sequence[str], tag: str | None, listed_: Sequence[str] | None
+    ) -> None:
+        """Pair the state of optimizers, and compare their settings and numbers."""
+        optimizers, checkpoint, path = self.live.optimizers, self.checkpoint, self.report.path
+        if optimizers.states and not checkpoint.param_groups:
+            self.differences.append("the checkpoint has no state of an optimizer")
+            return
+        for name, (groups, metadata) in optimizers.each(checkpoint, path, called, strict=self.strict).items():
+            state = optimizers.states[name]
+            others = frozenset(elsewhere).difference(*state.names())
+            state.source = Source(checkpoint, path, groups, metadata, tag, listed_, self.strict, others)
+            state.notes = []
+            self._hold_optimizer(state)
+            self.report.notes += state.notes
+        self.report.notes += optimizers.notes
+
+    def _hold_optimizer(self, state: OptimizerState) -> None:
+        snapshot = state.snapshot()
+        for number, (theirs, ours) in enumerate(zip(state.hyperparameters(), snapshot.groups, strict=True)):
+            self._compare(f"param group {number}", theirs, ours.hyperparameters)
+        for what, theirs, mine in state.kept_apart(snapshot):
+            self._compare(what, theirs, mine)
+        of_group = {name: one.state for one in snapshot.groups for name in one.parameters}
+        names = list(dict.fromkeys([*of_group, *(name for name, _ in state.holding())]))
+        owners = {name: self.owner(name) for name in names}
+        read: list[dict[str, Any]] = [{} if one is None else {**state.values(one)} for one in owners.values()]
+        read_numbers(read, list(owners.values()))
+        expected = dict(zip(names, read, strict=True))
+        masters = {name for name, slot, _ in snapshot.shares if slot == MASTER} | state.publishes
+        self.stepped |= {*names} - masters
+        self.published |= state.publishes
+        for name, slot, share in snapshot.shares:
+            self._hold_slot(f"{slot} of {name}", owners.get(name), slot, share, expected.get(name, {}))
+        for name, values in snapshot.values.items():
+            for key, value in values.items():
+                self._hold_value(f"{key} of {name}", key, expected.get(name, {}), value)
+        for group in snapshot.groups:
+            for key, value in group.state.items():
+                for name in filter(expected.get, group.parameters):  # of others, shares tell
+                    self._hold_value(f"{key} of {name}", key, expected.get(name, {}), value)
+        for name, tensor in state.holding():
+            if not state.is_here(tensor) or not expected.get(name):
+                continue
+            has = {*state.values_of(tensor), *of_group.get(name, {})}
+            self.differences += [
+                f"{key} of {name} is in the checkpoint, and the optimizer has none"
+                for key, value in expected[name].items() if key not in has and value is not None
+            ]  # fmt: skip
+
+    def _hold_slot(
+        self, what: str, owner: Parameter | None, slot: str, share: Share, expected: Mapping[str, object]
+    ) -> None:
+        slots = {} if owner is None else owner.slots
+        theirs = slots.get(MASTER) or slots.get(WEIGHT) if slot == MASTER else slots.get(slot)
+        if theirs is not None:
+            self.pair(what, theirs, share, may_round=self.allow_rounding)
+        elif slot in expected and share.tensor.numel() == 1:
+            self._compare(what, expected[slot], share.tensor.item())
+        elif share.tensor.count_nonzero():
+            self.differences.append(f"{what} is not in the checkpoint, and the optimizer has some")
+
+    def _hold_value(self, what: str, key: str, expected: Mapping[str, object], value: object) -> None:
+        if key in expected:
+            self._compare(what, expected[key], value)
+        elif number_of(value):
+            self.differences.append(f"{what} is not in the checkpoint, and {number_of(value)!r} here")
+
+    def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
+        """Compare what goes with a model and an optimizer."""
+        other = read_other_state(self.checkpoint, scheduler, grad_scaler, None)
+        self.differences += [one.partition(":")[0] for one in other.missing]
+        for target, state in other.states:
+            self._compare("grad_scaler" if target is grad_scaler else "scheduler", state, target.state_dict())
+        if self.live.model is not None:
+            self._compare("the state that modules keep", other.modules, self.live.tensors.extra)
+
+    # --- comparing
+
+    def _compare(self, what: str, theirs: Any, ours: Any) -> None:  # noqa: ANN401  # whatever a state dict has
+        """Note where a value of the checkpoint is another here; what only lives here is not looked at."""
+        theirs, ours = _plain(theirs), _plain(ours)
+        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+            for key, value in theirs.items():
+                if key in ours:
+                    self._compare(f"{what}: {key}", value, ours[key])
+                else:
+                    self.differences.append(f"{what}: {key} is in the checkpoint, and not here")
+        elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+            for number, (value, its) in enumerate(zip(theirs, ours, strict=True)):
+                self._compare(f"{what}[{number}]", value, its)
+        elif isinstance(theirs, np.ndarray) and isinstance(ours, np.ndarray):
+            if theirs.shape != ours.shape or not np.array_equal(theirs, ours):
+                self.differences.append(f"{what} differs")
+        elif not isinstance(theirs, COMPARED) or not isinstance(ours, COMPARED):
+            self.report.notes.append(f"not compared: {what}, which is {type(theirs).__name__}, {type(ours).__name__}")
+        elif theirs != ours and (theirs == theirs or ours == ours):  # noqa: PLR0124  # which NaN is not
+            self.differences.append(f"{what} is {theirs!r} in the checkpoint, {ours!r} here")
+
+    def check(self) -> None:
+        """Find out all that can be known before elements are read."""
+        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in self.pairs)
+        refuse_casts(self.checkpoint, casts, "dequantize=True compares the numbers")
+        check_tensors(one.read() for one in self.pairs)
+
+    def compare(self) -> None:
+        """Read elements, some at a time, and compare them."""
+        for pairs in _rounds(self.pairs):
+            reads = [one.read() for one in pairs]
+            read_tensors(reads)
+            found = (one.difference(its.tensor) for one, its in zip(pairs, reads, strict=True))
+            self.differences += [one for one in found if one is not None]
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401  # whatever a state dict has
+    """Return a value as numbers, texts, arrays, lists and mappings."""
+    value = number_of(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return value.item() if not value.dim() else (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    if isinstance(value, np.generic):
+        return value.item()
+    return list(value) if isinstance(value, (tuple, list)) else value
+
+
+def _rounds(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
+    """Yield pairs whose elements are read together."""
+    some: list[_Pair] = []
+    nbytes = 0
+    for one in pairs:
+        some.append(one)
+        nbytes += one.tensor.nbytes
+        if nbytes >= ROUND_NBYTES:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
