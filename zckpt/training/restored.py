@@ -274,10 +274,10 @@ class _Held:
 
     def _hold_optimizer(self, state: OptimizerState) -> None:
         snapshot = state.snapshot()
-        for number, (theirs, ours) in enumerate(zip(state.hyperparameters(), snapshot.groups, strict=True)):
-            self._compare(f"param group {number}", theirs, ours.hyperparameters)
-        for what, theirs, mine in state.kept_apart(snapshot):
-            self._compare(what, theirs, mine)
+        for number, (settings, ours) in enumerate(zip(state.hyperparameters(), snapshot.groups, strict=True)):
+            self._compare(f"param group {number}", settings, ours.hyperparameters)
+        for what, value, mine in state.kept_apart(snapshot):
+            self._compare(what, value, mine)
         of_group = {name: one.state for one in snapshot.groups for name in one.parameters}
         names = list(dict.fromkeys([*of_group, *(name for name, _ in state.holding())]))
         owners = {name: self.owner(name) for name in names}
