@@ -30,6 +30,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ from zckpt.state import Topology
 from zckpt.storage.durable import written
 from zckpt.storage.files import read_whole
 from zckpt.training.checkpointer import Checkpointer
+from zckpt.training.restored import assert_restored
 
 __all__ = ["any_world_size", "callback", "prepare_resume"]
 
@@ -60,20 +62,35 @@ MAXIMUM_NBYTES = 1 << 26
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def callback(checkpointer: Checkpointer) -> Any:
-    """Return a callback for `Trainer.add_callback`: a Checkpointer saves what is trained without DeepSpeed.
+def callback(checkpointer: Checkpointer | None = None, *, check: bool | str | os.PathLike[str] = False) -> Any:
+    """Return a callback for `Trainer.add_callback`: a Checkpointer saves what is trained; what is resumed is checked.
 
     After each step, `checkpointer.step` is called with its number, the model, the optimizer and the scheduler: all
     ranks save every so many steps, and at SIGTERM, upon which the training ends. What was saved becomes a Trainer's by
     `zckpt convert --to transformers-trainer`.
 
+    Parameters
+    ----------
+    checkpointer : Checkpointer, optional
+        For trainings without DeepSpeed.
+    check : bool or path-like
+        When a training begins that was resumed, call `zckpt.assert_restored` with the model, the optimizer and the
+        scheduler, DeepSpeed's too: True holds them against `checkpoint-N` of the output directory, N being the step of
+        the Trainer; or give the path that it resumes from.
+
     Raises
     ------
     MissingPackageError
         Transformers is not installed.
+    UsageError
+        There is nothing to do.
+    NotRestoredError
+        When training begins: something is not as in the checkpoint.
     UnsupportedError
         When training begins: DeepSpeed trains, of which `zckpt.deepspeed.durable_saves` saves what the Trainer does.
     """
+    if checkpointer is None and not check:
+        raise UsageError("nothing to save with, and nothing to check", advice="give a Checkpointer, or check=True")
     try:
         from transformers import TrainerCallback
     except ModuleNotFoundError as error:
@@ -83,24 +100,29 @@ def callback(checkpointer: Checkpointer) -> Any:
 
     class Saves(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            del state, control, others
-            if args.deepspeed:
+            del control
+            if args.deepspeed and checkpointer is not None:
                 raise UnsupportedError(
                     "a Checkpointer does not save what DeepSpeed trains",
                     advice="train in zckpt.deepspeed.durable_saves(), without this callback",
                 )
+            if check and state.global_step:
+                path = Path(args.output_dir, f"checkpoint-{state.global_step}") if check is True else check
+                whole = not hasattr(others["model"], "peft_config")  # of whose model a checkpoint has the adapter
+                assert_restored(path, **_trained(others), strict=whole)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             del args
-            checkpointer.step(
-                state.global_step,
-                model=others["model"],
-                optimizer=others["optimizer"],
-                scheduler=others["lr_scheduler"],
-            )
-            control.should_training_stop |= checkpointer.is_ending
+            if checkpointer is not None:
+                checkpointer.step(state.global_step, **_trained(others))
+                control.should_training_stop |= checkpointer.is_ending
 
     return Saves()
+
+
+def _trained(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the Trainer tells callbacks of what it trains, as zckpt calls it."""
+    return {"model": given["model"], "optimizer": given["optimizer"], "scheduler": given["lr_scheduler"]}
 
 
 def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None = None) -> str | None:

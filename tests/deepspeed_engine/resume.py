@@ -28,13 +28,14 @@ class Verdict:
     weights: list[str] = field(default_factory=list)
     hyperparameters: list[str] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)  # what zckpt.assert_restored says of it
     losses: list[float] = field(default_factory=list)
     loss_difference: float = 0.0
     loss_tolerance: float = 0.0
 
     @property
     def differences(self) -> list[str]:
-        return [*self.slots, *self.weights, *self.hyperparameters, *self.steps]
+        return [*self.slots, *self.weights, *self.hyperparameters, *self.steps, *self.held]
 
     @property
     def ok(self) -> bool:
@@ -82,6 +83,7 @@ def _resume(
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint in {run}")
     live = read_live(engine, spec)
+    held = [] if _is_cut_otherwise(spec) else _held_against(Path(run, tag) if tag else Path(run), engine)
     verdict = Verdict()
     if rank == 0:  # whose verdict counts
         truth = load_file(folder / "truth.safetensors")
@@ -90,6 +92,7 @@ def _resume(
             weights=[n for n, v in live.weights.items() if not _same(v, truth.get(f"module/{n}"))],
             hyperparameters=_compare_groups(*_alike(engine.optimizer.param_groups, about["param_groups"])),
             steps=_compare_steps(*_alike(live.scalars, about["scalar_state_per_group"])),
+            held=held,
         )
     steps = range(spec.steps + 1, spec.steps + len(about["mean_losses_next"]) + 1)
     for step in steps:
@@ -100,6 +103,26 @@ def _resume(
     if (spec.data_parallel, machine()) != (about["dp_world_size"], about.get("machine")):
         verdict.loss_tolerance = LOSS_TOLERANCE[spec.dtype]
     return verdict
+
+
+def _is_cut_otherwise(spec: Spec) -> bool:
+    """Tell whether names and values do not say which part of a parameter a rank has."""
+    return (
+        spec.is_pipeline or spec.auto_tp or spec.tensor_parallel > 1 or "moe" in spec.model
+        or "expert_parallel" in spec.config or "zenflow" in repr(spec) or "megatron" in spec.model
+    )  # fmt: skip
+
+
+def _held_against(run: Path, engine: Any) -> list[str]:
+    import zckpt
+
+    try:
+        zckpt.assert_restored(run, model=engine, optimizer=engine.optimizer)
+    except zckpt.NotRestoredError as error:
+        return list(error.differences)
+    except zckpt.UnsupportedError:  # what each rank has by itself
+        pass
+    return []
 
 
 def _same(value: torch.Tensor, wanted: torch.Tensor | None) -> bool:

@@ -81,6 +81,7 @@ def train(rank, world_size, output: Path, resumes: bool) -> dict[str, Trained]:
         trainer = trainer_of(world_size, output / kind, deepspeed=kind == "deepspeed")
         beginning = Beginning()
         trainer.add_callback(beginning)
+        trainer.add_callback(zckpt.hf.callback(check=True))  # on each resumption
         resumed = prepare_resume(output / kind) if resumes else None
         trainer.train(resume_from_checkpoint=resumed)
         logged = [one for one in trainer.state.log_history if "loss" in one]
@@ -158,6 +159,32 @@ def test_plain_trainer_goes_on_with_what_deepspeed_saved(whole, tmp_path):
     assert found.keys() == expected["deepspeed"].losses.keys()
     for step, loss in expected["deepspeed"].losses.items():
         assert found[step] == pytest.approx(loss, rel=1e-4), step
+
+
+def resume_without_state(rank, world_size, output: Path, original: Path) -> list[str]:
+    """Return what is said of a Trainer that goes on without its optimizer's state, as it does without a word."""
+    trainer = trainer_of(world_size, output, deepspeed=False)
+    trainer.add_callback(zckpt.hf.callback(check=original))
+    with pytest.raises(zckpt.NotRestoredError) as error:
+        trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED}"))
+    return list(error.value.differences)
+
+
+def test_trainer_that_lost_its_optimizer_is_stopped(whole, tmp_path):
+    saved, _ = whole
+    target = Path(shutil.copytree(saved / "plain", tmp_path / "plain")) / f"checkpoint-{SAVED}"
+    (target / "optimizer.pt").unlink()
+    said = run(resume_without_state, 2, target.parent, saved / "plain" / target.name)
+    assert said[0] == said[1]
+    assert {one.partition(" ")[0] for one in said[0] if "optimizer has none" in one} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    assert any(one.startswith("param group 0: lr is ") for one in said[0])
+    assert any(one.startswith("scheduler: last_epoch is 4") for one in said[0])
+    with pytest.raises(UsageError, match="nothing to save with"):
+        zckpt.hf.callback()
 
 
 # --- the files

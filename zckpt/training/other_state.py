@@ -117,10 +117,14 @@ def read_other_state(
     ours = saved_by_us(checkpoint)
     values = {key: value_of(node) for key, node in checkpoint.metadata.items()}
     taken = {EXTRA, EXTRA_STATE, RANDOM, SCHEDULER, GRAD_SCALER} if ours else set[str]()
-    for key, target, name in ((SCHEDULER, scheduler, "scheduler"), (GRAD_SCALER, grad_scaler, "grad_scaler")):
-        state = values.get(key)
+    for keys, target, name in (
+        ((SCHEDULER, "scheduler"), scheduler, "scheduler"),
+        ((GRAD_SCALER, "scaler"), grad_scaler, "grad_scaler"),
+    ):
         if target is None:
             continue
+        key = next((one for one in keys if isinstance(values.get(one), Mapping)), keys[0])  # the second of HF's files
+        state = values.get(key)
         if isinstance(state, Mapping):
             found.states.append((target, dict(state)))
             taken.add(key)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together, find_checksums
 from zckpt.optim.states.by_parameter import OptimizerState, Source
+from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Share, Stateful
 from zckpt.optim.values import read_numbers
@@ -74,7 +75,8 @@ def assert_restored(
     path : path-like
         A checkpoint of any format; or a URL.
     model, optimizer, scheduler, grad_scaler : optional
-        As for `save`. What is given is compared, and must be in the checkpoint.
+        As for `save`; or DeepSpeed's engine, and the optimizer that it has (`engine.optimizer`). What is given is
+        compared, and must be in the checkpoint.
     strict : bool
         Whether the model and the checkpoint must have the same tensors; else those are compared that both have.
     allow_rounding : bool
@@ -97,6 +99,7 @@ def assert_restored(
     SourceError
         The checkpoint cannot be read, or is damaged.
     """
+    model = _without_engine(model)
     given = (model, optimizer, scheduler, grad_scaler)
     if all(one is None for one in given):
         raise UsageError("nothing is given to be held against the checkpoint", path=path, advice="give model=")
@@ -132,6 +135,7 @@ def assert_restored(
         place = ranks.do(lambda: stack.enter_context(at_path(place_of(path))))
         slices = slices_of(ranks, tp_rules, optimizer)
         live = ranks.do(lambda: Live.of(model, optimizer, slices))
+        unpartition(live.tensors)
         everywhere = everywhere_of(live, ranks, broadcast=False)
         held = ranks.do(prepared)
         with torch.no_grad():
@@ -143,6 +147,12 @@ def assert_restored(
         raise NotRestoredError([shown(one) for one in found], path=path)
     held.report.notes = [shown(note) for note in held.report.notes]
     return held.report
+
+
+def _without_engine(model: Model) -> Model:
+    """Return the model that DeepSpeed's engine has, if it is one."""
+    is_engine = any(one.__qualname__ == "DeepSpeedEngine" for one in type(model).__mro__)
+    return cast("Any", model).module if is_engine else model
 
 
 def _said_by(every: Sequence[Sequence[str]]) -> list[str]:

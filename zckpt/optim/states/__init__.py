@@ -4,6 +4,7 @@ by_parameter     torch's optimizers, and all with their interface: OptimizerStat
 flat_parameters  those of which a tensor has elements of many parameters, as in FullyShardedDataParallel
 zero             ZeroOptimizer
 torchao          torchao's, whose state is codes
+deepspeed        those of DeepSpeed's engine, which are only compared
 zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's; DistributedOptimizer
 beside           what an optimizer's state_dict() has beside all that
 expected         which state a class of optimizers wants, known before anything is changed
@@ -33,6 +34,16 @@ STATES = {
     "zckpt.optim.distributed.DistributedOptimizer": "zero_redundancy.WorkersState",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "zero_redundancy.TorchState",
     "torchao.optim.adam._AdamBase": "torchao.TorchaoState",
+    **{
+        f"deepspeed.runtime.{name}": "deepspeed.DeepSpeedState"
+        for name in (
+            "zero.stage_1_and_2.DeepSpeedZeroOptimizer",
+            "zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+            "bf16_optimizer.BF16_Optimizer",
+            "fp16.fused_optimizer.FP16_Optimizer",
+            "fp16.unfused_optimizer.FP16_UnfusedOptimizer",
+        )
+    },
     "torch.optim.optimizer.Optimizer": "by_parameter.OptimizerState",
 }
 """The module and class of the state of each class of optimizers, and of those derived from it."""

@@ -127,6 +127,8 @@ class OptimizerState:
         that the model has here.
     is_sliced : bool
         Whether who asks puts tensor-parallel slices together. Without that, an optimizer of slices refuses.
+    is_only_compared : bool
+        Whether another program saves and loads it.
     source : Source
         What is loaded, from `restore` on.
     settings : list of dict
@@ -145,6 +147,7 @@ class OptimizerState:
     writes: str | None = None
     renamed: Callable[[str], str] | None = None
     is_sliced = False
+    is_only_compared = False
 
     source: Source
     settings: list[Group]

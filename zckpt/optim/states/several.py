@@ -104,6 +104,7 @@ class Optimizers:
 
     def snapshot(self) -> Snapshot:
         """Return what this rank has of all. All ranks call it together."""
+        self._check_kept()
         found, every = Snapshot(), []
         for key, state in self.states.items():
             name, its = ALONE if self.is_one else key, state.snapshot()
@@ -140,6 +141,7 @@ class Optimizers:
         optimizers that some rank has. Raises UsageError: the checkpoint has another number of optimizers, other names
         of them, or other parameters; UnsupportedError: state that an optimizer has no way to keep.
         """
+        self._check_kept()
         found: list[OptimizerState] = []
         for name, (groups, metadata) in self.each(checkpoint, path, called, strict=strict).items():
             its = self.states[name]
@@ -147,6 +149,15 @@ class Optimizers:
             its.restore(Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere))
             found.append(its)
         return found
+
+    def _check_kept(self) -> None:
+        """Refuse optimizers that another program saves and loads."""
+        for state in self.states.values():
+            if state.is_only_compared:
+                raise UsageError(
+                    f"{type(state.optimizer).__name__} is saved and loaded by its engine",
+                    advice="call its save_checkpoint, and its load_checkpoint in zckpt.deepspeed.any_world_size",
+                )
 
     @property
     def called(self) -> list[str]:
