@@ -16,6 +16,7 @@
     zckpt.fingerprint("dcp").text                          # one line that is the same for every format
     zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
     zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
+    zckpt.history("run").checkpoints                       # all of a run: step, size, sound or not, which is latest
 
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from zckpt.operations.convert import convert
     from zckpt.operations.diff import Compared, diff
     from zckpt.operations.fingerprint import fingerprint
+    from zckpt.operations.history import History, Recorded, history
     from zckpt.operations.inspect import Inspection, inspect
     from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.merge_adapter import Merged, merge_adapter
@@ -91,6 +93,7 @@ _HOMES = {
     "zckpt.operations.diff": ("Compared", "diff"),
     "zckpt.compare.digests": ("Fingerprint",),
     "zckpt.operations.fingerprint": ("fingerprint",),
+    "zckpt.operations.history": ("History", "Recorded", "history"),
     "zckpt.operations.inspect": ("Inspection", "inspect"),
     "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
@@ -122,6 +125,7 @@ __all__ = [
     "Extent",
     "Finding",
     "Fingerprint",
+    "History",
     "Inspection",
     "LayoutError",
     "LeftOutError",
@@ -133,6 +137,7 @@ __all__ = [
     "ParamGroup",
     "Parameter",
     "PickleError",
+    "Recorded",
     "Restored",
     "Saving",
     "Scalar",
@@ -163,6 +168,7 @@ __all__ = [
     "diff",
     "fingerprint",
     "hf",
+    "history",
     "inspect",
     "load",
     "map",

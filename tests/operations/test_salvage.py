@@ -217,6 +217,8 @@ def test_a_ranks_file_of_zckpts_own_format_is_lost(lost: int, tmp_path: Path) ->
         torch.equal(value, before[name]) for name, value in left.items() if name not in gone | {"lm_head.weight"}
     )
     succeeded("inspect", source, "--salvage", "--html", page)
+    refused(3, "map", source, "--json", words=("is missing", "--salvage"))
+    succeeded("map", source, "--salvage", tmp_path / "map.svg")
     assert done.missing
     assert f"missing: {missing[0]['slot']} of {missing[0]['name']}: elements" in page.read_text()
     assert f"rank-0000{lost}-of-00003.safetensors (lost)" in page.read_text()

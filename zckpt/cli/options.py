@@ -108,7 +108,8 @@ def takes(group: type, *, suffix: str = "") -> Callable[[Any], Any]:
         def with_shared(**given: Any) -> object:  # noqa: ANN401  # what click gives
             shared: dict[str, Any] = {name: given.pop(f"{name}{suffix}") for name in options}
             shared |= {name: not shared[name] for name, one in options.items() if one.unset}
-            shared["names"] = _read_names(shared["names"])
+            if "names" in shared:
+                shared["names"] = _read_names(shared["names"])
             if shared.get("rename"):
                 from zckpt.naming.renames import parsed
 

@@ -14,20 +14,20 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnknownFormatError, listed
 from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
-from zckpt.state.names import is_number
+from zckpt.formats.units import is_named, latest_of, numbered, units
 from zckpt.storage.files import entries_of, is_file, read_head
 
 HEAD_NBYTES = 512
 
 LFS = b"version https://git-lfs.github.com/spec/"
 
-ITERATION = "latest_checkpointed_iteration.txt"
-"""In which Megatron-LM names the iteration that it saved last: a number, or `release`."""
-
 SHOWN_NAMES = 6
 
 MAXIMUM_FOLDERS = 1000
 """Folders that are looked into for a checkpoint: a run keeps few."""
+
+BELOW = 2
+"""Folders below a directory that are looked into for the checkpoint that may be meant."""
 
 TO_HUGGING_FACE = "export it to safetensors or a torch state dict with the program that wrote it"
 
@@ -165,15 +165,12 @@ def _unknown(path: Path) -> SourceError:
 
 
 def _parent(path: Path) -> str | None:
-    """Name the latest checkpoint one level down, where a run's or a Trainer's output directory has them."""
-    folders = [Path(entry.path) for entry in _entries(path) if entry.is_dir()]
-    named = _iteration(path)
-    if named is not None and named in folders:
-        return f"did you mean {named}?"
-    own = [one for one in formats() if one.name in BUILT_IN]
-    inside = [f for f in folders if (f / "latest").is_file() or any(one.is_checkpoint(f) for one in own)]
-    latest = max(inside, key=lambda folder: _numbered(folder.name), default=None)
-    return f"did you mean {latest}?" if latest is not None else None
+    """Name the latest checkpoint below, where a run's or a Trainer's output directory has them."""
+    inside = [one for one in units(path, depth=BELOW, files=False) if one.path != path]
+    said = latest_of(path).values()
+    named = [one for one in inside if any(is_named(one.path, path, text) for text in said)]
+    latest = max(named or inside, key=lambda one: (one.number is not None, numbered(one.path.name)), default=None)
+    return f"did you mean {latest.path}?" if latest is not None else None
 
 
 def _file_in(path: Path) -> str | None:
@@ -188,7 +185,7 @@ def tags_in(path: Path) -> list[str] | None:
     None: it has none, and is no checkpoint of a format that has tags.
     """
     names = [entry.name for entry in _entries(path) if entry.is_dir()]
-    tags = sorted((name for name in names if _takes(Search(path, tag=name))), key=_numbered)
+    tags = sorted((name for name in names if _takes(Search(path, tag=name))), key=numbered)
     return tags if tags or _takes(Search(path)) else None
 
 
@@ -199,17 +196,6 @@ def _takes(search: Search) -> bool:
         return any(isinstance(one.find(search), Found) for one in takers)
     except SourceError:
         return True
-
-
-def _iteration(path: Path) -> Path | None:
-    """Return the directory that Megatron-LM's file names."""
-    text = _head(path / ITERATION).decode("ascii", "replace").strip()
-    return path / (f"iter_{int(text):07d}" if is_number(text) else text) if text.isalnum() else None
-
-
-def _numbered(name: str) -> tuple[tuple[int, ...], int, str]:
-    """Return what orders the names of checkpoints as they were saved: by their numbers."""
-    return tuple(int(number) for number in re.findall(r"[0-9]+", name)), len(name), name
 
 
 def _head(path: Path) -> bytes:

@@ -1,0 +1,232 @@
+"""Which checkpoints a run has: of which step, when they were saved, how large, whether they are sound, which is latest.
+
+`zckpt.formats.units` tells what is one checkpoint. Whether one is sound, `verify` says; its fingerprint is the one that
+was recorded with it, or is computed where that is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from zckpt.codes import ERROR
+from zckpt.compare.digests import FILE_NAME, digests_path, read_digests
+from zckpt.errors import SourceError, UsageError
+from zckpt.formats.units import Unit, is_named, latest_of, units
+from zckpt.operations.fingerprint import fingerprint as fingerprint_of
+from zckpt.operations.options import Copying, Place, Unpack, shares
+from zckpt.operations.verify import Verification, verify
+
+LEFT = re.compile(r"\..+\.zckpt-[a-z]+")
+"""Names of what is being written or removed, or was when that was interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A checkpoint of a run.
+
+    Parameters
+    ----------
+    path : str
+    name : str
+        Its path within the run.
+    step : int or None
+        As its files say, else its name.
+    saved : float, seconds
+        When a file in it was last written, since 1970.
+    nbytes : int, bytes
+        Of all files in it.
+    format : str or None
+    world_size : int or None
+    sound : bool
+        As `verify` says: without `deep`, by its structure and a sample.
+    why : str or None
+        What is wrong with it.
+    latest : bool
+        Whether a file of the run, or a link that is called so, says that it is the latest.
+    named_by : tuple of str
+        These files, and all links in the run that lead to it, or into it.
+    fingerprint : str or None
+        That was recorded with it, or computed.
+    equal : tuple of str
+        Names of others with the same fingerprint.
+    """
+
+    path: str
+    name: str
+    step: int | None
+    saved: float
+    nbytes: int
+    format: str | None
+    world_size: int | None
+    sound: bool
+    why: str | None
+    latest: bool = False
+    named_by: tuple[str, ...] = ()
+    fingerprint: str | None = None
+    equal: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON-able data; `saved` is a date of ISO 8601, in UTC."""
+        saved = datetime.fromtimestamp(self.saved, timezone.utc).isoformat(timespec="seconds")
+        return {**asdict(self), "saved": saved, "named_by": list(self.named_by), "equal": list(self.equal)}
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The checkpoints of a run, those beside each other in the order of their steps.
+
+    Parameters
+    ----------
+    run : str
+    checkpoints : list of Recorded
+    leftovers : list of str
+        What a write, or a removal, that was interrupted has left.
+    """
+
+    run: str
+    checkpoints: list[Recorded]
+    leftovers: list[str]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        nbytes = sum(one.nbytes for one in self.checkpoints)
+        listed = [one.as_dict() for one in self.checkpoints]
+        return {"run": self.run, "checkpoints": listed, "nbytes": nbytes, "leftovers": self.leftovers}
+
+
+@shares(Copying)
+def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **shared: Unpack[Copying]) -> History:
+    """List every checkpoint at or below a run's directory, of whatever formats. Changes nothing.
+
+    Parameters
+    ----------
+    source : path-like
+        A run's directory, or one that several runs are in.
+    deep : bool
+        Read every byte of each, to tell whether it is sound.
+    fingerprint : bool
+        Compute the fingerprints that were not recorded.
+    **shared
+
+    Raises
+    ------
+    UsageError
+        Options that do not go together.
+    SourceError
+        There is no such directory, or no checkpoint in it.
+    """
+    run = Path(source)
+    if shared["direct"] and not (deep or fingerprint):
+        raise UsageError("a sample is not read past the page cache", expected="direct with deep or fingerprint")
+    every = units_of(run)
+    around = Around.of(run, every)
+    found = [look(one, around, deep=deep, fingerprint=fingerprint, **shared)[0] for one in every]
+    names: dict[str | None, list[str]] = {}
+    for one in found:
+        names.setdefault(one.fingerprint, []).append(one.name)
+    found = [
+        replace(one, equal=tuple(name for name in names[one.fingerprint] if name != one.name and one.fingerprint))
+        for one in found
+    ]
+    return History(str(run), found, list(map(str, around.left)))
+
+
+def units_of(run: Path) -> list[Unit]:
+    """Return the checkpoints of a run. Raises SourceError: there are none."""
+    if not run.is_dir():
+        raise SourceError("is no directory", path=run, advice="give that of a run")
+    found = list(units(run))
+    if not found:
+        raise SourceError("no checkpoint is in it, of any format that zckpt reads", path=run)
+    return found
+
+
+def look(
+    unit: Unit,
+    around: Around,
+    *,
+    deep: bool = False,
+    fingerprint: bool = False,
+    **shared: Any,  # noqa: ANN401  # of Copying
+) -> tuple[Recorded, list[Verification]]:
+    """Return what is to be known of a checkpoint, and what verifying its states has found."""
+    verified: list[Verification] = []
+    why = text = None
+    for state in unit.states or (unit.path,):
+        try:
+            verified.append(verify(state, deep=deep, **{**shared, "direct": shared.get("direct", False) and deep}))
+        except SourceError as error:
+            why = why or str(error)
+    errors = [one for found in verified for one in found.findings if one.severity == ERROR]
+    if errors and why is None:
+        why = f"{errors[0].code}: {errors[0].message}" + (f", and {len(errors) - 1} more" if len(errors) > 1 else "")
+    opened = [one.checkpoint for one in verified if one.checkpoint is not None]
+    first = opened[0] if opened else None
+    if first is not None and len(unit.states) == 1:
+        for place in (digests_path(first), unit.path / FILE_NAME):
+            with suppress(SourceError):
+                text = text or read_digests(place).text
+        if text is None and fingerprint and why is None:
+            text = fingerprint_of(first, **shared).text
+    files = dict(files_of(unit.path))
+    trackers, links = around.naming(unit.path)
+    return Recorded(
+        str(unit.path),
+        unit.path.relative_to(around.run).as_posix(),
+        unit.number if first is None or first.step is None else first.step,
+        max((one.st_mtime for one in files.values()), default=0.0),
+        sum(one.st_size for one in files.values()),
+        first.format if first is not None else None,
+        first.world_size if first is not None else None,
+        why is None,
+        why,
+        bool(trackers) or any(re.search("latest|last", one.name) for one in links),
+        tuple(one.relative_to(around.run).as_posix() for one in (*trackers, *links)),
+        text,
+    ), verified
+
+
+def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield a file, or all files below a directory, with what the system says of each; of links, of themselves."""
+    for one in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):  # it is being written
+            if not stat.S_ISDIR((about := one.lstat()).st_mode):
+                yield one, about
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a run's directory has around its checkpoints: all links, and what interrupted writes and removals left."""
+
+    run: Path
+    links: list[Path]
+    left: list[Path]
+
+    @classmethod
+    def of(cls, run: Path, every: Iterable[Unit]) -> Around:
+        """Look through a run, but not into its checkpoints."""
+        inside = {one.path for one in every} - {run}
+        found = cls(run, [], [])
+        for at, folders, files in os.walk(run):
+            for path in (Path(at, name) for name in sorted(folders + files)):
+                if LEFT.fullmatch(path.name):
+                    found.left.append(path)
+                elif path.is_symlink():
+                    found.links.append(path)
+            folders[:] = [name for name in folders if not name.startswith(".") and Path(at, name) not in inside]
+        return found
+
+    def naming(self, path: Path) -> tuple[list[Path], list[Path]]:
+        """Return the files that name a checkpoint as the latest, and the links that lead to it, or into it."""
+        above = [one for one in path.parents if one == self.run or self.run in one.parents]
+        trackers = [one / file for one in above for file, text in latest_of(one).items() if is_named(path, one, text)]
+        real = Path(os.path.realpath(path))
+        return trackers, [one for one in self.links if real in ((at := Path(os.path.realpath(one))), *at.parents)]
