@@ -29,13 +29,13 @@ def test_exported_names():
     assert zckpt.__all__ == [
         "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent", "Finding",
         "Fingerprint", "History", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
-        "NotRestoredError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Recorded", "Restored",
-        "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped", "TargetError",
-        "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError", "Verification",
-        "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
+        "NotRestoredError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Pruned", "Recorded",
+        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
+        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
+        "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
         "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
-        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "reshard", "save", "series", "strip",
-        "verify",
+        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "prune", "reshard", "save", "series",
+        "strip", "verify",
     ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@
     zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
     zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
     zckpt.history("run").checkpoints                       # all of a run: step, size, sound or not, which is latest
+    zckpt.prune("run", keep_last=3).freed_nbytes           # what may go; delete=True removes it
 
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.merge_adapter import Merged, merge_adapter
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
+    from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.series import Series, series
     from zckpt.operations.strip import Stripped, strip
@@ -97,6 +99,7 @@ _HOMES = {
     "zckpt.operations.inspect": ("Inspection", "inspect"),
     "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
+    "zckpt.operations.prune": ("Pruned", "prune"),
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.target": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
@@ -137,6 +140,7 @@ __all__ = [
     "ParamGroup",
     "Parameter",
     "PickleError",
+    "Pruned",
     "Recorded",
     "Restored",
     "Saving",
@@ -175,6 +179,7 @@ __all__ = [
     "merge_adapter",
     "open",
     "optim",
+    "prune",
     "reshard",
     "save",
     "series",

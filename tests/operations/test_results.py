@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
     "verify": (lambda _: zckpt.verify(str(SOURCE), deep=True), [SOURCE, "--deep"]),
     "fingerprint": (lambda _: zckpt.fingerprint(SOURCE), [SOURCE]),
     "list": (lambda _: zckpt.history(SOURCE.parent / "universal"), [SOURCE.parent / "universal"]),
+    "prune": (lambda _: zckpt.prune(SOURCE, keep_last=1), [SOURCE, "--keep-last", 1]),
     "consolidate": (lambda at: zckpt.consolidate(SOURCE, at / "m.pt", slots="all"), [SOURCE, "m.pt", *SLOTS]),
     "average": (
         lambda at: zckpt.average([SOURCE, OTHER], at / "m.pt", weights=[1, 3]),

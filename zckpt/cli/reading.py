@@ -1,4 +1,4 @@
-"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `map`, `list`, `formats`; some write a page."""
+"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `map`, `formats`. Some also write a page."""
 
 from __future__ import annotations
 
@@ -315,25 +315,6 @@ def map_command(
         _write_file(target, (svg if target.suffix.lower() == ".svg" else png)(document), overwrite=overwrite)
     if as_json:
         click.echo(json_text(document))
-
-
-@click.command("list")
-@click.argument("run", type=Place())
-@click.option("--deep", is_flag=True, help="Read every byte of each, to tell whether it is sound.")
-@click.option("--fingerprint", is_flag=True, help="Compute the fingerprints that are not recorded, to tell equal ones.")
-@json_option
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
-@takes(Copying)
-def list_command(run: Path, deep: bool, fingerprint: bool, as_json: bool, quiet: bool, shared: dict[str, Any]) -> None:
-    """List the checkpoints of a run, of whatever formats: step, date, size, ranks, which are sound, which is latest.
-
-    Reads structure and a sample of the weights of each; with --deep every byte.
-    """
-    from zckpt.operations.history import history
-    from zckpt.report.history import render
-
-    found = history(run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared)
-    click.echo(json_text(found.as_dict()) if as_json else render(found.as_dict()))
 
 
 @click.command("formats")

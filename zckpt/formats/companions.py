@@ -137,6 +137,15 @@ def _carry_json(checkpoint: Checkpoint, path: Path) -> None:
         checkpoint.claims[str(path)] = Claim(CARRIED_AS_IS, path.stem)
 
 
+def trainer_account(directory: Path) -> tuple[dict[str, object], str | None]:
+    """Return what a Trainer has logged at a checkpoint's step, and which checkpoint it names as the best."""
+    found = read_json(directory / TRAINER_STATE, most=MAXIMUM_JSON_NBYTES) or {}
+    log, best = found.get("log_history"), found.get("best_model_checkpoint")
+    entries = [e for e in log if isinstance(e, dict)] if isinstance(log, list) else []
+    at_step = [e for e in entries if e.get("step") == found.get("global_step")]
+    return {key: value for e in at_step for key, value in e.items()}, best if isinstance(best, str) else None
+
+
 def note_models(checkpoint: Checkpoint, paths: Iterable[Path], directory: Path) -> None:
     """Note what files of a model in a directory hold of it as copies; indexes say which of them, and no more."""
     if _note_copies(checkpoint, paths):

@@ -21,6 +21,7 @@ from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account.inventory import POINTERS
 from zckpt.formats.companions import CARRIED, TRAINER_STATE
 from zckpt.formats.format import Found, NearMiss, Search
+from zckpt.formats.fsdp_rank_files.directory import BESIDE
 from zckpt.formats.latest import latest_name
 from zckpt.formats.registry import formats
 from zckpt.formats.suffixes import TORCH_SUFFIXES
@@ -124,8 +125,13 @@ def _is_one(path: Path, folders: list[Path]) -> bool:
 
 def _with_training(path: Path, inner: list[Path]) -> bool:
     """Tell whether files of a training lie beside the only folder that a directory's state is in."""
-    names = {entry.name for entry in entries_of(path, lenient=True)}
-    return inner == [_seen(path)] and (TRAINER_STATE in names or any(map(CARRIED.fullmatch, names)))
+    names = (entry.name for entry in entries_of(path, lenient=True))
+    return inner == [_seen(path)] and any(map(is_of_training, names))
+
+
+def is_of_training(name: str) -> bool:
+    """Tell whether programs keep a file of a training beside the directory of its model."""
+    return name in (TRAINER_STATE, *BESIDE) or CARRIED.fullmatch(name) is not None
 
 
 def _states(path: Path, depth: int) -> list[Path]:

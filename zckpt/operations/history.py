@@ -24,7 +24,7 @@ from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
 
-LEFT = re.compile(r"\..+\.zckpt-[a-z]+")
+LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 
 

@@ -17,6 +17,20 @@ def render(document: Document) -> str:
     return "\n".join([*table(header, rows, right=(1, 3, 5)), total, *left(document)])
 
 
+def render_pruned(document: Document) -> str:
+    """Return the document of `prune` as text."""
+    document = printable(dict(document))
+    every, done = document["checkpoints"], document["deleted"]
+    words = ("stays", "gone" if done else "goes")
+    rows = [(*cells(one)[:4], words[one["goes"]], one["because"]) for one in every]
+    number = count(sum(one["goes"] for one in every), "checkpoint")
+    total = f"{'freed' if done else 'would free'} {size(document['freed_nbytes'])} of {number}"
+    advice = [] if done or not document["freed_nbytes"] else ["nothing was removed: give --delete"]
+    failed = [f"cannot be removed: {one}" for one in document["failed"]]
+    lines = table(["checkpoint", "step", "saved (UTC)", "size", "", ""], rows, right=(1, 3))
+    return "\n".join([*lines, total, *advice, *failed, *left(document)])
+
+
 def cells(one: Document) -> tuple[object, ...]:
     """Return what a table says of a checkpoint: its name, step, date, size, format and ranks."""
     saved = one["saved"][:SHOWN_MINUTES].replace("T", " ")

@@ -19,6 +19,7 @@ replaced, and the others of the new ones follow it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -32,6 +33,7 @@ from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.disk import exchange, rename_new, sync, sync_all
 from zckpt.storage.journal import Journal, forget, journal_name
 from zckpt.storage.ownership import (
+    REMOVED,
     Owned,
     check_replaceable,
     check_target,
@@ -190,6 +192,27 @@ def remove_leftovers(directory: Path, owned: Owned) -> None:
                 if max(path.lstat().st_mtime for path in every) < time.time() - QUIET_S and is_abandoned(left):
                     check_unfinished(left, owned)
                     recover(target, owned)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory, which is moved out of sight first: a kill leaves all of it, or nothing of its name.
+
+    What is left under `REMOVED` is for `finish_removals`. Raises OSError: it cannot be moved, and is as it was.
+    """
+    hidden = path.with_name(REMOVED)
+    hidden.mkdir(exist_ok=True)
+    if hidden.is_symlink():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(hidden))
+    if os.path.lexists(hidden / path.name):
+        _remove(hidden / path.name)
+    path.rename(hidden / path.name)
+    sync(path.parent)
+    finish_removals(hidden)
+
+
+def finish_removals(hidden: Path) -> None:
+    """Remove what removals, this one or one that was killed, have moved out of sight, as far as that goes."""
+    _remove(hidden)
 
 
 class _Waiting(NamedTuple):

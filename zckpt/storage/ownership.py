@@ -32,6 +32,9 @@ except ImportError:  # Windows has no such locks; two runs to one target are the
 FINGERPRINT_NAME = "fingerprint.json"
 """A file that a directory of any format may have."""
 
+REMOVED = ".zckpt-removed"
+"""A directory, beside what is being removed, that it is in meanwhile: half of it must not look like all of it."""
+
 SHOWN_NAMES = 4
 
 _KINDS = (

@@ -22,7 +22,8 @@ from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
-from zckpt.storage.files import collector_paused, entries_of, opened
+from zckpt.storage.files import collector_paused, entries_of, opened, read_head
+from zckpt.storage.ownership import REMOVED
 from zckpt.torchfile import read_torchfile, walk_tensors
 
 _Account = tuple[list[Item], dict[str, int]]
@@ -167,7 +168,30 @@ FOREIGN_RULES = (
 POINTERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"})
 """Files that name the newest checkpoint of a run."""
 
-FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb", "tensorboard", "runs", ".cache"})
+FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb", "tensorboard", "runs", ".cache",
+                             REMOVED})  # fmt: skip
+
+BESIDE, EMPTY = "beside the checkpoint's own directory", "empty files"
+
+_OWN = re.compile("zero_to_[a-z0-9]+[.]py")
+"""Programs that DeepSpeed puts into checkpoints."""
+
+CARD, CARD_MARK, CARD_NBYTES = "README.md", b"library_name: peft", 4096
+"""What PEFT writes beside an adapter."""
+
+_WITH = ("another configuration", "marks and checksums of other programs", "left by a write that was interrupted")
+
+
+def is_stranger(item: Item, root: Path) -> bool:
+    """Tell whether no program is known to write a file with the checkpoint in a directory: it may be a user's."""
+    if item.kind != FILE or item.fate not in (FOREIGN, LEFT_OUT, IMPLIED):
+        return False
+    path = root / item.file
+    if _OWN.fullmatch(path.name) or (path.name == CARD and CARD_MARK in read_head(str(path), CARD_NBYTES)):
+        return False
+    rules = {rule.about for rule in FOREIGN_RULES if not rule.written and rule.about not in _WITH}
+    foreign = item.about in {*rules, BESIDE, EMPTY, "another checkpoint"} or item.about.startswith("in the folder ")
+    return item.fate == LEFT_OUT or foreign
 
 
 def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, str]) -> Iterator[Item]:
@@ -198,9 +222,9 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
             claim = Claim(FOREIGN, rule.about)
         beside = outside and error is None and not within(real, own)
         if claim is None and beside and not _STATE.fullmatch(path.name):
-            claim = Claim(FOREIGN, "beside the checkpoint's own directory")
+            claim = Claim(FOREIGN, BESIDE)
         if claim is None and nbytes == 0 and error is None and not path.name.endswith(NEVER_EMPTY):
-            claim = Claim(IMPLIED, "empty files")
+            claim = Claim(IMPLIED, EMPTY)
         if claim is not None:
             yield Item(name, "", FILE, claim.fate, claim.about, nbytes or 0)
         elif nbytes is None:

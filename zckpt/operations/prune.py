@@ -1,0 +1,311 @@
+"""Which checkpoints of a run may go by a rule of the user's; and their removal, of which a kill leaves no half.
+
+Checkpoints whose names differ in numbers only, in one directory, are a series. Of a series stay the last sound ones,
+those of some steps, and the best by a metric; and whatever is not certain: see `_kept`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from zckpt.compare.digests import digests_path_of_file
+from zckpt.errors import UsageError, listed
+from zckpt.formats.account import take_inventory
+from zckpt.formats.account.inventory import is_stranger
+from zckpt.formats.companions import trainer_account
+from zckpt.formats.units import Unit, is_of_training
+from zckpt.operations.history import Around, Recorded, files_of, look, units_of
+from zckpt.operations.options import Place
+from zckpt.operations.verify import Verification
+from zckpt.state import as_float
+from zckpt.storage.durable import finish_removals, remove
+from zckpt.storage.ownership import REMOVED
+from zckpt.storage.remote import is_url
+
+SETTLE_S = 60.0
+"""Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
+
+SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A checkpoint, whether it goes (or is gone), and why it stays, or what it is not."""
+
+    checkpoint: Recorded
+    goes: bool
+    why: str
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON-able data."""
+        return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What goes of a run, and what stays.
+
+    Parameters
+    ----------
+    run : str
+    checkpoints : list of Judged
+    deleted : bool
+        Whether what goes is gone.
+    failed : list of str
+        What could not be removed, and why.
+    leftovers : list of str
+        What interrupted writes have left, which stays; and removals, which is removed with `delete`.
+    """
+
+    run: str
+    checkpoints: list[Judged]
+    deleted: bool
+    failed: list[str]
+    leftovers: list[str]
+
+    @property
+    def freed_nbytes(self) -> int:
+        """Bytes of what goes."""
+        return sum(one.checkpoint.nbytes for one in self.checkpoints if one.goes)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {
+            "run": self.run,
+            "deleted": self.deleted,
+            "freed_nbytes": self.freed_nbytes,
+            "checkpoints": [one.as_dict() for one in self.checkpoints],
+            "failed": self.failed,
+            "leftovers": self.leftovers,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A checkpoint as it was found, and the inventories that were taken of it."""
+
+    unit: Unit
+    record: Recorded
+    verified: list[Verification]
+
+    @property
+    def series(self) -> tuple[Path, str]:
+        return self.unit.path.parent, re.sub("[0-9]+", "#", self.unit.path.name)
+
+    @property
+    def number(self) -> int:
+        return self.unit.number or 0
+
+
+def prune(
+    run: Place,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
+    also: Sequence[str] = (),
+    unsound: bool = False,
+    deep: bool = False,
+    settle: float = SETTLE_S,
+    delete: bool = False,
+) -> Pruned:
+    """Say which checkpoints of a run may go, and remove them if that is asked for.
+
+    Parameters
+    ----------
+    run : path-like
+        A directory as `history` takes it, on a file system.
+    keep_last : int
+        How many sound ones stay, of the highest steps, at least 1.
+    keep_every : int, optional
+        Those stay whose step is a multiple of it.
+    keep_best : str, optional
+        The sound one stays that has the best value of a metric: `NAME:min` or `NAME:max`; of a loss, the least.
+    also : sequence of str
+        Names of files, with wildcards, that may go with a checkpoint though no program is known to write them there.
+    unsound : bool
+        Remove also what is not sound, if its files are called as those of a sound one beside it.
+    deep : bool
+        Read every byte of each, to tell whether it is sound.
+    settle : float, seconds
+        What was written to since then stays.
+    delete : bool
+        Remove them. Without it nothing changes.
+
+    Returns
+    -------
+    Pruned
+
+    Raises
+    ------
+    UsageError
+        A number that cannot be, a metric that no checkpoint has, or a store.
+    SourceError
+        There is no such directory, or no checkpoint in it.
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is a number from 1 on", found=value)
+    if is_url(run):
+        raise UsageError("checkpoints in a store are not removed", path=run, expected="a directory of a file system")
+    top = Path(run)
+    every = units_of(top)
+    around = Around.of(top, every)
+    seen = [_Seen(one, *look(one, around, deep=deep)) for one in every]
+    sound = [one for one in seen if one.record.sound and one.unit.number is not None]
+    stays = _last(sound, keep_last)
+    stays |= {
+        one.unit.path: f"step of every {keep_every}" for one in sound if keep_every and not one.number % keep_every
+    }
+    stays |= _best(sound, keep_best) if keep_best is not None else {}
+    stays |= _named_best(sound)
+    judged = []
+    for one in seen:
+        why = _kept(one, top, around, settle) or stays.get(one.unit.path)
+        if why is None and not one.record.sound:
+            beside = [other for other in sound if other.series == one.series]
+            why = _as_others(one, beside) if unsound else f"not sound, and --unsound is not given: {one.record.why}"
+        elif why is None:
+            why = _strange(one, also)
+        judged.append(Judged(one.record, why is None, why or ("not sound" if not one.record.sound else "")))
+    removals = [one for one in around.left if one.name == REMOVED]
+    failed: list[str] = []
+    if delete:
+        for hidden in removals:
+            if hidden.is_dir() and not hidden.is_symlink():
+                finish_removals(hidden)
+        judged = [_removed(one, top, every, failed) if one.goes else one for one in judged]
+    left = [str(one) for one in around.left if os.path.lexists(one)]
+    return Pruned(str(top), judged, delete, failed, left)
+
+
+def _last(sound: Sequence[_Seen], keep: int) -> dict[Path, str]:
+    """Return the last of each series; all of one whose names are in another order than the steps in the files."""
+    found: dict[Path, str] = {}
+    for series in {one.series for one in sound}:
+        members = sorted((one for one in sound if one.series == series), key=lambda one: one.number)
+        steps = [one.record.step for one in members if one.record.step is not None]
+        numbers = sorted({one.number for one in members})
+        said = f"one of the last {keep}" if keep > 1 else "the last"
+        if steps != sorted(steps):
+            keep, said = len(numbers), "its series is in one order by names, in another by files"
+        found |= {one.unit.path: said for one in members if one.number in numbers[-keep:]}
+    return found
+
+
+def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
+    """Return the best of each series by a metric."""
+    name, _, way = metric.partition(":")
+    way = way or ("min" if name.endswith("loss") else "")
+    if way not in ("min", "max"):
+        raise UsageError("it is not said which is better", expected=f"{name}:min or {name}:max", found=metric)
+    values = {one.unit.path: value for one in sound if (value := _value(one, name)) is not None}
+    if not values:
+        known = sorted({key for one in sound for key in _metrics(one)})
+        raise UsageError(f"no checkpoint has a value of {name} of its step", expected=listed(known) or "some metric")
+    found: dict[Path, str] = {}
+    for series in {one.series for one in sound}:
+        members = [one for one in sound if one.series == series and one.unit.path in values]
+        if members:
+            sign = 1 if way == "min" else -1
+            best = min(members, key=lambda one: (sign * values[one.unit.path], -one.number))
+            found[best.unit.path] = f"the best by {name}: {values[best.unit.path]:g}"
+    return found
+
+
+def _value(one: _Seen, name: str) -> float | None:
+    value = _metrics(one).get(name, math.nan)
+    return None if math.isnan(value) else value
+
+
+def _metrics(one: _Seen) -> dict[str, float]:
+    """Return what a Trainer has logged at a checkpoint's step, and numbers in the metadata of any program."""
+    metadata = [checkpoint.metadata for v in one.verified if (checkpoint := v.checkpoint) is not None]
+    metadata += [inner for outer in metadata if isinstance(inner := outer.get("metrics"), dict)]
+    entries = [trainer_account(one.unit.path)[0], *metadata]
+    pairs = ((str(key), as_float(value)) for entry in entries for key, value in entry.items())
+    return {key: value for key, value in pairs if value is not None}
+
+
+def _named_best(sound: Sequence[_Seen]) -> dict[Path, str]:
+    """Return what the last checkpoint of a Trainer names as the best: the Trainer loads it at the end."""
+    found: dict[Path, str] = {}
+    for one in sorted(sound, key=lambda one: one.number):
+        _, named = trainer_account(one.unit.path)
+        if named is not None:
+            found[one.unit.path.parent / Path(named).name] = (
+                f"the best, by what the Trainer wrote into {one.record.name}"
+            )
+    return found
+
+
+def _kept(one: _Seen, run: Path, around: Around, settle: float) -> str | None:
+    """Return why a checkpoint stays whatever the rule: it is in use, or nobody can know."""
+    if one.unit.number is None or one.unit.path == run:
+        return "its name says no step"
+    trackers, links = around.naming(one.unit.path)
+    if trackers or links:
+        names = listed([path.relative_to(run).as_posix() for path in (*trackers, *links)], most=SHOWN)
+        return f"named by {names}"
+    if time.time() - max(one.record.saved, one.unit.path.stat().st_mtime) < settle:
+        return f"written to within {settle:g} s"
+    for path, about in files_of(one.unit.path):
+        if path.is_symlink() or about.st_nlink > 1:
+            return f"{path.name} is {'a link' if path.is_symlink() else 'linked'}"
+    return None
+
+
+def _strange(one: _Seen, also: Sequence[str]) -> str | None:
+    """Return which files of a sound checkpoint may be somebody's own; None: there are none."""
+    unit, known = one.unit, set[Path]()
+    if unit.path.is_file():
+        return None
+    for verified in one.verified:
+        if verified.checkpoint is not None:
+            items = take_inventory(verified.checkpoint).items
+            root = Path(verified.checkpoint.named)
+            known |= {root / item.file for item in items if not is_stranger(item, root)}
+    others = []
+    for path, _ in files_of(unit.path):
+        name = path.relative_to(unit.path).as_posix()
+        beside = len(unit.states) > 1 and is_of_training(name)
+        if not (path in known or beside or any(fnmatchcase(one, p) for one in (name, path.name) for p in also)):
+            others.append(name)
+    return f"holds {listed(sorted(others), most=SHOWN)}, which may be yours: --also lets it go" if others else None
+
+
+def _as_others(one: _Seen, beside: Sequence[_Seen]) -> str | None:
+    """Return which files of one that is not sound are called as none of sound ones of its series."""
+
+    def names(unit: Unit) -> set[str]:
+        inside = {path.relative_to(unit.path).as_posix() for path, _ in files_of(unit.path)}
+        return {re.sub("[0-9]+", "#", name) for name in inside}
+
+    others = names(one.unit) - {name for other in beside for name in names(other.unit)}
+    if not beside:
+        return "not sound, and no sound one is beside it to tell which files it has"
+    return f"not sound, and holds {listed(sorted(others), most=SHOWN)}, as no sound one does" if others else None
+
+
+def _removed(one: Judged, run: Path, every: Sequence[Unit], failed: list[str]) -> Judged:
+    """Remove a checkpoint, unless it has come into use since it was looked at."""
+    path = Path(one.checkpoint.path)
+    trackers, links = Around.of(run, every).naming(path)
+    newest = max((about.st_mtime for _, about in files_of(path)), default=0.0)
+    if trackers or links or newest != one.checkpoint.saved:
+        return replace(one, goes=False, why="it has come into use")
+    try:
+        if path.is_file():
+            digests_path_of_file(path).unlink(missing_ok=True)
+        remove(path)
+    except OSError as error:
+        failed.append(f"{path}: {error.strerror}")
+        return replace(one, goes=False, why=f"cannot be removed: {error.strerror}")
+    return one
