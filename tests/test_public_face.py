@@ -27,7 +27,8 @@ READ = [
 
 def test_exported_names():
     assert zckpt.__all__ == [
-        "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent", "Finding",
+        "Appeared", "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent",
+        "Finding",
         "Fingerprint", "History", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
         "NotRestoredError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Pruned", "Recorded",
         "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
@@ -35,7 +36,7 @@ def test_exported_names():
         "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
         "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
         "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "prune", "reshard", "save", "series",
-        "strip", "verify",
+        "strip", "verify", "watch",
     ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@
     zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
     zckpt.history("run").checkpoints                       # all of a run: step, size, sound or not, which is latest
     zckpt.prune("run", keep_last=3).freed_nbytes           # what may go; delete=True removes it
+    for one in zckpt.watch("run"): one.findings            # each that appears, beside the one before
 
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from zckpt.operations.strip import Stripped, strip
     from zckpt.operations.target import Written
     from zckpt.operations.verify import Finding, Verification, verify
+    from zckpt.operations.watch import Appeared, watch
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
     from zckpt.training.checkpointer import Checkpointer
     from zckpt.training.loading import Restored, load
@@ -105,6 +107,7 @@ _HOMES = {
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.strip": ("Stripped", "strip"),
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
+    "zckpt.operations.watch": ("Appeared", "watch"),
     "zckpt.training.checkpointer": ("Checkpointer",),
     "zckpt.training.loading": ("Restored", "load"),
     "zckpt.training.restored": ("assert_restored",),
@@ -119,6 +122,7 @@ _MODULES = ("dcp", "deepspeed", "errors", "hf", "optim")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Appeared",
     "Averaged",
     "Checkpoint",
     "Checkpointer",
@@ -185,6 +189,7 @@ __all__ = [
     "series",
     "strip",
     "verify",
+    "watch",
 ]
 
 

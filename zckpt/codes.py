@@ -3,6 +3,7 @@
     ZC-1xx    files and structure: found without reading a tensor, checksums aside
     ZC-2xx    meaning: what the elements and the values of all ranks are to each other
     ZC-3xx    against digests that were recorded before
+    ZC-4xx    against the checkpoint before of the same run
 
 docs/verify.md explains each of them.
 """
@@ -51,6 +52,11 @@ VALUES_DIFFER = "ZC-214"
 CHANGED = "ZC-301"
 GONE = "ZC-302"
 ADDED = "ZC-303"
+NOT_ADVANCED = "ZC-401"
+UNMOVED = "ZC-402"
+FROZEN_MOVED = "ZC-403"
+JUMPED = "ZC-404"
+LOST = "ZC-405"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,15 @@ CODES: dict[str, Code] = {
     ),
     ADDED: Code(
         ERROR, "a value is there that was not recorded", "the digests are another checkpoint's, or older than a change"
+    ),
+    NOT_ADVANCED: Code(
+        ERROR, "the step is not beyond that of the checkpoint before", "find out what the run has resumed from"
+    ),
+    UNMOVED: Code(ERROR, "no trained parameter has moved", "see the learning rate, the gradients and the loss scale"),
+    FROZEN_MOVED: Code(ERROR, "a frozen parameter has moved", "see what the optimizer was given, and weight decay"),
+    JUMPED: Code(ERROR, "a norm has changed by a large factor", "see the losses since then; go back to the one before"),
+    LOST: Code(
+        ERROR, "what the checkpoint before had is gone", "find out what the run resumed without, and what it saves"
     ),
 }
 """All codes, in order."""

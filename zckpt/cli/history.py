@@ -1,4 +1,4 @@
-"""The verbs about the checkpoints of a run: `list`, `prune`."""
+"""The verbs about the checkpoints of a run: `list`, `prune`, and `verify --watch`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from zckpt.cli.options import Place, json_option, takes
 from zckpt.cli.streams import json_text, reporter
 from zckpt.errors import TargetError
 from zckpt.operations.options import Copying
+
+STANDARD_ERROR = 2
 
 run_argument = click.argument("run", type=Place())
 
@@ -70,3 +72,25 @@ def prune_command(run: Path, as_json: bool, **given: Any) -> int:  # noqa: ANN40
     found = prune(run, **given).as_dict()
     click.echo(json_text(found) if as_json else render_pruned(found))
     return TargetError.exit_status if found["failed"] else 0
+
+
+def watched(run: Path, *, on_finding: str | None = None, quiet: bool, **given: Any) -> int:  # noqa: ANN401  # what click gives
+    """Print a line for each checkpoint that appears; a finding ends it, or runs a command that gets the line."""
+    import subprocess
+    import sys
+
+    from zckpt.operations.watch import watch
+
+    odd = False
+    for one in watch(run, **given):
+        line = json_text(one.as_dict(), indent=None)
+        if not quiet:
+            click.echo(line)
+            sys.stdout.flush()
+        odd = odd or bool(one.findings)
+        if one.findings and on_finding is None:
+            break
+        if one.findings and on_finding is not None:
+            command = ["sh", "-c", on_finding]  # the user's own
+            subprocess.run(command, input=line.encode(), stdout=STANDARD_ERROR, check=False)  # noqa: S603
+    return int(odd)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zckpt.cli.history import watched
 from zckpt.cli.options import (
     Place,
     dequantize_option,
@@ -246,26 +247,8 @@ def fingerprint_command(
     click.echo(json_text(found.as_dict()) if as_json else found.text)
 
 
-@click.command("verify")
-@source_argument
-@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
-@click.option(
-    "--against",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="DIGESTS",
-    help="Compare with the digests that `zckpt fingerprint --write` stored.",
-)
-@json_option
-@page_options
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
-@takes(ReadCopied)
 @_shows
-def verify_command(*, source: Path, deep: bool, against: Path | None, quiet: bool, shared: dict[str, Any]) -> _Shown:
-    """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
-
-    Reads structure and a sample of the weights; with --deep every byte. Exit status: 0 sound, 1 unsound, 2 unusable
-    arguments, 3 there is nothing to verify.
-    """
+def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, shared: dict[str, Any]) -> _Shown:
     from zckpt.operations.verify import verify
 
     found = verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
@@ -283,6 +266,58 @@ def verify_command(*, source: Path, deep: bool, against: Path | None, quiet: boo
         return verify_page(document, None if checkpoint is None else map_of(checkpoint).as_dict())
 
     return _Shown([] if checkpoint is None else [checkpoint], document, text, page, 0 if found.sound else 1)
+
+
+@click.command("verify")
+@source_argument
+@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="DIGESTS",
+    help="Compare with the digests that `zckpt fingerprint --write` stored.",
+)
+@click.option(
+    "--watch", is_flag=True, help="SOURCE is a run: do so with each checkpoint that appears, until a finding."
+)
+@click.option("--settle", type=float, metavar="S", help="Watch: one is finished S seconds after a write. Default: 60.")
+@click.option("--idle", type=float, metavar="S", help="Watch: end when nothing has changed for S seconds.")
+@click.option("--factor", type=float, metavar="F", help="Watch: by which a norm may change. Default: 10.")
+@click.option("--on-finding", metavar="COMMAND", help="Watch: run this, with the line on standard input, and go on.")
+@json_option
+@page_options
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
+@takes(ReadCopied)
+def verify_command(
+    *,
+    source: Path,
+    watch: bool,
+    settle: float | None,
+    idle: float | None,
+    factor: float | None,
+    on_finding: str | None,
+    shared: dict[str, Any],
+    **given: Any,  # noqa: ANN401  # what click gives
+) -> int:
+    """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
+
+    Reads structure and a sample of the weights; with --deep every byte. Exit status: 0 sound, 1 unsound, 2 unusable
+    arguments, 3 there is nothing to verify.
+
+    With --watch each checkpoint of a run is verified as it appears, fingerprinted, and held against the one before: a
+    line of JSON for each. Exit status: 1 at the first finding.
+    """
+    said: dict[str, Any] = {"settle": settle, "idle": idle, "factor": factor, "on_finding": on_finding}
+    said = {name: value for name, value in said.items() if value is not None}
+    if not watch:
+        if said:
+            raise UsageError(f"--{min(said).replace('_', '-')} is for --watch")
+        return _verified(source=source, shared=shared, **given)
+    quiet, deep, _ = given.pop("quiet"), given.pop("deep"), given.pop("as_json")
+    given |= {name: value for name, value in shared.items() if name in Reading.__annotations__}
+    if idle_ones := [name for name, value in given.items() if value]:
+        raise UsageError(f"--{min(idle_ones).replace('_', '-').removesuffix('s')} is not for --watch")
+    return watched(source, quiet=quiet, deep=deep, **said, **only(Copying, shared))
 
 
 @click.command("map")

@@ -109,9 +109,9 @@ _ESCAPED = {code: f"\\u{code:04x}" for code in (*CONTROLS, *SURROGATES) if code 
 """JSON may say any character by its number, within strings, where alone these can be."""
 
 
-def json_text(document: object) -> str:
+def json_text(document: object, *, indent: int | None = 1) -> str:
     """Return a document as JSON that drives no terminal, and that every encoding of Unicode has."""
-    return json.dumps(document, indent=1, ensure_ascii=False).translate(_ESCAPED)
+    return json.dumps(document, indent=indent, ensure_ascii=False).translate(_ESCAPED)
 
 
 def width() -> int:

@@ -53,6 +53,11 @@ class Unit:
         """The step that its name says."""
         return called(self.path.name)
 
+    @property
+    def series(self) -> tuple[Path, str]:
+        """What those have in common that lie in one directory, and whose names differ in numbers only."""
+        return self.path.parent, _pattern(self.path)
+
 
 def called(name: str) -> int | None:
     """Return the step that a name says; None: it says none."""

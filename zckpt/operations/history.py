@@ -24,6 +24,9 @@ from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
 
+SETTLE_S = 60.0
+"""Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
+
 LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 

@@ -21,16 +21,13 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.account.inventory import is_stranger
 from zckpt.formats.companions import trainer_account
 from zckpt.formats.units import Unit, is_of_training
-from zckpt.operations.history import Around, Recorded, files_of, look, units_of
+from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
 from zckpt.state import as_float
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.remote import is_url
-
-SETTLE_S = 60.0
-"""Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
 
 SHOWN = 3
 
@@ -97,7 +94,7 @@ class _Seen:
 
     @property
     def series(self) -> tuple[Path, str]:
-        return self.unit.path.parent, re.sub("[0-9]+", "#", self.unit.path.name)
+        return self.unit.series
 
     @property
     def number(self) -> int:

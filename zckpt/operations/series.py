@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from zckpt.compare.logical import named
-from zckpt.compare.slots import Tolerance, measure, pair
+from zckpt.compare.slots import Figures, Tolerance, measure, pair
 from zckpt.engine import reporting
 from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
@@ -15,7 +15,7 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import number, summary
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +94,7 @@ def series(
     check_executor(shared["executor"])
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
-    held = [
-        {
-            (name, key): slot
-            for name, parameter in named(one).items()
-            if chosen.takes(name)
-            for key, slot in parameter.slots.items()
-            if chosen.takes_slot(key)
-        }
-        for one in checkpoints
-    ]
+    held = [slots_of(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))
     if not keys:
         raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
@@ -111,12 +102,30 @@ def series(
     nbytes = sum(slot.nbytes for one in held[1:] for slot in one.values())
     with reporting(shared["reporter"], nbytes) as progress, using(shared["executor"]):
         for index, (before, after) in enumerate(pairwise(held), 1):
-            both = [key for key in after if key in before and before[key].shape == after[key].shape]
-            sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in both]
-            for key, one in zip(
-                both, measure(sets, Tolerance(), memory=shared["memory"], direct=shared["direct"]), strict=True
-            ):
+            for key, one in measured(before, after, memory=shared["memory"], direct=shared["direct"]).items():
                 found[key].norm[index - 1 : index + 1] = [one.norm_a, one.norm_b]
                 found[key].change[index] = one.rel_l2 if one.squares_a or one.squares else 0.0
             progress.advance(sum(slot.nbytes for slot in after.values()))
     return Series(checkpoints, list(found.values()))
+
+
+Slots = dict[tuple[str, str], Slot]
+"""By canonical name of the parameter and key of the slot."""
+
+
+def slots_of(checkpoint: Checkpoint, chosen: Filter) -> Slots:
+    """Return the slots of a checkpoint that are chosen."""
+    return {
+        (name, key): slot
+        for name, parameter in named(checkpoint).items()
+        if chosen.takes(name)
+        for key, slot in parameter.slots.items()
+        if chosen.takes_slot(key)
+    }
+
+
+def measured(before: Slots, after: Slots, *, memory: int, direct: bool) -> dict[tuple[str, str], Figures]:
+    """Return what differs in the slots that two checkpoints have in one shape."""
+    both = [key for key in after if key in before and before[key].shape == after[key].shape]
+    sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in both]
+    return dict(zip(both, measure(sets, Tolerance(), memory=memory, direct=direct), strict=True))
