@@ -208,6 +208,14 @@ def test_a_series_whose_names_and_steps_are_in_different_orders_stays(tmp_path):
     assert gone(at) == set()
 
 
+def test_a_series_that_stays_as_a_whole_changes_nothing_of_how_many_stay_of_others(tmp_path):
+    at = steps(tmp_path / "run", 1, 2, 3, 4, 5)
+    for stem in ("a", "b"):  # whichever of the three series is looked at first
+        put(at, **{f"{stem}_step1": "s2_bf16_dp2_multitag/global_step5"})
+        put(at, **{f"{stem}_step2": "s2_bf16_dp2_multitag/global_step3"})
+    assert gone(at, keep_last=4) == {"global_step1"}
+
+
 def test_what_cannot_be_removed_is_said_and_stays(tmp_path):
     at = steps(tmp_path / "run", 1, 2)
     (at / ".zckpt-removed").write_text("something of mine")

@@ -190,10 +190,10 @@ def _last(sound: Sequence[_Seen], keep: int) -> dict[Path, str]:
         members = sorted((one for one in sound if one.series == series), key=lambda one: one.number)
         steps = [one.record.step for one in members if one.record.step is not None]
         numbers = sorted({one.number for one in members})
-        said = f"one of the last {keep}" if keep > 1 else "the last"
+        stay, said = numbers[-keep:], f"one of the last {keep}" if keep > 1 else "the last"
         if steps != sorted(steps):
-            keep, said = len(numbers), "its series is in one order by names, in another by files"
-        found |= {one.unit.path: said for one in members if one.number in numbers[-keep:]}
+            stay, said = numbers, "its series is in one order by names, in another by files"
+        found |= {one.unit.path: said for one in members if one.number in stay}
     return found
 
 
