@@ -41,6 +41,8 @@ LOADED: dict[str, set[str]] = {
     "formats": PLUGINS,
     f"diff {SOURCE} {SOURCE}": ELEMENTS,
     f"verify {SOURCE} --deep": ELEMENTS,
+    f"stats {SOURCE}": ELEMENTS,
+    f"show {SOURCE} fc1.weight": ELEMENTS,
     f"fingerprint {SOURCE}": ELEMENTS | {"xxhash"},
     f"consolidate {SOURCE} model.safetensors --slots all": ELEMENTS,
     f"consolidate {SOURCE} model.pt": ELEMENTS,
@@ -52,7 +54,7 @@ LOADED: dict[str, set[str]] = {
     f"merge-adapter {SOURCE} {ADAPTER} merged.safetensors": ELEMENTS,
 } | {f"{verb} --help": PLUGINS if verb in ("convert", "reshard") else set() for verb in cli.commands}
 
-SHOWN_WITHOUT_FORMATS = 17
+SHOWN_WITHOUT_FORMATS = 18
 """Modules of zckpt, of some 250, of which no help that is not about formats loads more."""
 
 PROGRAM = """

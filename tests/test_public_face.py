@@ -27,16 +27,16 @@ READ = [
 
 def test_exported_names():
     assert zckpt.__all__ == [
-        "Appeared", "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent",
-        "Finding",
+        "Appeared", "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError",
+        "Distribution", "Elements", "Extent", "Finding",
         "Fingerprint", "History", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
         "NotRestoredError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Pruned", "Recorded",
-        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
+        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Statistics", "Stripped",
         "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
         "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
         "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
         "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "prune", "reshard", "save", "series",
-        "strip", "verify", "watch",
+        "show", "stats", "strip", "verify", "watch",
     ]  # fmt: skip
 
 
@@ -75,6 +75,40 @@ def test_a_checkpoint_shows_itself_in_two_lines():
         '<Checkpoint "a\\nb\'\\x1b[31m": torch 2\ufffd, dp=1 tp=1 pp=1 ep=1',
         " parameters=0 elements=0 files=0 bytes=0>",
     ]
+
+
+def test_what_is_large_shows_itself_in_ten_lines():
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    results = [
+        zckpt.diff(opened, FIXTURES / "s2_bf16_dp3"), zckpt.inspect(opened, include_inventory=True), zckpt.map(opened),
+        zckpt.verify(opened), zckpt.fingerprint(opened), zckpt.stats(opened), zckpt.history(FIXTURES / "s2_bf16_dp2"),
+        zckpt.show(opened, "fc1.weight"), opened.parameters, opened.buffers,
+    ]  # fmt: skip
+    for one in [*results, *opened.parameters.values(), opened["fc1.weight"].slots["weight"]]:
+        lines = repr(one).splitlines()
+        assert len(lines) <= 10
+        assert max(map(len, lines)) <= 140
+    assert repr(opened.parameters["fc1.weight"]) == (
+        "<Parameter fc1.weight [13, 8] bfloat16: weight, master, exp_avg, exp_avg_sq>"
+    )
+
+
+def test_a_checkpoint_is_asked_by_name():
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    assert list(opened) == [*opened.parameters, *opened.buffers]
+    assert opened["head.weight"] is opened.parameters["emb.weight"]
+    assert "fc1.weight" in opened
+    assert "fc1.weigth" not in opened
+    for names in (opened, opened.parameters):
+        with pytest.raises(KeyError, match=r"fc1\.weigth; did you mean fc1\.weight"):
+            names["fc1.weigth"]
+    weights, moments = opened.state_dict(), opened.state_dict("exp_avg")
+    assert weights.keys() == set(opened)
+    assert weights["head.weight"] is weights["emb.weight"]
+    assert moments.keys() == {one for one in opened.parameters if "exp_avg" in opened[one].slots}
+    assert torch.equal(moments["fc1.weight"], opened.read("fc1.weight", "exp_avg"))
+    with refusing(zckpt.UsageError, "nothing has a slot momentum"):
+        opened.state_dict("momentum")
 
 
 def test_other_names_are_none():

@@ -50,6 +50,8 @@ READ = [
     ("diff", SOURCE, SOURCE),
     ("diff", "--series", SOURCE, SOURCE),
     ("fingerprint", SOURCE, "--json"),
+    ("stats", SOURCE, "--json"),
+    ("show", SOURCE, "fc1.weight", "--json"),
 ]
 COMMANDS = """
 import contextlib, io, json, sys

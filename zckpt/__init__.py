@@ -14,6 +14,8 @@
     zckpt.average(["run/global_step400", "run/global_step500"], "mean.safetensors")
     zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats
     zckpt.fingerprint("dcp").text                          # one line that is the same for every format
+    zckpt.stats("dcp").distributions                       # of each slot: least, most, mean, deviation, norm, NaN
+    zckpt.show("dcp", "wte.weight", slice="0:4,:").values  # some elements, as an array of NumPy's
     zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
     zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
     zckpt.history("run").checkpoints                       # all of a run: step, size, sound or not, which is latest
@@ -74,6 +76,8 @@ if TYPE_CHECKING:
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.series import Series, series
+    from zckpt.operations.show import Elements, show
+    from zckpt.operations.stats import Distribution, Statistics, stats
     from zckpt.operations.strip import Stripped, strip
     from zckpt.operations.target import Written
     from zckpt.operations.verify import Finding, Verification, verify
@@ -105,6 +109,8 @@ _HOMES = {
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.target": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
+    "zckpt.operations.show": ("Elements", "show"),
+    "zckpt.operations.stats": ("Distribution", "Statistics", "stats"),
     "zckpt.operations.strip": ("Stripped", "strip"),
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
     "zckpt.operations.watch": ("Appeared", "watch"),
@@ -129,6 +135,8 @@ __all__ = [
     "Compared",
     "Consolidated",
     "DamagedFileError",
+    "Distribution",
+    "Elements",
     "Extent",
     "Finding",
     "Fingerprint",
@@ -154,6 +162,7 @@ __all__ = [
     "Slot",
     "SourceError",
     "Span",
+    "Statistics",
     "Stripped",
     "TargetError",
     "TargetExistsError",
@@ -187,6 +196,8 @@ __all__ = [
     "reshard",
     "save",
     "series",
+    "show",
+    "stats",
     "strip",
     "verify",
     "watch",

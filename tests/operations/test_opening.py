@@ -26,6 +26,8 @@ READING: dict[str, Verb] = {
     "inspect": lambda source, _, **where: zckpt.inspect(source, **where).as_dict(),
     "map": lambda source, _, **where: zckpt.map(source, **where).as_dict(),
     "fingerprint": lambda source, _, **where: zckpt.fingerprint(source, **where).text,
+    "show": lambda source, _, **where: zckpt.show(source, "fc1.weight", **where).as_dict(),
+    "stats": lambda source, _, **where: zckpt.stats(source, **where).as_dict(),
     "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
 WRITING: dict[str, Verb] = {
@@ -101,6 +103,8 @@ def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb, where, tmp_pa
         "diff",
         "verify",
         "fingerprint",
+        "stats",
+        "show",
     ],
 )
 def test_every_verb_has_the_same_words_for_where(name):

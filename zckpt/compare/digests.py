@@ -31,6 +31,7 @@ from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.state.brief import Brief
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 
@@ -52,8 +53,8 @@ Entries = dict[str, dict[str, str]]
 """For each name its entries: digests with type and shape, and single values as text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+@dataclass(frozen=True, slots=True, repr=False)
+class Fingerprint(Brief):
     """A fingerprint and what it is of.
 
     `text`: `zckpt1:` and 32 hexadecimal digits; `entries`: for each name its entries; two checkpoints with one

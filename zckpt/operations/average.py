@@ -30,7 +30,7 @@ LEAST_SUM = 1e-6
 cancel out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Averaged(Consolidated):
     """What `average` wrote.
 

@@ -77,7 +77,7 @@ class Chosen:
                 raise UsageError("a quantised model is written without its optimizer", expected="no --slots")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Consolidated(Written):
     """What `consolidate` wrote.
 

@@ -23,6 +23,7 @@ from zckpt.formats.units import Unit, is_named, latest_of, units
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
+from zckpt.state.brief import Brief
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -82,8 +83,8 @@ class Recorded:
         return {**asdict(self), "saved": saved, "named_by": list(self.named_by), "equal": list(self.equal)}
 
 
-@dataclass(frozen=True, slots=True)
-class History:
+@dataclass(frozen=True, slots=True, repr=False)
+class History(Brief):
     """The checkpoints of a run, those beside each other in the order of their steps.
 
     Parameters

@@ -14,13 +14,14 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
+from zckpt.state.brief import Brief
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
-@dataclass(frozen=True, slots=True)
-class Inspection:
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection(Brief):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 
     Parameters

@@ -27,6 +27,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Salvaged, shares
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile
 from zckpt.state.boxes import Box, bounds, row_major
+from zckpt.state.brief import Brief
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import LOST
 
@@ -39,8 +40,8 @@ SEVERAL = -2
 NONE = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Map:
+@dataclass(frozen=True, slots=True, repr=False)
+class Map(Brief):
     """Which elements of every slot lie on which rank, or in which file where there are no ranks; JSON-able.
 
     Parameters

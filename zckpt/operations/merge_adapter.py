@@ -31,7 +31,7 @@ from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Merged(Consolidated):
     """What `merge_adapter` wrote.
 

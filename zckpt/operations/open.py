@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
 from zckpt.operations.options import Place, Reading, Salvaged, only, shares
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state.brief import Named, near
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +63,7 @@ class OpenedCheckpoint(Checkpoint):
         from zckpt.engine.tensors import TensorRead, read_tensors
         from zckpt.formats.survey import checksums_by_path
 
-        found = self._slot(name, slot)
+        found = self.slot(name, slot)
         tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
         wanted = [TensorRead(found, found.whole, tensor)]
         if not verify:
@@ -77,7 +79,39 @@ class OpenedCheckpoint(Checkpoint):
         checks.refuse()
         return tensor
 
-    def _slot(self, name: str, slot: str | None) -> Slot:
+    def state_dict(self, slot: str = WEIGHT) -> dict[str, torch.Tensor]:
+        """Read one slot of all that has it, by name; what is tied is one tensor under each of its names.
+
+        Raises
+        ------
+        UsageError
+            Nothing has such a slot.
+        MissingPackageError, DamagedFileError, SourceError
+            As for `read`.
+        """
+        held = {one.name: self.read(one.name, slot) for one in self.holders() if slot in one.slots}
+        if not held:
+            raise UsageError(f"nothing has a slot {slot}", path=self.source, expected=", ".join(self.slot_names()))
+        owners = {name: self.aliases.get(name, name) for name in self}
+        return {name: held[owner] for name, owner in owners.items() if owner in held}
+
+    def __getitem__(self, name: str) -> Parameter:
+        """Return the parameter or buffer of a name; of a tied one, its owner. Raises KeyError: there is none."""
+        found = self.find(name)
+        if found is None:
+            raise KeyError(f"{name}{near(name, list(self))}")
+        return found if found.tied_to is None else self.parameters[found.tied_to]
+
+    def __contains__(self, name: object) -> bool:
+        """Tell whether a parameter or buffer has a name."""
+        return any(name in names for names in (self.parameters, self.buffers, self.unnamed))
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of parameters, buffers, and what an optimizer only numbers."""
+        return iter([*self.parameters, *self.buffers, *self.unnamed])
+
+    def slot(self, name: str, slot: str | None = None) -> Slot:
+        """Return one slot of one parameter, as `read` finds it. Raises UsageError: there is no such one."""
         if name in self.unnamed:
             owner = self.unnamed[name]
         elif name in self.parameters or name in self.buffers:
@@ -85,7 +119,7 @@ class OpenedCheckpoint(Checkpoint):
         elif name in self.wrapped.values():
             owner = self.owner(next(bare for bare, filed in self.wrapped.items() if filed == name))
         else:
-            raise UsageError(f"no parameter {name}", path=self.source)
+            raise UsageError(f"no parameter {name}{near(name, self)}", path=self.source)
         key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
         if key in owner.slots:
             return owner.slots[key]
@@ -119,6 +153,8 @@ def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa:
         The source cannot be read, is damaged, or no adapter recognises it.
     """
     found = open_checkpoint(source, **shared)
+    for name in ("parameters", "buffers", "unnamed"):
+        setattr(found, name, Named(getattr(found, name)))
     return OpenedCheckpoint(**{field.name: getattr(found, field.name) for field in fields(found)})
 
 

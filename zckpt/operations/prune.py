@@ -25,6 +25,7 @@ from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look,
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
 from zckpt.state import as_float
+from zckpt.state.brief import Brief
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.remote import is_url
@@ -45,8 +46,8 @@ class Judged:
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
+@dataclass(frozen=True, slots=True, repr=False)
+class Pruned(Brief):
     """What goes of a run, and what stays.
 
     Parameters

@@ -16,6 +16,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import number, summary
 from zckpt.state import Checkpoint, Slot
+from zckpt.state.brief import Brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
+@dataclass(frozen=True, slots=True, repr=False)
+class Series(Brief):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 
     checkpoints: list[Checkpoint]

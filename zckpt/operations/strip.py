@@ -25,7 +25,7 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Stripped(Written):
     """What `strip` wrote.
 

@@ -33,6 +33,7 @@ from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, check_fits, foresee
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.brief import Brief
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written
@@ -388,8 +389,8 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
     return compared, drifts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Written(Brief):
     """A target that was written, or under `dry_run` would be.
 
     Parameters

@@ -55,7 +55,7 @@ def most_steps(values: Iterable[object]) -> int | None:
     return max((int(n) for n in map(as_float, values) if n is not None and n.is_integer()), default=None)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Parameter:
     """A named tensor of the model and all its slots.
 
@@ -85,6 +85,11 @@ class Parameter:
     frozen: bool = False
     tied_to: str | None = None
     state: dict[str, object] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """Return a line: its name, shape and type, and which slots it has."""
+        what = f"tied to {self.tied_to}" if self.tied_to is not None else ", ".join(self.slots)
+        return f"<Parameter {self.name} {list(self.shape)} {self.dtype}{', frozen' * self.frozen}: {what}>"
 
     @classmethod
     def of(cls, name: str, weight: Slot) -> Parameter:

@@ -286,7 +286,7 @@ class CutSpans(Spans):
         return self.shape, self.origin, self.width, self.at
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Slot:
     """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
 
@@ -313,6 +313,10 @@ class Slot:
     spans: Sequence[Span]
     replicas: tuple[Sequence[Span], ...] = ()
     factors: Shape | None = None
+
+    def __repr__(self) -> str:
+        """Return a line: its name, shape and type, and how its spans are said."""
+        return f"<Slot {self.name} {list(self.shape)} {self.dtype}: {type(self.spans).__name__} of spans>"
 
     @property
     def sets(self) -> tuple[Sequence[Span], ...]:

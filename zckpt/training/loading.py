@@ -30,6 +30,7 @@ from zckpt.optim.states.by_parameter import OptimizerState
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state.brief import Brief
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
 
@@ -39,8 +40,8 @@ SPOILED = "weights are in part the checkpoint's and must not be used: load a sou
 LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a grad scaler or a module is not"
 
 
-@dataclass(slots=True)
-class Restored:
+@dataclass(slots=True, repr=False)
+class Restored(Brief):
     """What a checkpoint had, and what of it was restored.
 
     Parameters

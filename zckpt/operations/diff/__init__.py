@@ -16,6 +16,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import ComparedTwo, ReadingB, Renaming, Unpack, how_read, only, shares
 from zckpt.operations.target import number, summary
 from zckpt.state import Checkpoint
+from zckpt.state.brief import Brief
 from zckpt.state.names import canonical_names, renamed
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
@@ -47,8 +48,8 @@ class Changed:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+@dataclass(frozen=True, slots=True, repr=False)
+class Compared(Brief):
     """What `diff` found.
 
     Parameters

@@ -29,6 +29,7 @@ from zckpt.errors import (
     WeightMismatchError,
 )
 from zckpt.state import Checkpoint, SourceFile
+from zckpt.state.brief import Brief
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -119,8 +120,8 @@ class Checked:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verification(Brief):
     """What `verify` found.
 
     Parameters

@@ -1,0 +1,71 @@
+"""The verbs that look at elements of tensors: `stats` and `show`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zckpt.cli.options import dequantize_option, json_option, names_option, source_argument, takes
+from zckpt.cli.streams import json_text, reporter, width
+from zckpt.operations.options import Compared, Salvaged
+
+
+@click.command("stats")
+@source_argument
+@names_option("--slots", "SLOT,...", "Look at these slots only: weight, master, exp_avg, ...")
+@click.option("--parameters", multiple=True, metavar="GLOB", help="Look at these parameters only; may be repeated.")
+@click.option("--layers", is_flag=True, help="A row for each slot of a layer: of names that are alike to their number.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print a line of comma-separated values for each row.")
+@json_option
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@dequantize_option
+@takes(Compared)
+def stats_command(
+    *,
+    source: Path,
+    layers: bool,
+    as_csv: bool,
+    as_json: bool,
+    quiet: bool,
+    shared: dict[str, Any],
+    **given: Any,  # noqa: ANN401  # what click gives
+) -> None:
+    """Show figures of each tensor's elements: least, most, mean, deviation, norm, zeros, NaN and infinite ones.
+
+    Every element is read once. --json also has a histogram of each, by power of two.
+    """
+    from zckpt.operations.stats import stats
+    from zckpt.report.figures import comma_separated, render
+
+    document = stats(source, reporter=reporter("stats", quiet=quiet), **given, **shared).as_dict()
+    if as_json:
+        click.echo(json_text(document))
+    elif as_csv:
+        click.echo(comma_separated(document, layers=layers), nl=False)
+    else:
+        click.echo(render(document, layers=layers, width=width()))
+
+
+@click.command("show")
+@source_argument
+@click.argument("name")
+@click.option("--slot", metavar="SLOT", help="Default: the master if there is one, else the weight.")
+@click.option("--slice", metavar="0:4,:,-1", help="An index or a range for each dimension. Default: all.")
+@click.option(
+    "--npy", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write them to it instead."
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@json_option
+@takes(Salvaged)
+def show_command(*, source: Path, name: str, as_json: bool, shared: dict[str, Any], **given: Any) -> None:  # noqa: ANN401
+    """Show elements of the tensor that NAME has in SOURCE, and read nothing else.
+
+    A file of NumPy's has types that NumPy lacks as float32, exactly.
+    """
+    from zckpt.operations.show import show
+    from zckpt.report.figures import render_elements
+
+    found = show(source, name, **given, **shared)
+    click.echo(json_text(found.as_dict(), indent=None) if as_json else render_elements(found, width=width()))

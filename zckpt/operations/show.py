@@ -1,0 +1,193 @@
+"""Some elements of one tensor: read as NumPy has them, and nothing else is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zckpt.engine.cast import Array, numpy_dtype
+from zckpt.engine.copy import read_extent
+from zckpt.engine.scan import refuse_endless
+from zckpt.errors import TargetError, UsageError
+from zckpt.operations.open import OpenedCheckpoint, Source, opened
+from zckpt.operations.options import Salvaged, Unpack, shares
+from zckpt.operations.target import number
+from zckpt.state import Extent, Shape, Slot
+from zckpt.state.brief import Brief
+from zckpt.state.dtypes import is_floating
+from zckpt.state.views import narrow
+from zckpt.storage.durable import written
+from zckpt.storage.files import Sources
+from zckpt.storage.ownership import check_target
+
+MOST_SHOWN = 1 << 24
+"""Elements that are printed, or returned; a file has any number."""
+
+BLOCK_NUMEL = 1 << 20
+
+_INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Elements(Brief):
+    """Elements of one slot.
+
+    Parameters
+    ----------
+    name, slot, dtype : str
+    shape : tuple of int
+        Of the whole slot.
+    slice : str or None
+        Which part of it was asked for.
+    values : numpy.ndarray or None
+        Of a type that NumPy or `ml_dtypes` has; None where they went into a file.
+    file : str or None
+    """
+
+    name: str
+    slot: str
+    dtype: str
+    shape: Shape
+    slice: str | None
+    values: Array | None
+    file: str | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        values = None if self.values is None else _jsonable(_plain(self.values).tolist())
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**own, "shape": list(self.shape), "values": values}
+
+
+@shares(Salvaged)
+def show(
+    source: Source,
+    name: str,
+    *,
+    slot: str | None = None,
+    slice: str | None = None,  # noqa: A002  # as NumPy says it
+    npy: str | Path | None = None,
+    overwrite: bool = False,
+    **shared: Unpack[Salvaged],
+) -> Elements:
+    """Read some elements of one slot of one parameter, and only their bytes.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
+    name : str
+        A parameter or buffer, as for `OpenedCheckpoint.read`.
+    slot : str, optional
+        By default the master if there is one, else the weight.
+    slice : str, optional
+        For each dimension an index or a range, `0:4,:,-1`; dimensions that are not said are whole.
+    npy : path-like, optional
+        A file of NumPy's for the elements, in bounded memory; types that NumPy lacks are written as float32, exactly.
+    overwrite : bool
+        Replace that file if it exists.
+    **shared
+
+    Raises
+    ------
+    UsageError
+        There is no such parameter or slot, or the slice does not fit its shape; or too many elements are asked for.
+    TargetError
+        The file cannot be written.
+    SourceError
+        The checkpoint cannot be read.
+    """
+    found = opened(source, **shared)
+    if not isinstance(found, OpenedCheckpoint):
+        found = OpenedCheckpoint(**{one.name: getattr(found, one.name) for one in fields(found)})
+    whole = found.slot(name, slot)
+    part, shape = _part(whole, slice)
+    refuse_endless(part, f"{whole.name} of {name}")
+    said: dict[str, Any] = {
+        "name": name,
+        "slot": whole.name,
+        "dtype": whole.dtype,
+        "shape": whole.shape,
+        "slice": slice,
+    }
+    if npy is not None:
+        _write(Path(npy), part, shape, overwrite=overwrite)
+        return Elements(**said, values=None, file=str(npy))
+    if part.numel > MOST_SHOWN:
+        raise UsageError(
+            f"{whole.name} of {name} has too many elements to be shown",
+            expected=f"at most {MOST_SHOWN:,}",
+            found=f"{part.numel:,}",
+            advice="give a slice, or a file for all of them (npy)",
+        )
+    values = np.empty(part.numel, numpy_dtype(part.dtype))
+    for start, block in _blocks(part):
+        values[start : start + block.size] = block
+    return Elements(**said, values=values.reshape(shape))
+
+
+def _part(whole: Slot, text: str | None) -> tuple[Slot, Shape]:
+    """Return the part of a slot that a slice names, and its shape, without dimensions of which one index is said."""
+    words = text.split(",") if text is not None else []
+    if len(words) > len(whole.shape):
+        raise UsageError(f"a slice of {len(words)} dimensions", expected=f"at most {len(whole.shape)}", found=text)
+    part, kept = whole, list(whole.shape)
+    for axis, (word, size) in enumerate(zip(words, whole.shape, strict=False)):
+        match = _INDEX.fullmatch(word.strip())
+        if match is None:
+            raise UsageError("no slice of a tensor", expected="an index or a range for each dimension", found=text)
+        if match[1] is not None:
+            at = int(match[1]) + (size if int(match[1]) < 0 else 0)
+            if not 0 <= at < size:
+                raise UsageError(f"dimension {axis} has no index {int(match[1])}", expected=f"below {size}")
+            start, stop, kept[axis] = at, at + 1, -1
+        else:
+            chosen = range(size)[_bound(match[2]) : _bound(match[3])]
+            start, stop = chosen.start, chosen.start + len(chosen)
+            kept[axis] = len(chosen)
+        part = narrow(part, axis, min(start, size), stop - start)
+    return part, tuple(size for size in kept if size >= 0)
+
+
+def _bound(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+def _blocks(part: Slot) -> Iterator[tuple[int, Array]]:
+    """Yield the elements of a slot, some at a time, each with the index of the first."""
+    with Sources() as sources:
+        for start in range(0, part.numel, BLOCK_NUMEL):
+            extent = Extent.flat(part.shape, start, min(BLOCK_NUMEL, part.numel - start))
+            yield start, read_extent(part, extent, sources)
+
+
+def _write(file: Path, part: Slot, shape: Shape, *, overwrite: bool) -> None:
+    check_target(file, overwrite=overwrite)
+    dtype = _plain(np.empty(0, numpy_dtype(part.dtype))).dtype
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    with written([file], overwrite=overwrite) as [partial]:
+        try:
+            with partial.open("wb") as into:
+                np.lib.format.write_array_header_1_0(into, header)
+                for _, block in _blocks(part):
+                    into.write(_plain(block).tobytes())
+        except OSError as error:
+            raise TargetError("cannot be written", path=file, found=error.strerror) from error
+
+
+def _plain(values: Array) -> Array:
+    """Return elements in a type that NumPy itself has."""
+    is_known = values.dtype.kind in "biufc"
+    return values if is_known or not is_floating(values.dtype.name) else values.astype(np.float32)
+
+
+def _jsonable(values: object) -> object:
+    if isinstance(values, list):
+        return [_jsonable(one) for one in values]
+    if isinstance(values, complex):
+        return [number(values.real), number(values.imag)]
+    return number(values) if isinstance(values, float) else values if isinstance(values, bool | int) else str(values)

@@ -1,0 +1,240 @@
+"""What the elements of each slot are like: extremes, mean, deviation, norm, zeros, what is not finite, magnitudes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from zckpt.engine.cast import Array, cast
+from zckpt.engine.scan import SlotSet, scan, stored_once
+from zckpt.errors import UsageError
+from zckpt.executors.using import check_executor, using
+from zckpt.formats.floats import with_floats
+from zckpt.naming import Naming
+from zckpt.operations.diff.match import Filter
+from zckpt.operations.open import Source, opened
+from zckpt.operations.options import Compared, Renaming, Unpack, only, shares
+from zckpt.operations.series import slots_of
+from zckpt.operations.target import number, summary
+from zckpt.state import Checkpoint, Shape
+from zckpt.state.brief import Brief
+from zckpt.state.dtypes import is_floating
+
+WIDER = 4
+"""Bytes that figures take for each byte of a block: numbers of 8 bytes, twice, of elements of 4 at most as a rule."""
+
+_LAYER = re.compile(r"(.*?(?:^|\.)[0-9]+)(?:\.|$)")
+_EXPONENTS = {4: (np.uint32, 23, 0xFF, 127), 8: (np.uint64, 52, 0x7FF, 1023)}
+"""Of a float of so many bytes: the word, where its exponent lies, which bits it has, and its bias."""
+
+
+@dataclass(slots=True, repr=False)
+class Distribution(Brief):
+    """Figures of the elements of one slot of a parameter, or of all that a layer has of it.
+
+    Parameters
+    ----------
+    name, slot : str
+    dtype : str
+        Of complex elements, figures are of their magnitudes; elements that are no numbers have none.
+    shape : tuple of int or None
+        None of a layer.
+    numel, zeros, nan, inf : int, elements
+    least, most : float or None
+        Of what is finite, as all below.
+    mean : float
+    squares : float
+        Sum of the squares of what each element is off the mean.
+    magnitudes : dict of int to int
+        Elements by power of two: n counts those with 2**n <= |x| < 2**(n + 1), the lowest all that are smaller, too.
+    """
+
+    name: str
+    slot: str
+    dtype: str
+    shape: Shape | None = None
+    numel: int = 0
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+    least: float | None = None
+    most: float | None = None
+    mean: float = 0.0
+    squares: float = 0.0
+    magnitudes: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def finite(self) -> int:
+        """Number of finite elements."""
+        return self.numel - self.nan - self.inf
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation of the finite elements, by their number."""
+        return math.sqrt(self.squares / self.finite) if self.least is not None else None
+
+    @property
+    def norm(self) -> float | None:
+        """L2 norm of the finite elements."""
+        return math.sqrt(self.squares + self.finite * self.mean**2) if self.least is not None else None
+
+    def add(self, other: Distribution) -> None:
+        """Take in other elements (Chan, Golub and LeVeque: means and sums of squares of two sets, put together)."""
+        n, m = self.finite, other.finite
+        if other.least is not None and other.most is not None:
+            off = other.mean - self.mean
+            self.squares += other.squares + off * off * (n * m / (n + m))
+            self.mean += off * (m / (n + m))
+            self.least = other.least if self.least is None else min(self.least, other.least)
+            self.most = other.most if self.most is None else max(self.most, other.most)
+        for name in ("numel", "zeros", "nan", "inf"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for power, count in other.magnitudes.items():
+            self.magnitudes[power] = self.magnitudes.get(power, 0) + count
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON-able data."""
+        known = self.least is not None
+        return {
+            "name": self.name,
+            "slot": self.slot,
+            "dtype": self.dtype,
+            "shape": None if self.shape is None else list(self.shape),
+            "numel": self.numel,
+            "zeros": self.zeros,
+            "nan": self.nan,
+            "inf": self.inf,
+            "min": number(self.least),
+            "max": number(self.most),
+            "mean": number(self.mean) if known else None,
+            "std": number(self.std),
+            "norm": number(self.norm),
+            "magnitudes": {str(power): self.magnitudes[power] for power in sorted(self.magnitudes)},
+        }
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Statistics(Brief):
+    """Figures of a checkpoint's slots, in the model's order, and of its layers."""
+
+    checkpoint: Checkpoint
+    distributions: list[Distribution]
+
+    def layers(self) -> list[Distribution]:
+        """Return the figures of each layer's slots: of all names that are alike up to their first number."""
+        found: dict[tuple[str, str], Distribution] = {}
+        for one in self.distributions:
+            key = layer_of(one.name), one.slot
+            layer = found.setdefault(key, Distribution(*key, one.dtype))
+            layer.add(one)
+            layer.dtype = one.dtype if layer.dtype == one.dtype else "mixed"
+        return list(found.values())
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {
+            "source": summary(self.checkpoint),
+            "slots": [one.as_dict() for one in self.distributions],
+            "layers": [one.as_dict() for one in self.layers()],
+        }
+
+
+@shares(Compared)
+def stats(
+    source: Source,
+    *,
+    slots: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    dequantize: bool = False,
+    **shared: Unpack[Compared],
+) -> Statistics:
+    """Return figures of the elements of each slot; every element is read once, in parallel and in bounded memory.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
+    slots, parameters : sequence of str
+        As for `diff`.
+    dequantize : bool
+        As for `diff`: the figures of what quantised weights and state stand for, not of codes.
+    **shared
+
+    Raises
+    ------
+    UsageError
+        No slot is chosen.
+    SourceError
+        The checkpoint cannot be read.
+    """
+    check_executor(shared["executor"])
+    found = opened(source, **shared)
+    if dequantize:
+        [found] = with_floats(found)
+    checkpoint, _ = Naming(**only(Renaming, shared)).of(found)
+    chosen = slots_of(checkpoint, Filter(tuple(slots), tuple(parameters)))
+    if not chosen:
+        raise UsageError("no slot is chosen", path=found.named, expected=f"some of {', '.join(found.slot_names())}")
+    made = [Distribution(name, key, slot.dtype, slot.shape) for (name, key), slot in chosen.items()]
+    once = [stored_once([slot])[0] for slot in chosen.values()]
+    sets = [SlotSet(f"{one.slot}/{one.name}", (slot,), (slot.dtype,)) for one, slot in zip(made, once, strict=True)]
+    memory, reporter, direct = shared["memory"] // WIDER, shared["reporter"], shared["direct"]
+    with using(shared["executor"]):
+        for index, part in scan(sets, _measured, memory=memory, reporter=reporter, direct=direct):
+            made[index].add(part)
+    return Statistics(checkpoint, [_repeated(one, slot.numel) for one, slot in zip(made, once, strict=True)])
+
+
+def layer_of(name: str) -> str:
+    """Return what names of one layer have in common: all up to the first number, or else the first word."""
+    match = _LAYER.match(name)
+    return name.partition(".")[0] if match is None else match[1]
+
+
+def _repeated(one: Distribution, stored: int) -> Distribution:
+    """Return figures of a tensor that says each stored element several times."""
+    numel = math.prod(one.shape or ())
+    times = numel // stored if stored else 1
+    if times == 1:
+        return one
+    counts = {name: getattr(one, name) * times for name in ("zeros", "nan", "inf", "squares")}
+    magnitudes = {power: count * times for power, count in one.magnitudes.items()}
+    return replace(one, numel=numel, magnitudes=magnitudes, **counts)
+
+
+def _measured(_index: int, _start: int, arrays: Sequence[Array]) -> Distribution:
+    """Return the figures of a block."""
+    (array,) = arrays
+    found = Distribution("", "", "", numel=array.size)
+    if array.dtype.type is np.void:
+        return found
+    with np.errstate(all="ignore"):
+        values = _as_floats(array)
+        word, shift, mask, bias = _EXPONENTS[values.dtype.itemsize]
+        exponents = np.bincount(((values.view(word) >> word(shift)) & word(mask)).astype(np.intp), minlength=mask + 1)
+        found.zeros = values.size - int(np.count_nonzero(values))
+        if exponents[mask]:
+            found.nan = int(np.isnan(values).sum())
+            found.inf = int(exponents[mask]) - found.nan
+            values = values[np.isfinite(values)]
+        exponents[0] -= found.zeros
+        found.magnitudes = {int(e) - bias: int(exponents[e]) for e in np.flatnonzero(exponents[:mask])}
+        if values.size:
+            found.least, found.most = float(values.min()), float(values.max())
+            wide = values.astype(np.float64)
+            found.mean = float(wide.mean())
+            wide -= found.mean
+            found.squares = float(np.vdot(wide, wide))
+    return found
+
+
+def _as_floats(array: Array) -> Array:
+    """Return elements as float32, if that has all values of their type, or as float64."""
+    if array.dtype.kind == "c":
+        return np.abs(array).astype(np.float64)
+    if is_floating(array.dtype.name) and array.dtype.itemsize < np.dtype(np.float64).itemsize:
+        return cast(array, "float32")
+    return np.ascontiguousarray(array, np.float64)
