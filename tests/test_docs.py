@@ -50,7 +50,7 @@ def options(name: str) -> set[str]:
     command = cli.commands[name]
     parameters = command.get_params(click.Context(command))  # those that formats state, too
     every = {one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)}
-    return {one for one in every if one[0] == "-"} - {"--help", "-h"}
+    return {one for one in every if one[0] == "-"} - {"--help", "-h", "--help-all"}
 
 
 def mentioned(text: str) -> set[str]:

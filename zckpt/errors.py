@@ -160,6 +160,29 @@ class ZckptError(Exception):
         self.ranks = tuple(ranks)
         self.parameters = tuple(parameters)
 
+    @classmethod
+    def kind(cls) -> str:
+        """Return what the class is called in documents, which no version changes: `damaged-file`."""
+        public = next(one for one in cls.__mro__ if one.__module__ == __name__)
+        return re.sub("(?<!^)(?=[A-Z])", "-", public.__name__.removesuffix("Error")).lower()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON-able data, what `--json` prints of an error; see docs/errors.md."""
+
+        def text(value: object) -> str | None:
+            return None if value is None else without_controls(shown(str(value)))
+
+        return {
+            "code": self.kind(),
+            "finding": self.code,
+            "exit_status": self.exit_status,
+            "path": text(self.path),
+            "message": text(self.message),
+            "expected": text(self.expected),
+            "found": text(self.found),
+            "advice": text(self.advice),
+        }
+
     def __str__(self) -> str:
         text = shortened(shown(self.message), SHOWN_CHARACTERS)
         if self.path is not None:

@@ -30,7 +30,8 @@ from zckpt.cli.reading import (
     map_command,
     verify_command,
 )
-from zckpt.cli.streams import CannotPrintError, standard_streams
+from zckpt.cli.streams import CannotPrintError, json_text, standard_streams
+from zckpt.cli.verbs import Verbs
 from zckpt.cli.writing import (
     average_command,
     consolidate_command,
@@ -58,8 +59,8 @@ SHORT_OF_MEMORY = ("failed to map segment", "annot allocate memory", "can't star
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(context_settings=HELP)
-@click.version_option(__version__, prog_name="zckpt")
+@click.group(cls=Verbs, context_settings=HELP)
+@click.version_option(__version__, "--version", "-V", prog_name="zckpt")
 @click.option("--debug", is_flag=True, help="Show a traceback for errors.")
 def cli(debug: bool) -> None:
     """Inspect, consolidate, reshard, convert, strip, compare and verify the checkpoints of sharded optimizers.
@@ -82,7 +83,7 @@ def main() -> None:
     atexit.register(gc.freeze)  # Python would look for garbage among all objects before it ends
     standard_streams()
     arguments = sys.argv[1:]
-    debug = "--debug" in arguments
+    debug, as_json = "--debug" in arguments, "--json" in arguments
     try:
         with _ending_in_order(), _telling(arguments), launched(arguments) as has_worked:
             words = ["--debug"] * debug + [a for a in arguments if a != "--debug"]
@@ -94,7 +95,7 @@ def main() -> None:
         error.show()
         status = error.exit_code
     except (click.ClickException, ZckptError) as error:
-        status = _failed(error, debug=debug)
+        status = _failed(error, debug=debug, as_json=as_json)
     except KeyboardInterrupt as error:
         interrupt = error if isinstance(error, Interrupted) else Interrupted()
         click.echo(f"zckpt: {SIGNALS[interrupt.signal]}; {shown(interrupt.said)}", err=True)
@@ -103,12 +104,15 @@ def main() -> None:
         click.echo(f"zckpt: cannot print: {error}", err=True)
         status = TargetError.exit_status
     except OSError as error:  # of a file that was there a moment ago, or that the system refuses
-        status = _failed(SourceError("cannot be used", path=error.filename, found=error.strerror), debug=debug)
+        status = _failed(
+            SourceError("cannot be used", path=error.filename, found=error.strerror), debug=debug, as_json=as_json
+        )
     except (MemoryError, ImportError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in SHORT_OF_MEMORY):
             raise
         advice = "raise the limit of memory (`ulimit -v`) or of threads (`ulimit -u`), or give a smaller --memory"
-        status = _failed(UsageError("not enough memory", found=str(error) or None, advice=advice), debug=debug)
+        short = UsageError("not enough memory", found=str(error) or None, advice=advice)
+        status = _failed(short, debug=debug, as_json=as_json)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -181,13 +185,17 @@ def _telling(arguments: Sequence[str]) -> Iterator[None]:
         warnings.showwarning = before
 
 
-def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:
+def _failed(error: click.ClickException | ZckptError, *, debug: bool, as_json: bool) -> int:
     if debug:
         import traceback
 
         click.echo(shown(traceback.format_exc()), err=True)
-    if isinstance(error, ZckptError):
-        click.echo(f"zckpt: {error}", err=True)
-        return error.exit_status
-    click.echo(f"zckpt: {shown(' '.join(error.format_message().split()).rstrip('.'))}; see zckpt --help", err=True)
-    return error.exit_code
+    if isinstance(error, click.ClickException):
+        verb = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx is not None else "zckpt"
+        message = shown(" ".join(error.format_message().split()).rstrip("."))
+        error = UsageError(message, advice=f"see {verb} --help")
+    click.echo(f"zckpt: {error}", err=True)
+    if as_json:
+        with suppress(CannotPrintError):
+            click.echo(json_text({"error": error.as_dict()}))
+    return error.exit_status

@@ -9,10 +9,11 @@ import click
 
 from zckpt.cli.options import dequantize_option, json_option, names_option, source_argument, takes
 from zckpt.cli.streams import json_text, reporter, width
+from zckpt.cli.verbs import verb
 from zckpt.operations.options import Compared, Salvaged
 
 
-@click.command("stats")
+@verb("stats")
 @source_argument
 @names_option("--slots", "SLOT,...", "Look at these slots only: weight, master, exp_avg, ...")
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Look at these parameters only; may be repeated.")
@@ -48,7 +49,7 @@ def stats_command(
         click.echo(render(document, layers=layers, width=width()))
 
 
-@click.command("show")
+@verb("show")
 @source_argument
 @click.argument("name")
 @click.option("--slot", metavar="SLOT", help="Default: the master if there is one, else the weight.")

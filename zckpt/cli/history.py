@@ -9,6 +9,7 @@ import click
 
 from zckpt.cli.options import Place, json_option, takes
 from zckpt.cli.streams import json_text, reporter
+from zckpt.cli.verbs import verb
 from zckpt.errors import TargetError
 from zckpt.operations.options import Copying
 
@@ -17,7 +18,7 @@ STANDARD_ERROR = 2
 run_argument = click.argument("run", type=Place())
 
 
-@click.command("list")
+@verb("list")
 @run_argument
 @click.option("--deep", is_flag=True, help="Read every byte of each, to tell whether it is sound.")
 @click.option("--fingerprint", is_flag=True, help="Compute the fingerprints that are not recorded, to tell equal ones.")
@@ -36,7 +37,7 @@ def list_command(run: Path, deep: bool, fingerprint: bool, as_json: bool, quiet:
     click.echo(json_text(found.as_dict()) if as_json else render(found.as_dict()))
 
 
-@click.command("prune")
+@verb("prune")
 @run_argument
 @click.option(
     "--keep-last", type=int, required=True, metavar="N", help="How many sound ones stay, of the highest steps."

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from zckpt.cli.verbs import Near, Verb
 from zckpt.errors import UsageError
 from zckpt.operations.options import Shared, options_of
 from zckpt.storage.remote import is_url
@@ -158,7 +159,7 @@ def _read_names(path: Path | None) -> list[str] | None:
         raise UsageError("cannot be read", path=path, found=str(error)) from error
 
 
-class FormatCommand(click.Command):
+class FormatCommand(Verb):
     """A command with the options that formats state; they are looked up when it is called, so that no other waits."""
 
     stated: str
@@ -172,10 +173,12 @@ class FormatCommand(click.Command):
             self.completed = True
             names = [one.name for one in self.params]
             at = names.index("verify")
-            self.params[at:at] = [one for one in self.of_formats() if one.name not in names]
+            added = [one for one in self.made() if one.name not in names]
+            self.params[at:at] = added
+            self.of_formats = frozenset(str(one.name) for one in added)
         return super().get_params(ctx)
 
-    def of_formats(self) -> list[click.Option]:
+    def made(self) -> list[click.Option]:
         """Return one option for each name; what it means for which formats is in its help."""
         from zckpt.formats.options import options_of
         from zckpt.formats.registry import formats
@@ -198,7 +201,7 @@ class ConvertCommand(FormatCommand):
 
     stated = "options"
 
-    def of_formats(self) -> list[click.Option]:
+    def made(self) -> list[click.Option]:
         """Return `--to` and the options of formats that are written."""
         from zckpt.formats.registry import formats, names
 
@@ -207,8 +210,8 @@ class ConvertCommand(FormatCommand):
         listed = "\n".join(f"{name:{width}}  {text}" for name, text in writes.items() if text)
         self.help = f"{self.help}\n\n\b\n{listed}\n"  # the paragraph after this character is not wrapped
         choices = [name for name in names() if writes.get(name, "?")]  # with those that cannot be loaded, to say so
-        to = click.Option(["--to"], type=click.Choice(choices), required=True, help="Format of TARGET.")
-        return [to, *super().of_formats()]
+        to = click.Option(["--to"], type=Near(choices), required=True, help="Format of TARGET.")
+        return [to, *super().made()]
 
 
 def _option(same: list[tuple[str, Option]]) -> click.Option:
@@ -224,7 +227,7 @@ def _option(same: list[tuple[str, Option]]) -> click.Option:
     choices = list(dict.fromkeys(str(choice) for _, option in same for choice in option.choices))
     return click.Option(
         [f"--{first.flag}"],
-        type=click.Choice(choices) if choices else first.kind,
+        type=Near(choices) if choices else first.kind,
         metavar=first.metavar,
         callback=lambda _context, _option, value: None if value is None else first.kind(value),
         help=text,

@@ -21,6 +21,7 @@ from zckpt.cli.options import (
     together,
 )
 from zckpt.cli.streams import json_text, paint, reporter, width
+from zckpt.cli.verbs import verb
 from zckpt.errors import TargetError, UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
@@ -100,7 +101,7 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
             click.echo(without_controls(line), err=True)
 
 
-@click.command("inspect")
+@verb("inspect")
 @source_argument
 @json_option
 @click.option("--parameters", is_flag=True, help="List every parameter.")
@@ -137,7 +138,7 @@ def inspect_command(
     return _Shown([], document, text, page)
 
 
-@click.command("diff")
+@verb("diff")
 @click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B")
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance; by default bits are compared.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
@@ -199,7 +200,7 @@ def diff_command(
     return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
 
 
-@click.command("fingerprint")
+@verb("fingerprint")
 @source_argument
 @click.option(
     "--write",
@@ -268,7 +269,7 @@ def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, sh
     return _Shown([] if checkpoint is None else [checkpoint], document, text, page, 0 if found.sound else 1)
 
 
-@click.command("verify")
+@verb("verify")
 @source_argument
 @click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
 @click.option(
@@ -320,7 +321,7 @@ def verify_command(
     return watched(source, quiet=quiet, deep=deep, **said, **only(Copying, shared))
 
 
-@click.command("map")
+@verb("map")
 @source_argument
 @click.argument("target", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @names_option("--slots", "SLOT,...", "Draw these slots only: weight, master, exp_avg, ...")
@@ -352,7 +353,7 @@ def map_command(
         click.echo(json_text(document))
 
 
-@click.command("formats")
+@verb("formats")
 @json_option
 def formats_command(as_json: bool) -> None:
     """List the formats that are read and written, what each leaves to choose, and which verbs take it.

@@ -27,6 +27,7 @@ from zckpt.cli.options import (
     together,
 )
 from zckpt.cli.streams import json_text, reporter
+from zckpt.cli.verbs import Near, verb
 from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import Filled, ReadWritten, Renamed
 
@@ -56,7 +57,7 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
 
 
 def _dtype_option(text: str) -> Callable[[Any], Any]:
-    types = click.Choice(["float32", "bfloat16", "float16", "keep"])
+    types = Near(["float32", "bfloat16", "float16", "keep"])
     return click.option("--dtype", type=types, help=f"Element type of trained parameters{text}")
 
 
@@ -96,7 +97,7 @@ proof_options = together(
 )
 
 
-@click.command("consolidate")
+@verb("consolidate")
 @source_argument
 @target_argument
 @_dtype_option(
@@ -158,7 +159,7 @@ def convert_command() -> None:
     """Write a checkpoint in another format, with all of its state."""
 
 
-@click.command("strip")
+@verb("strip")
 @source_argument
 @target_argument
 @click.option("--padding", is_flag=True, help="Remove the padding at the end of each rank's partition (ZeRO-1, 2).")
@@ -184,7 +185,7 @@ def strip_command() -> None:
     """
 
 
-@click.command("average")
+@verb("average")
 @click.argument("sources", type=Place(), nargs=-1, required=True)
 @click.option("--target", "-t", type=Place(), required=True, help="What to write.")
 @click.option(
@@ -229,7 +230,7 @@ def average_command() -> None:
     """
 
 
-@click.command("merge-adapter")
+@verb("merge-adapter")
 @click.argument("base", type=Place())
 @click.argument("adapter", type=Place())
 @target_argument

@@ -1,0 +1,97 @@
+"""What the help says fits a screen and works; other words for verbs and values are understood; errors are documents."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import click
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES, ROOT, run, succeeded
+from zckpt.cli import cli
+from zckpt.cli.verbs import EXAMPLES, GROUPS, RARE
+from zckpt.report.errors import page
+
+SOURCE = FIXTURES / "s2_bf16_dp2"
+
+
+def test_each_verb_is_a_line_of_the_help():
+    text = succeeded("--help").stdout
+    assert max(map(len, text.splitlines())) <= 80
+    lines = {name: line for group in GROUPS.values() for name, line in group.items()}
+    assert lines.keys() >= cli.commands.keys()
+    for name in cli.commands:
+        assert f"  {name:13}  {lines[name]}\n" in text
+    assert "..." not in text.replace("[ARGS]...", "")
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_the_help_of_a_verb_has_what_most_need_and_examples_that_are_understood(name):
+    command = cli.commands[name]
+    short, whole = (succeeded(name, flag).stdout for flag in ("--help", "--help-all"))
+    options = [one for one in command.get_params(click.Context(command)) if isinstance(one, click.Option)]
+    rare = [one for one in options if one.name in RARE]
+    assert all(one.opts[0] in whole for one in options)
+    assert not any(f"  {one.opts[0]} " in short for one in rare)
+    assert ("more options" in short) == any(one.opts[0] not in short for one in options)
+    assert succeeded("help", name).stdout == short
+    if name != "formats":
+        assert len(EXAMPLES[name]) == 3
+    for example in EXAMPLES.get(name, ()):
+        assert f"  zckpt {name} {example}\n" in short
+        command.make_context(name, shlex.split(example))
+
+
+def test_other_words_for_verbs():
+    assert succeeded("info", SOURCE).stdout == succeeded("inspect", SOURCE).stdout == succeeded(SOURCE).stdout
+    assert succeeded("ls", SOURCE).stdout == succeeded("list", SOURCE).stdout
+    assert run("compare", SOURCE, SOURCE).returncode == 0
+    assert "zckpt consolidate" in succeeded("merge", "--help").stdout
+    assert succeeded("-V").stdout == succeeded("--version").stdout
+    assert "Usage: zckpt [OPTIONS] COMMAND" in succeeded("help").stdout
+    wrong = run("consolidat", SOURCE)
+    assert (wrong.returncode, wrong.stderr.count("consolidate")) == (2, 1)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_of_a_shell(shell):
+    assert "_ZCKPT_COMPLETE" in succeeded("completion", shell).stdout
+
+
+def test_values_that_people_say_otherwise(tmp_path):
+    for dtype in ("bf16", "BFloat16", "bfloat16"):
+        succeeded("consolidate", SOURCE, tmp_path / f"{dtype}.safetensors", "--dtype", dtype)
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    succeeded("convert", SOURCE, tmp_path / "dcp", "--to", "DCP")
+    for word, said in {"dpc": "Did you mean dcp?", "hf": "a model alone: zckpt consolidate"}.items():
+        done = run("convert", SOURCE, tmp_path / "out", "--to", word)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert done.stderr.endswith("see zckpt convert --help\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "status"),
+    [
+        (["inspect", "/nowhere"], "source", 3),
+        (["convert", SOURCE, "x"], "usage", 2),
+        (["consolidate", SOURCE, ROOT / "README.md"], "usage", 2),
+        (["inspect", ROOT / "README.md"], "unknown-format", 3),
+        (["convert", SOURCE, FIXTURES / "s2_bf16_dp3", "--to", "dcp"], "target-exists", 4),
+    ],
+)
+def test_an_error_is_a_document_with_json(arguments, code, status):
+    done = run(*arguments, "--json")
+    error = json.loads(done.stdout)["error"]
+    assert (error["code"], error["exit_status"], done.returncode) == (code, status, status)
+    assert error["message"] in done.stderr
+    assert run(*arguments).stdout == ""
+
+
+def test_the_page_of_errors_has_every_error():
+    assert (ROOT / "docs" / "errors.md").read_text() == page()
+    for name in zckpt.__all__:
+        if name.endswith("Error") and name != "ZckptError":
+            assert f"| `{getattr(zckpt, name).kind()}` | `{name}` |" in page()
