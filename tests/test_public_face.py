@@ -31,11 +31,12 @@ def test_exported_names():
         "Finding",
         "Fingerprint", "History", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
         "NotRestoredError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Pruned", "Recorded",
-        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
+        "Restored", "ResumeCheck", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
         "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
         "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
         "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
-        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "prune", "reshard", "save", "series",
+        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "prune", "reshard",
+        "resume_check", "save", "series",
         "strip", "verify", "watch",
     ]  # fmt: skip
 

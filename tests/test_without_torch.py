@@ -50,6 +50,7 @@ READ = [
     ("diff", SOURCE, SOURCE),
     ("diff", "--series", SOURCE, SOURCE),
     ("fingerprint", SOURCE, "--json"),
+    ("resume-check", SOURCE, "--for", "deepspeed", "--json"),
 ]
 COMMANDS = """
 import contextlib, io, json, sys

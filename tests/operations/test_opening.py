@@ -26,6 +26,7 @@ READING: dict[str, Verb] = {
     "inspect": lambda source, _, **where: zckpt.inspect(source, **where).as_dict(),
     "map": lambda source, _, **where: zckpt.map(source, **where).as_dict(),
     "fingerprint": lambda source, _, **where: zckpt.fingerprint(source, **where).text,
+    "resume-check": lambda source, _, **where: zckpt.resume_check(source, program="deepspeed", **where).as_dict(),
     "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
 WRITING: dict[str, Verb] = {

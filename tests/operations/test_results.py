@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
     "diff --series": (lambda _: zckpt.series([SOURCE, OTHER]), [SOURCE, OTHER]),
     "verify": (lambda _: zckpt.verify(str(SOURCE), deep=True), [SOURCE, "--deep"]),
     "fingerprint": (lambda _: zckpt.fingerprint(SOURCE), [SOURCE]),
+    "resume-check": (lambda _: zckpt.resume_check(SOURCE, program="fsdp2"), [SOURCE, "--for", "fsdp2"]),
     "list": (lambda _: zckpt.history(SOURCE.parent / "universal"), [SOURCE.parent / "universal"]),
     "prune": (lambda _: zckpt.prune(SOURCE, keep_last=1), [SOURCE, "--keep-last", 1]),
     "consolidate": (lambda at: zckpt.consolidate(SOURCE, at / "m.pt", slots="all"), [SOURCE, "m.pt", *SLOTS]),
