@@ -133,9 +133,8 @@ def resume_check(
     checkpoint = opened(source, **shared)
     facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model))
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
-    found = ResumeCheck(
-        checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO, yours=about.yours or None
-    )  # fmt: skip
+    found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
+    found = replace(found, yours=about.yours or None)
     way = next((one for one in about.ways if one.mark(facts)), None)
     lacks = [said for need in about.holds if (said := need(facts)) is not None]
     if way is None:
@@ -313,10 +312,10 @@ def _from_config(path: Path) -> object:
             advice="pip install transformers torch, or give a checkpoint of the model",
         ) from error
     kind = getattr(transformers, str(kinds[0]), None) if isinstance(kinds, list) and kinds else None
-    if kind is None:
+    if getattr(kind, "config_class", None) is None:
         raise UsageError("no model of transformers", path=path, expected="architectures", found=kinds)
     try:
         with torch.device("meta"):
-            return kind(transformers.AutoConfig.from_pretrained(path.parent))
+            return kind(kind.config_class.from_dict(config))
     except Exception as error:  # whatever a model says of a configuration
         raise UsageError("no model can be made of it", path=path, found=f"{type(error).__name__}: {error}") from error

@@ -438,7 +438,7 @@ ACCELERATE = Program(
 # torch.distributed.checkpoint under FSDP2
 
 
-def _dcp(flat: bool) -> Callable[[Facts], bool]:  # noqa: FBT001
+def _dcp(*, flat: bool) -> Callable[[Facts], bool]:
     def mark(facts: Facts) -> bool:
         paths = facts.dcp_paths
         below = {path[1] for path in paths if len(path) > 2 and path[0] == "optimizer"}
@@ -458,9 +458,8 @@ def _stateless(facts: Facts) -> str | None:
     """Say that a parameter has no state where its group has some: DCP raises, for the live optimizer has it."""
     one = facts.checkpoint
     for group in one.param_groups:
-        found = {
-            name: {*one.owner(name).slots} - {WEIGHT, MASTER} for name in group.parameters if name in one.parameters
-        }
+        names = [name for name in group.parameters if name in one.parameters]
+        found = {name: {*one.owner(name).slots} - {WEIGHT, MASTER} for name in names}
         most = max((len(slots) for slots in found.values()), default=0)
         short = [name for name, slots in found.items() if len(slots) < most]
         if short:
@@ -473,7 +472,7 @@ FSDP2 = Program(
     looks_for='a DCP directory of {"model": ..., "optimizer": ...} as get_state_dict returns them',
     ways=tuple(
         Way(
-            mark=_dcp(flat),
+            mark=_dcp(flat=flat),
             call='dcp.load({{"model": model, "optimizer": optimizer}}, checkpoint_id="{path}"), then set_state_dict',
             given=options + "the dicts of get_state_dict, at any number of ranks",
             doubts=(of_few_bits,),
@@ -613,36 +612,30 @@ def _lightning(facts: Facts) -> bool:
 _LIGHTNING_REST = {SCHEDULER: "lr_schedulers", SCALE: ANY, DATA: "loops", CUSTOM: "callbacks", OTHER: ANY}
 
 
-def _lightning_way(*, mark: Callable[[Facts], bool], **more: Any) -> Way:  # noqa: ANN401  # fields of a way
-    return Way(
-        **{
-            "mark": lambda facts: _lightning(facts) and mark(facts),
-            "call": 'trainer.fit(module, ckpt_path="{path}")',
-            "doubts": (of_few_bits,),
-            "takes": CORE | _LIGHTNING_REST,
-        }
-        | more
-    )
+def _of_lightning(mark: Callable[[Facts], bool], given: str, **more: Any) -> Way:  # noqa: ANN401  # fields of a way
+    usual: dict[str, Any] = {"doubts": (of_few_bits,), "takes": CORE | _LIGHTNING_REST}
+    call = 'trainer.fit(module, ckpt_path="{path}")'
+    return Way(mark=lambda facts: _lightning(facts) and mark(facts), call=call, given=given, **usual | more)
 
 
 LIGHTNING = Program(
     title="Lightning",
     looks_for="a .ckpt of its own: one file, or a directory of FSDP or DeepSpeed",
     ways=(
-        _lightning_way(
-            mark=lambda facts: facts.checkpoint.format == "deepspeed",
-            given="DeepSpeedStrategy of " + _STAGE,
+        _of_lightning(
+            lambda facts: facts.checkpoint.format == "deepspeed",
+            "DeepSpeedStrategy of " + _STAGE,
             needs=_ENGINE["needs"],
             doubts=_ENGINE["doubts"],
             takes=_ENGINE["takes"] | _LIGHTNING_REST | {SCALE: "loss_scaler"},
         ),
-        _lightning_way(
-            mark=lambda facts: facts.checkpoint.format == "dcp",
-            given="FSDPStrategy or ModelParallelStrategy, as it was saved",
+        _of_lightning(
+            lambda facts: facts.checkpoint.format == "dcp",
+            "FSDPStrategy or ModelParallelStrategy, as it was saved",
         ),
-        _lightning_way(
-            mark=lambda facts: not facts.place.is_dir(),
-            given="a strategy that keeps whole parameters (SingleDevice, DDP)",
+        _of_lightning(
+            lambda facts: not facts.place.is_dir(),
+            "a strategy that keeps whole parameters (SingleDevice, DDP)",
         ),
     ),
     holds=(has_optimizer,),
