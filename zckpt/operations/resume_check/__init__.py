@@ -312,7 +312,7 @@ def _from_config(path: Path) -> object:
             advice="pip install transformers torch, or give a checkpoint of the model",
         ) from error
     kind = getattr(transformers, str(kinds[0]), None) if isinstance(kinds, list) and kinds else None
-    if getattr(kind, "config_class", None) is None:
+    if kind is None or getattr(kind, "config_class", None) is None:
         raise UsageError("no model of transformers", path=path, expected="architectures", found=kinds)
     try:
         with torch.device("meta"):
