@@ -21,7 +21,7 @@ RATE = 0.01
 
 KINDS = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "universal", "DCP", "Trainer", "Trainer, DeepSpeed", "Accelerate", "zckpt",
          "weights", "Megatron", "verl", "Lightning")  # fmt: skip
-ALONE = ("Trainer", "Lightning", "weights")
+ALONE = ("Trainer", "Lightning", "weights", "Megatron")
 """Kinds that one process saves; all others two."""
 
 PLACES = {
@@ -64,11 +64,18 @@ def scheduler_of(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def engine_of(stage: int, seed: int, *, universal: bool = False, scheduler: bool = True) -> Any:
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """The Trainer's param groups of a model: norms are not decayed."""
+    named = list(model.named_parameters())
+    return [{"params": [one for name, one in named if ("norm" in name) == norm]} for norm in (False, True)]
+
+
+def engine_of(stage: int, seed: int, *, universal: bool = False, scheduler: bool = True, groups: bool = False) -> Any:
     import deepspeed
 
     model = model_of(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE * (seed + 1))
+    trained = groups_of(model) if groups else model.parameters()
+    optimizer = torch.optim.AdamW(trained, lr=RATE * (seed + 1))
     config = {
         "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
@@ -87,16 +94,25 @@ def engine_steps(engine: Any) -> None:
         engine.step()
 
 
-def held_by_engine(engine: Any) -> dict[str, torch.Tensor]:
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+def against(path: Path, engine: Any) -> list[str]:
+    """What an engine holds otherwise than a checkpoint, which all ranks have to ask."""
+    import zckpt
 
-    found = {}
-    for name, one in engine.module.named_parameters():
-        found[f"weight/{name}"] = safe_get_full_fp32_param(one)
-        for slot in ("exp_avg", "exp_avg_sq"):
-            with suppress(KeyError, AttributeError, ValueError):
-                found[f"{slot}/{name}"] = safe_get_full_optimizer_state(one, slot)
-    return {key: value.detach().clone().reshape(-1) for key, value in found.items() if value is not None}
+    try:
+        zckpt.assert_restored(path, model=engine, optimizer=engine.optimizer)
+    except zckpt.NotRestoredError as error:
+        return list(error.differences)
+    return []
+
+
+def read_back(place: Path) -> dict[str, torch.Tensor]:
+    """What an engine has saved."""
+    import zckpt
+
+    one = zckpt.open(place)
+    found = {f"weight/{name}": one.read(name) for name in one.parameters}
+    found |= {f"{slot}/{name}": one.read(name, slot) for slot in ("exp_avg", "exp_avg_sq") for name in one.parameters}
+    return {key: value.reshape(-1) for key, value in found.items()}
 
 
 def held(model: Any, optimizer: Any, front: str = "") -> dict[str, torch.Tensor]:
@@ -148,11 +164,15 @@ class _EnoughError(Exception):
     """What is to be seen of a Trainer has been seen."""
 
 
-def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, Any] | None) -> Any:
+def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, Any] | None, path: Path = Path()) -> Any:
     """Return a Trainer that stops, when it would take its first step, after it has told what it holds."""
     import transformers
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of one before it
+    unset_hf_deepspeed_config()
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -166,11 +186,11 @@ def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, An
             if seen is not None:
                 engine = hasattr(model, "load_checkpoint")
                 optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-                seen |= {
-                    "tensors": held_by_engine(model) if engine else held(model, optimizer),
+                seen.update({
+                    **({"against": against(path, model)} if engine else {"tensors": held(model, optimizer)}),
                     "random": torch.get_rng_state(), "scheduler": self.lr_scheduler.last_epoch,
                     "data": self.state.global_step, "rate": optimizer.param_groups[0]["initial_lr"],
-                }  # fmt: skip
+                })  # fmt: skip
                 raise _EnoughError
             return super().training_step(model, *given, **named)
 
@@ -202,11 +222,11 @@ def module_of(seed: int, seen: dict[str, Any] | None) -> Any:
 
         def on_train_batch_start(self, batch: Any, index: int) -> None:
             if seen is not None:
-                seen |= {
+                seen.update({
                     "tensors": held(self, self.trainer.optimizers[0], "net."), "data": self.trainer.global_step,
                     "scheduler": self.lr_schedulers().last_epoch,
                     "rate": self.trainer.optimizers[0].param_groups[0]["initial_lr"],
-                }  # fmt: skip
+                })  # fmt: skip
                 raise _EnoughError
 
     return Module()
@@ -244,10 +264,10 @@ def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
     if kind.startswith("ZeRO") or kind == "universal":
         engine = engine_of(2 if kind == "universal" else int(kind[-1]), 0)
         engine_steps(engine)
-        tensors = held_by_engine(engine)
         engine.save_checkpoint(str(folder / "run"))
         if kind == "universal" and rank == 0:
             _to_universal(folder / "run")
+        tensors = read_back(place) if rank == 0 else {}
     elif kind == "DCP":
         from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -261,7 +281,7 @@ def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
         trainer = trainer_of(folder / "out", seed=0, stage=2 if "DeepSpeed" in kind else None, seen=None)
         _watch_save(trainer, seen)
         trainer.train()
-        tensors = seen["tensors"]
+        tensors = seen.get("tensors") or (read_back(place) if rank == 0 else {})
     elif kind == "Accelerate":
         accelerator = accelerator_of()
         model, optimizer, scheduler = trained()
@@ -285,7 +305,7 @@ def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
         live = Live(Spec(dp=world_size, bf16=False))
         live.train_at_random(2)
         live.save(folder / "run")
-        tensors = {key: one.reshape(-1) for key, one in live.tensors().items() if "weight/" in key}
+        tensors = {key: one.reshape(-1) for key, one in live.tensors().items()}
     elif kind == "verl":
         from tests.fsdp_training.training import save as save_as_verl
 
@@ -307,12 +327,12 @@ def _watch_save(trainer: Any, seen: dict[str, Any]) -> None:
     from transformers import TrainerCallback
 
     class Watching(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             if state.global_step == STEPS:
                 model = trainer.model_wrapped
-                engine = hasattr(model, "load_checkpoint")
-                optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-                seen["tensors"] = held_by_engine(model) if engine else held(model, optimizer)
+                if not hasattr(model, "load_checkpoint"):
+                    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+                    seen["tensors"] = held(model, optimizer)
 
     trainer.add_callback(Watching())
 
@@ -342,16 +362,19 @@ def resume(rank: int, world_size: int, program: str, folders: dict[str, Path]) -
         try:
             got = PROGRAMS[program](rank, world_size, kind, folder / PLACES[kind])
             found[kind] = compared(got, truth)
-        except Exception as error:  # noqa: BLE001  # whatever a program says
+        except BaseException as error:  # noqa: BLE001  # whatever a program says; DCP's is no Exception
             found[kind] = f"{type(error).__name__}: {error}"[:300]
     return found
 
 
 def compared(got: dict[str, Any], truth: dict[str, Any]) -> Parts:
     """Tell of each part that can be seen whether it is as it was saved."""
-    tensors, wanted = got["tensors"], truth["tensors"]
+    tensors, wanted = got.get("tensors", {}), truth["tensors"]
 
     def same(front: str) -> bool:
+        if "against" in got:
+            kinds = ("weight", "master") if front == "weight/" else (front.removesuffix("/"),)
+            return not [one for one in got["against"] if one.startswith(kinds)]
         keys = [key for key in wanted if key.startswith(front)]
         return bool(keys) and all(key in tensors and torch.equal(tensors[key], wanted[key]) for key in keys)
 
@@ -366,13 +389,14 @@ def compared(got: dict[str, Any], truth: dict[str, Any]) -> Parts:
 
 def _deepspeed(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     stage = int(kind[-1]) if kind.startswith("ZeRO") else 2
-    engine = engine_of(stage, 1, universal=kind == "universal", scheduler=kind.startswith("ZeRO") or kind == "universal")
+    own = kind.startswith("ZeRO") or kind == "universal"
+    engine = engine_of(stage, 1, universal=kind == "universal", scheduler=own, groups=kind.startswith("Trainer"))
     inner = kind.startswith(("ZeRO", "Trainer"))
     loaded, _ = engine.load_checkpoint(str(path if inner else path.parent), tag=None if inner else path.name)
     if loaded is None:
         raise FileNotFoundError("engine.load_checkpoint returns None")
     scheduler = {} if engine.lr_scheduler is None else {"scheduler": engine.lr_scheduler.last_epoch}
-    return {"tensors": held_by_engine(engine), "rate": _rate(engine.optimizer), **scheduler}
+    return {"against": against(path, engine), "rate": _rate(engine.optimizer), **scheduler}
 
 
 def _rate(optimizer: Any) -> float:
@@ -384,7 +408,7 @@ def _rate(optimizer: Any) -> float:
 def _trainer(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     stage = int(kind[-1]) if kind.startswith("ZeRO") else 2 if "DeepSpeed" in kind else None
-    trainer = trainer_of(path.parent / f"again{rank}", seed=1, stage=stage, seen=seen)
+    trainer = trainer_of(path.parent / f"again{rank}", seed=1, stage=stage, seen=seen, path=path)
     with suppress(_EnoughError):
         trainer.train(resume_from_checkpoint=str(path))
     file = path / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
@@ -470,10 +494,8 @@ def _zckpt(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
         model = module_of(1, None)
         optimizer, front = torch.optim.AdamW(model.parameters(), lr=1.0), "net."
     elif kind.startswith("Trainer"):
-        named = list(model.named_parameters())
-        plain = [one for name, one in named if "norm" not in name]
-        norms = [one for name, one in named if "norm" in name]
-        optimizer = torch.optim.AdamW([{"params": plain}, {"params": norms}], lr=1.0)
+        optimizer = torch.optim.AdamW(groups_of(model), lr=1.0)
+    scheduler = scheduler_of(optimizer)
     zckpt.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
     return {
         "tensors": held(model, optimizer, front), "rate": _rate(optimizer), "scheduler": scheduler.last_epoch,

@@ -36,7 +36,7 @@ TRAINING = (WEIGHTS, STATE, SETTINGS)
 OF_METADATA = (
     (SCHEDULER, re.compile(r"(?:lr_)?scheduler(?:_[0-9]+)?|lr_schedulers|opt_param_scheduler")),
     (SCALE, re.compile(r"scaler|grad_scaler|loss_scaler|MixedPrecision|native_amp_scaling_state")),
-    (RANDOM, re.compile(r"rng(?:_states?(?:_[0-9]+)?)?|random_states(?:_[0-9]+)?|(?:.*\.)?rng_state|(?:np|py)_rng")),
+    (RANDOM, re.compile(r"(?:.*\.)?rng(?:_states?(?:_[0-9]+)?)?|random_states(?:_[0-9]+)?|(?:np|py)_rng")),
     (DATA, re.compile(r"trainer_state|data_sampler|sampler(?:_[0-9]+)?|dl_state_dict(?:_[0-9]+)?|dataloader|loops")),
     (CUSTOM, re.compile(r"custom_checkpoint_[0-9]+|callbacks")),
 )

@@ -548,7 +548,7 @@ VERL = Program(
             given="{ranks} ranks of the same FSDP version",
             needs=(same_ranks, _rank_files),
             doubts=(of_few_bits,),
-            takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: "rng", DATA: "data|dataloader"},
+            takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data|dataloader"},
             keeps=(SCHEDULER, RANDOM),
         ),
     ),
@@ -571,14 +571,6 @@ def _random_of_others(facts: Facts) -> str | None:
     return f"no random states of rank {facts.saved_ranks}" if facts.ranks > facts.saved_ranks else None
 
 
-def _unnamed(facts: Facts) -> str | None:
-    if facts.checkpoint.unnamed:
-        return (
-            "the optimizer only numbers some parameters, and whether the live one has them in that order is not known"
-        )
-    return None
-
-
 def _each_ranks_own(facts: Facts) -> str | None:
     own = facts.checkpoint.per_rank
     return f"each rank has a {own[0].key} of its own, of which this is not known" if own else None
@@ -591,8 +583,9 @@ ZCKPT = Program(
         Way(
             mark=lambda facts: True,  # noqa: ARG005
             call='zckpt.load("{path}", model=model, optimizer=optimizer)',
-            given="scheduler= and grad_scaler=, if there are any",
-            doubts=(_unnamed, _each_ranks_own, of_few_bits),
+            given="scheduler= and grad_scaler=, if there are any; where files only number an optimizer's parameters, one of the same "
+            "order",
+            doubts=(_each_ranks_own, of_few_bits),
             takes=CORE
             | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler|scaler|grad_scaler", RANDOM: ANY, OTHER: ANY},
             lacks=((RANDOM, _random_of_others),),
