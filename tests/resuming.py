@@ -189,7 +189,7 @@ def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, An
                 seen.update({
                     **({"against": against(path, model)} if engine else {"tensors": held(model, optimizer)}),
                     "random": torch.get_rng_state(), "scheduler": self.lr_scheduler.last_epoch,
-                    "data": self.state.global_step, "rate": optimizer.param_groups[0]["initial_lr"],
+                    "data": self.state.global_step * dist.get_world_size(), "rate": optimizer.param_groups[0]["initial_lr"],
                 })  # fmt: skip
                 raise _EnoughError
             return super().training_step(model, *given, **named)
@@ -260,7 +260,8 @@ def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
     if rank == 0:
         place.parent.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    truth: dict[str, Any] = {"rate": RATE, "scheduler": STEPS, "data": STEPS}
+    samples = STEPS * world_size if kind.startswith("Trainer") else STEPS
+    truth: dict[str, Any] = {"rate": RATE, "scheduler": STEPS, "data": samples}
     if kind.startswith("ZeRO") or kind == "universal":
         engine = engine_of(2 if kind == "universal" else int(kind[-1]), 0)
         engine_steps(engine)
@@ -362,7 +363,7 @@ def resume(rank: int, world_size: int, program: str, folders: dict[str, Path]) -
         try:
             got = PROGRAMS[program](rank, world_size, kind, folder / PLACES[kind])
             found[kind] = compared(got, truth)
-        except BaseException as error:  # noqa: BLE001  # whatever a program says; DCP's is no Exception
+        except BaseException as error:  # whatever a program says; DCP's is no Exception
             found[kind] = f"{type(error).__name__}: {error}"[:300]
     return found
 
@@ -441,11 +442,23 @@ def _fsdp2(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
 
 
 def _megatron(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
-    from tests.megatron_core import Live, Spec
+    from tests.megatron_core import Live, Spec, filed
 
     live = Live(Spec(dp=world_size, bf16=False))
     live.load(path)
-    return {"tensors": {key: one.reshape(-1) for key, one in live.tensors().items()}}
+    mine = [(f"weight/{filed(name)}", 0, one.detach()) for name, one in live.model.named_parameters() if rank == 0]
+    for optimizer in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        for name, one in live.model.named_parameters():
+            with suppress(KeyError):  # another rank has it
+                state = optimizer._get_main_param_and_optimizer_states(one)
+                start = optimizer._get_model_param_range_map(one)["param"].start
+                mine += [(f"{slot}/{filed(name)}", start, state[slot]) for slot in ("exp_avg", "exp_avg_sq")]
+    every: list[Any] = [None] * world_size
+    dist.all_gather_object(every, mine)
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for key, _, value in sorted((one for some in every for one in some), key=lambda one: one[:2]):
+        pieces.setdefault(key, []).append(value.reshape(-1))
+    return {"tensors": {key: torch.cat(some) for key, some in pieces.items()}}
 
 
 def _verl(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
@@ -482,7 +495,7 @@ class Holder(torch.nn.Module):
 def _zckpt(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     import zckpt
 
-    model, optimizer, scheduler = trained(1, steps=0)
+    model, optimizer, _ = trained(1, steps=0)
     front = ""
     if kind == "Megatron":
         shapes = {one.name: tuple(one.shape) for one in zckpt.open(path).parameters.values()}
@@ -495,10 +508,11 @@ def _zckpt(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
         optimizer, front = torch.optim.AdamW(model.parameters(), lr=1.0), "net."
     elif kind.startswith("Trainer"):
         optimizer = torch.optim.AdamW(groups_of(model), lr=1.0)
-    scheduler = scheduler_of(optimizer)
+    scheduler = None if kind == "Megatron" else scheduler_of(optimizer)
     zckpt.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
     return {
-        "tensors": held(model, optimizer, front), "rate": _rate(optimizer), "scheduler": scheduler.last_epoch,
+        "tensors": held(model, optimizer, front), "rate": _rate(optimizer),
+        **({} if scheduler is None else {"scheduler": scheduler.last_epoch}),
     }  # fmt: skip
 
 

@@ -583,8 +583,8 @@ ZCKPT = Program(
         Way(
             mark=lambda facts: True,  # noqa: ARG005
             call='zckpt.load("{path}", model=model, optimizer=optimizer)',
-            given="scheduler= and grad_scaler=, if there are any; where files only number an optimizer's parameters, one of the same "
-            "order",
+            given="scheduler= and grad_scaler=, if there are any; an optimizer of the same order, where files only "
+            "number its parameters",
             doubts=(_each_ranks_own, of_few_bits),
             takes=CORE
             | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler|scaler|grad_scaler", RANDOM: ANY, OTHER: ANY},
@@ -628,7 +628,7 @@ LIGHTNING = Program(
         ),
         _of_lightning(
             lambda facts: not facts.place.is_dir(),
-            "a strategy that keeps whole parameters (SingleDevice, DDP)",
+            "SingleDeviceStrategy or DDPStrategy; for the same batches, as many ranks as saved it",
         ),
     ),
     holds=(has_optimizer,),
