@@ -189,7 +189,8 @@ def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, An
                 seen.update({
                     **({"against": against(path, model)} if engine else {"tensors": held(model, optimizer)}),
                     "random": torch.get_rng_state(), "scheduler": self.lr_scheduler.last_epoch,
-                    "data": self.state.global_step * dist.get_world_size(), "rate": optimizer.param_groups[0]["initial_lr"],
+                    "data": self.state.global_step * dist.get_world_size(),
+                    "rate": optimizer.param_groups[0]["initial_lr"],
                 })  # fmt: skip
                 raise _EnoughError
             return super().training_step(model, *given, **named)

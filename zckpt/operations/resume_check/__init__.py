@@ -22,7 +22,7 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
 from zckpt.operations.resume_check.parts import PARTS, TRAINING, WEIGHTS, Facts
-from zckpt.operations.resume_check.programs import PROGRAMS, Make, Program, Way, same_ranks, takes
+from zckpt.operations.resume_check.programs import OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
@@ -138,10 +138,11 @@ def resume_check(
     way = next((one for one in about.ways if one.mark(facts)), None)
     lacks = [said for need in about.holds if (said := need(facts)) is not None]
     if way is None:
+        lacks += _of_model(facts, strict=True)
         why = [f"{about.title} looks for {about.looks_for}", *lacks]
         return _with_commands(replace(found, why=why), about, facts, lacks)
     reasons = [said for need in way.needs if (said := need(facts)) is not None] + lacks
-    mismatch = _of_model(facts, way)
+    mismatch = _of_model(facts, strict=way.strict)
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
     doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
     words = _words(facts)
@@ -208,10 +209,18 @@ def _with_commands(
 ) -> ResumeCheck:
     """Add the first command that would be accepted, else why none would, and what else there is to do."""
     refused: list[str] = []
-    command = None if lacks else next(_commands(program, facts, refused, only_size=only_size), None)
+    form = facts.checkpoint.format
+    strange = form in OWN_NAMES and form not in {make.to for make in program.makes}
+    command = None if lacks or strange else next(_commands(program, facts, refused, only_size=only_size), None)
+    if strange:
+        refused.append(
+            f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
+        )
     none = "no command of zckpt's makes what it resumes from"
     said = "; ".join([none, *refused[-1:], *([program.advice] if program.advice and not lacks else [])])
-    return replace(found, commands=[command] if command else [], advice=None if command else said)
+    names = "names of tensors stay as they are; --model tells whether they are the model's"
+    kept = names if facts.shapes is None and not only_size else None
+    return replace(found, commands=[command] if command else [], advice=kept if command else said)
 
 
 def _commands(program: Program, facts: Facts, refused: list[str], *, only_size: bool) -> Iterator[str]:
@@ -252,7 +261,7 @@ def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any]) -> None:
 # The model that is to resume it
 
 
-def _of_model(facts: Facts, way: Way) -> list[str]:
+def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     """Say which tensors a model has and a checkpoint has not, and the other way round."""
     if facts.shapes is None:
         return []
@@ -261,7 +270,7 @@ def _of_model(facts: Facts, way: Way) -> list[str]:
     there |= {filed: there[bare] for bare, filed in one.wrapped.items() if bare in there}
     missing = [name for name in facts.shapes if not there.keys() & set(name.split("\0"))]
     known = {name for names in facts.shapes for name in names.split("\0")}
-    more = [name for name in there if name not in known and name not in one.wrapped and way.strict]
+    more = [name for name in there if name not in known and name not in one.wrapped and strict]
     found = {name: there[name] for names in facts.shapes for name in names.split("\0") if name in there}
     shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
     other = [name for name, shape in found.items() if shape != shapes[name]]

@@ -638,6 +638,9 @@ LIGHTNING = Program(
     yours="random states",
 )
 
+OWN_NAMES = frozenset({"megatron", "nanotron", "meta"})
+"""Formats whose tensors are called, and arranged, as in no other program: only a map makes others' of them."""
+
 PROGRAMS: dict[str, Program] = {
     "deepspeed": DEEPSPEED,
     "trainer": TRAINER,
