@@ -467,6 +467,15 @@ def _stateless(facts: Facts) -> str | None:
     return None
 
 
+def _unnamed(facts: Facts) -> str | None:
+    some = facts.checkpoint.unnamed
+    return (
+        f"whose state {', '.join(list(some)[:1])} is, the optimizer's numbers do not say (give --names)"
+        if some
+        else None
+    )
+
+
 FSDP2 = Program(
     title="torch.distributed.checkpoint, of state dicts of FSDP2",
     looks_for='a DCP directory of {"model": ..., "optimizer": ...} as get_state_dict returns them',
@@ -479,7 +488,7 @@ FSDP2 = Program(
         )
         for flat, options in ((False, ""), (True, "flatten_optimizer_state_dict=True, "))
     ),
-    holds=(has_optimizer, _stateless),
+    holds=(has_optimizer, _stateless, _unnamed),
     makes=(Make(to="dcp"),),
     advice="zckpt.dcp.Reader and zckpt.load read it",
     yours="scheduler, random states and the position in the data, but for what the script puts beside model and "
