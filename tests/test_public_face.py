@@ -28,15 +28,14 @@ READ = [
 def test_exported_names():
     assert zckpt.__all__ == [
         "Appeared", "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError",
-        "Distribution", "Elements", "Extent", "Finding",
-        "Fingerprint", "History", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
-        "NotRestoredError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Pruned", "Recorded",
-        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Statistics", "Stripped",
-        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
-        "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
-        "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
-        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "prune", "reshard", "save", "series",
-        "show", "stats", "strip", "verify", "watch",
+        "Distribution", "Elements", "Extent", "Finding", "Fingerprint", "History", "Inspection", "LayoutError",
+        "LeftOutError", "Map", "Merged", "MissingPackageError", "NotRestoredError", "OpenedCheckpoint", "ParamGroup",
+        "Parameter", "PickleError", "Pruned", "Recorded", "Restored", "ResumeCheck", "Saving", "Scalar", "Series",
+        "ShardError", "Slot", "SourceError", "Span", "Statistics", "Stripped", "TargetError", "TargetExistsError",
+        "Topology", "UnknownFormatError", "UnsupportedError", "UsageError", "Verification", "WeightMismatchError",
+        "WorkerError", "Written", "ZckptError", "__version__", "assert_restored", "average", "consolidate", "convert",
+        "dcp", "deepspeed", "diff", "fingerprint", "hf", "history", "inspect", "load", "map", "merge_adapter", "open",
+        "optim", "prune", "reshard", "resume_check", "save", "series", "show", "stats", "strip", "verify", "watch",
     ]  # fmt: skip
 
 

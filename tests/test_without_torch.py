@@ -52,6 +52,7 @@ READ = [
     ("fingerprint", SOURCE, "--json"),
     ("stats", SOURCE, "--json"),
     ("show", SOURCE, "fc1.weight", "--json"),
+    ("resume-check", SOURCE, "--for", "deepspeed", "--json"),
 ]
 COMMANDS = """
 import contextlib, io, json, sys

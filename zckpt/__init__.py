@@ -18,6 +18,7 @@
     zckpt.show("dcp", "wte.weight", slice="0:4,:").values  # some elements, as an array of NumPy's
     zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
     zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
+    zckpt.resume_check("run", program="deepspeed", world_size=4).verdict   # does it go on there, and whole?
     zckpt.history("run").checkpoints                       # all of a run: step, size, sound or not, which is latest
     zckpt.prune("run", keep_last=3).freed_nbytes           # what may go; delete=True removes it
     for one in zckpt.watch("run"): one.findings            # each that appears, beside the one before
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
+    from zckpt.operations.resume_check import ResumeCheck, resume_check
     from zckpt.operations.series import Series, series
     from zckpt.operations.show import Elements, show
     from zckpt.operations.stats import Distribution, Statistics, stats
@@ -107,6 +109,7 @@ _HOMES = {
     "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
     "zckpt.operations.prune": ("Pruned", "prune"),
     "zckpt.operations.reshard": ("reshard",),
+    "zckpt.operations.resume_check": ("ResumeCheck", "resume_check"),
     "zckpt.operations.target": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.show": ("Elements", "show"),
@@ -155,6 +158,7 @@ __all__ = [
     "Pruned",
     "Recorded",
     "Restored",
+    "ResumeCheck",
     "Saving",
     "Scalar",
     "Series",
@@ -194,6 +198,7 @@ __all__ = [
     "optim",
     "prune",
     "reshard",
+    "resume_check",
     "save",
     "series",
     "show",

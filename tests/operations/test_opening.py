@@ -28,6 +28,7 @@ READING: dict[str, Verb] = {
     "fingerprint": lambda source, _, **where: zckpt.fingerprint(source, **where).text,
     "show": lambda source, _, **where: zckpt.show(source, "fc1.weight", **where).as_dict(),
     "stats": lambda source, _, **where: zckpt.stats(source, **where).as_dict(),
+    "resume-check": lambda source, _, **where: zckpt.resume_check(source, program="deepspeed", **where).as_dict(),
     "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
 WRITING: dict[str, Verb] = {

@@ -200,6 +200,38 @@ def diff_command(
     return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
 
 
+@verb("resume-check")
+@source_argument
+@click.option(
+    "--for",
+    "program",
+    required=True,
+    type=click.Choice(["deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning", "zckpt"]),
+    help="The program that is to resume it.",
+)
+@click.option("--world-size", type=int, metavar="N", help="Data-parallel ranks. Default: as many as have saved it.")
+@click.option(
+    "--model",
+    type=Place(),
+    metavar="CONFIG",
+    help="The model that is to resume it: a config.json of transformers, its directory, or any checkpoint.",
+)
+@json_option
+@takes(Reading)
+def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any], **given: Any) -> int:  # noqa: ANN401  # what click gives
+    """Tell whether a checkpoint resumes in a program as it lies, what will not come back, and what to run if not.
+
+    Reads no tensor. Exit status 0: all of it comes back; 1: something does not, it does not resume, or that is not
+    known.
+    """
+    from zckpt.operations.resume_check import resume_check
+    from zckpt.report.resuming import render
+
+    found = resume_check(source, **given, **shared)
+    click.echo(json_text(found.as_dict()) if as_json else render(found.as_dict()))
+    return 0 if found.resumes else 1
+
+
 @verb("fingerprint")
 @source_argument
 @click.option(

@@ -126,6 +126,31 @@ EXAMPLES = {
         "run/ --keep-last 3 --keep-every 1000 --delete",
         "run/ --keep-last 1 --keep-best eval_loss",
     ),
+    "resume-check": (
+        "run/ --for deepspeed --world-size 6",
+        "out/checkpoint-500 --for trainer",
+        "dcp/ --for fsdp2 --model config.json",
+    ),
+    "pack": (
+        "run/ run.zckpt",
+        "run/ run.zckpt --full-every 20",
+        "run/ run.zckpt --json",
+    ),
+    "unpack": (
+        "run.zckpt run/",
+        "run.zckpt/step500 step500/",
+        "run.zckpt/step500 step500/ --dry-run",
+    ),
+    "patch": (
+        "step400/ step500/ step500.patch",
+        "dcp/ step500/ step500.patch",
+        "step400/ step500/ step500.patch --json",
+    ),
+    "apply": (
+        "step400/ step500.patch step500/",
+        "dcp/ step500.patch step500/",
+        "step400/ step500.patch step500/ --dry-run",
+    ),
 }
 """Arguments that work, by verb."""
 

@@ -1,0 +1,523 @@
+"""Real programs that save a small training, and that go on from whatever there is: what came back of it.
+
+One Llama, fp32, AdamW and a scheduler, on gloo ranks, each with the same data. `save` makes a checkpoint of a kind with
+the kind's own program, `resume` lets a program load any of them, and tells of each part whether it is as it was. Of
+Megatron-Core the model is its own. verl is not installed: what its checkpoint manager does is `tests/fsdp_training`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STEPS = 3
+RATE = 0.01
+
+KINDS = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "universal", "DCP", "Trainer", "Trainer, DeepSpeed", "Accelerate", "zckpt",
+         "weights", "Megatron", "verl", "Lightning")  # fmt: skip
+ALONE = ("Trainer", "Lightning", "weights", "Megatron")
+"""Kinds that one process saves; all others two."""
+
+PLACES = {
+    "ZeRO-1": "run", "ZeRO-2": "run", "ZeRO-3": "run", "universal": "run/universal", "DCP": "dcp",
+    "Trainer": "out/checkpoint-3", "Trainer, DeepSpeed": "out/checkpoint-3", "Accelerate": "state", "zckpt": "saved",
+    "weights": "model", "Megatron": "run/iter_0000002", "verl": "global_step_3/actor", "Lightning": "out/last.ckpt",
+}  # fmt: skip
+"""Where the checkpoint lies in the folder of its kind."""
+
+Parts = dict[str, bool]
+Outcome = Parts | str
+"""What is as it was, by the names of resume-check; or what was raised."""
+
+
+class Batches(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 67, (6,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def model_of(seed: int) -> Any:
+    from transformers import LlamaForCausalLM
+
+    from tests.hf_training.training import CONFIGS
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(CONFIGS["llama"])
+
+
+def loss_of(model: Any, number: int) -> torch.Tensor:
+    one = Batches()[number]
+    loss: torch.Tensor = model(**{key: value[None] for key, value in one.items()}).loss
+    return loss
+
+
+def scheduler_of(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """The Trainer's param groups of a model: norms are not decayed."""
+    named = list(model.named_parameters())
+    return [{"params": [one for name, one in named if ("norm" in name) == norm]} for norm in (False, True)]
+
+
+def engine_of(stage: int, seed: int, *, universal: bool = False, scheduler: bool = True, groups: bool = False) -> Any:
+    import deepspeed
+
+    model = model_of(seed)
+    trained = groups_of(model) if groups else model.parameters()
+    optimizer = torch.optim.AdamW(trained, lr=RATE * (seed + 1))
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": universal},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False,
+        lr_scheduler=scheduler_of if scheduler else None,
+    )  # fmt: skip
+    return engine
+
+
+def engine_steps(engine: Any) -> None:
+    for number in range(STEPS):
+        engine.backward(loss_of(engine, number))
+        engine.step()
+
+
+def against(path: Path, engine: Any) -> list[str]:
+    """What an engine holds otherwise than a checkpoint, which all ranks have to ask."""
+    import zckpt
+
+    try:
+        zckpt.assert_restored(path, model=engine, optimizer=engine.optimizer)
+    except zckpt.NotRestoredError as error:
+        return list(error.differences)
+    return []
+
+
+def read_back(place: Path) -> dict[str, torch.Tensor]:
+    """What an engine has saved."""
+    import zckpt
+
+    one = zckpt.open(place)
+    found = {f"weight/{name}": one.read(name) for name in one.parameters}
+    found |= {f"{slot}/{name}": one.read(name, slot) for slot in ("exp_avg", "exp_avg_sq") for name in one.parameters}
+    return {key: value.reshape(-1) for key, value in found.items()}
+
+
+def held(model: Any, optimizer: Any, front: str = "") -> dict[str, torch.Tensor]:
+    """Whole tensors, by slot and name; FSDP2's are gathered."""
+    found = {}
+    for name, one in model.named_parameters():
+        name = name.removeprefix("module.").removeprefix(front)  # noqa: PLW2901
+        found[f"weight/{name}"] = _whole(one)
+        state = {} if optimizer is None else optimizer.state.get(one, {})
+        for slot in ("exp_avg", "exp_avg_sq"):
+            if slot in state:
+                found[f"{slot}/{name}"] = _whole(state[slot])
+    return found
+
+
+def _whole(value: Any) -> torch.Tensor:
+    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+    found: torch.Tensor = whole.detach().clone().reshape(-1)
+    return found
+
+
+def trained(seed: int = 0, *, sharded: bool = False, steps: int = STEPS) -> tuple[Any, Any, Any]:
+    """Return a model, its optimizer and scheduler after some steps."""
+    model = model_of(seed)
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE * (seed + 1))
+    scheduler = scheduler_of(optimizer)
+    for number in range(steps):
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+def accelerator_of() -> Any:
+    import accelerate
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    return accelerate.Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+
+
+class _EnoughError(Exception):
+    """What is to be seen of a Trainer has been seen."""
+
+
+def trainer_of(output: Path, *, seed: int, stage: int | None, seen: dict[str, Any] | None, path: Path = Path()) -> Any:
+    """Return a Trainer that stops, when it would take its first step, after it has told what it holds."""
+    import transformers
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from transformers import Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of one before it
+    unset_hf_deepspeed_config()
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    config = {
+        "zero_optimization": {"stage": stage}, "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+
+    class Stopping(Trainer):
+        def training_step(self, model: Any, *given: Any, **named: Any) -> torch.Tensor:
+            if seen is not None:
+                engine = hasattr(model, "load_checkpoint")
+                optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+                seen.update({
+                    **({"against": against(path, model)} if engine else {"tensors": held(model, optimizer)}),
+                    "random": torch.get_rng_state(), "scheduler": self.lr_scheduler.last_epoch,
+                    "data": self.state.global_step * dist.get_world_size(),
+                    "rate": optimizer.param_groups[0]["initial_lr"],
+                })  # fmt: skip
+                raise _EnoughError
+            return super().training_step(model, *given, **named)
+
+    arguments = TrainingArguments(
+        output_dir=str(output), per_device_train_batch_size=1, max_steps=STEPS + 2, save_steps=STEPS,
+        learning_rate=RATE * (seed + 1), use_cpu=True, ddp_backend="gloo", report_to=[], seed=5 + seed,
+        disable_tqdm=True, dataloader_pin_memory=False, deepspeed=None if stage is None else config,
+    )  # fmt: skip
+    trainer = Stopping(model=model_of(seed), args=arguments, train_dataset=Batches())
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def module_of(seed: int, seen: dict[str, Any] | None) -> Any:
+    from lightning import pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model_of(seed)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=RATE * (seed + 1))
+            return [optimizer], [{"scheduler": scheduler_of(optimizer), "interval": "step"}]
+
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            if seen is not None:
+                seen.update({
+                    "tensors": held(self, self.trainer.optimizers[0], "net."), "data": self.trainer.global_step,
+                    "scheduler": self.lr_schedulers().last_epoch,
+                    "rate": self.trainer.optimizers[0].param_groups[0]["initial_lr"],
+                })  # fmt: skip
+                raise _EnoughError
+
+    return Module()
+
+
+def lightning_of(rank: int, world_size: int, output: Path, steps: int) -> Any:
+    import logging
+    import warnings
+
+    from lightning.pytorch import Trainer
+
+    os.environ.update(
+        TORCHELASTIC_RUN_ID="run", GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1", RANK=str(rank),
+        LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+    )  # fmt: skip
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    return Trainer(
+        accelerator="cpu", devices=world_size, strategy="ddp", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, max_steps=steps, default_root_dir=output,
+    )  # fmt: skip
+
+
+# What each program saves
+
+
+def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
+    """Save a training of a kind at its place in a folder, and what it held in `truth.pt` there."""
+    torch.set_num_threads(1)
+    place = folder / PLACES[kind]
+    if rank == 0:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    samples = STEPS * world_size if kind.startswith("Trainer") else STEPS
+    truth: dict[str, Any] = {"rate": RATE, "scheduler": STEPS, "data": samples}
+    if kind.startswith("ZeRO") or kind == "universal":
+        engine = engine_of(2 if kind == "universal" else int(kind[-1]), 0)
+        engine_steps(engine)
+        engine.save_checkpoint(str(folder / "run"))
+        if kind == "universal" and rank == 0:
+            _to_universal(folder / "run")
+        tensors = read_back(place) if rank == 0 else {}
+    elif kind == "DCP":
+        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer, _ = trained(sharded=True)
+        tensors = held(model, optimizer)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.save(states, checkpoint_id=place)
+    elif kind.startswith("Trainer"):
+        seen: dict[str, Any] = {}
+        trainer = trainer_of(folder / "out", seed=0, stage=2 if "DeepSpeed" in kind else None, seen=None)
+        _watch_save(trainer, seen)
+        trainer.train()
+        tensors = seen.get("tensors") or (read_back(place) if rank == 0 else {})
+    elif kind == "Accelerate":
+        accelerator = accelerator_of()
+        model, optimizer, scheduler = trained()
+        prepared = accelerator.prepare(model, optimizer, scheduler)
+        tensors = held(model, optimizer)
+        accelerator.save_state(str(place))
+        del prepared
+    elif kind == "zckpt":
+        import zckpt
+
+        model, optimizer, scheduler = trained()
+        tensors = held(model, optimizer)
+        zckpt.save(place, model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
+    elif kind == "weights":
+        model, optimizer, _ = trained()
+        tensors = held(model, optimizer)
+        model.save_pretrained(place)
+    elif kind == "Megatron":
+        from tests.megatron_core import Live, Spec
+
+        live = Live(Spec(dp=world_size, bf16=False))
+        live.train_at_random(2)
+        live.save(folder / "run")
+        tensors = {key: one.reshape(-1) for key, one in live.tensors().items()}
+    elif kind == "verl":
+        from tests.fsdp_training.training import save as save_as_verl
+
+        model, optimizer, scheduler = trained(sharded=True)
+        tensors = held(model, optimizer)
+        save_as_verl(model, optimizer, scheduler, place, rank, world_size)
+    else:
+        module = module_of(0, None)
+        trainer = lightning_of(rank, world_size, folder, STEPS)
+        trainer.fit(module, torch.utils.data.DataLoader(Batches()))
+        trainer.save_checkpoint(place)
+        tensors = held(module, trainer.optimizers[0], "net.")
+    if rank == 0:
+        torch.save(truth | {"tensors": tensors}, folder / "truth.pt")
+    dist.barrier()
+
+
+def _watch_save(trainer: Any, seen: dict[str, Any]) -> None:
+    from transformers import TrainerCallback
+
+    class Watching(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == STEPS:
+                model = trainer.model_wrapped
+                if not hasattr(model, "load_checkpoint"):
+                    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+                    seen["tensors"] = held(model, optimizer)
+
+    trainer.add_callback(Watching())
+
+
+def _to_universal(run: Path) -> None:
+    import argparse
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(run / "global_step3"), output_folder=str(run / "universal"), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )
+    )  # fmt: skip
+
+
+# What each program does with any of them
+
+
+def resume(rank: int, world_size: int, program: str, folders: dict[str, Path]) -> dict[str, Outcome]:
+    """Let a program go on from the checkpoint of each kind, in a model of another seed."""
+    torch.set_num_threads(1)
+    found: dict[str, Outcome] = {}
+    for kind, folder in folders.items():
+        truth = torch.load(folder / "truth.pt", weights_only=False)
+        try:
+            got = PROGRAMS[program](rank, world_size, kind, folder / PLACES[kind])
+            found[kind] = compared(got, truth)
+        except BaseException as error:  # whatever a program says; DCP's is no Exception
+            found[kind] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def compared(got: dict[str, Any], truth: dict[str, Any]) -> Parts:
+    """Tell of each part that can be seen whether it is as it was saved."""
+    tensors, wanted = got.get("tensors", {}), truth["tensors"]
+
+    def same(front: str) -> bool:
+        if "against" in got:
+            kinds = ("weight", "master") if front == "weight/" else (front.removesuffix("/"),)
+            return not [one for one in got["against"] if one.startswith(kinds)]
+        keys = [key for key in wanted if key.startswith(front)]
+        return bool(keys) and all(key in tensors and torch.equal(tensors[key], wanted[key]) for key in keys)
+
+    found = {"weights": same("weight/"), "optimizer state": same("exp_avg/") and same("exp_avg_sq/")}
+    for part, key in (("param groups", "rate"), ("scheduler", "scheduler"), ("data position", "data")):
+        if key in got:
+            found[part] = got[key] == truth[key]
+    if "random" in got:
+        found["random states"] = torch.equal(got["random"], got["random saved"])
+    return found
+
+
+def _deepspeed(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    stage = int(kind[-1]) if kind.startswith("ZeRO") else 2
+    own = kind.startswith("ZeRO") or kind == "universal"
+    engine = engine_of(stage, 1, universal=kind == "universal", scheduler=own, groups=kind.startswith("Trainer"))
+    inner = kind.startswith(("ZeRO", "Trainer"))
+    loaded, _ = engine.load_checkpoint(str(path if inner else path.parent), tag=None if inner else path.name)
+    if loaded is None:
+        raise FileNotFoundError("engine.load_checkpoint returns None")
+    scheduler = {} if engine.lr_scheduler is None else {"scheduler": engine.lr_scheduler.last_epoch}
+    return {"against": against(path, engine), "rate": _rate(engine.optimizer), **scheduler}
+
+
+def _rate(optimizer: Any) -> float:
+    group = optimizer.param_groups[0]
+    rate: float = group.get("initial_lr", group["lr"])
+    return rate
+
+
+def _trainer(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    stage = int(kind[-1]) if kind.startswith("ZeRO") else 2 if "DeepSpeed" in kind else None
+    trainer = trainer_of(path.parent / f"again{rank}", seed=1, stage=stage, seen=seen, path=path)
+    with suppress(_EnoughError):
+        trainer.train(resume_from_checkpoint=str(path))
+    file = path / ("rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth")
+    saved = torch.load(file, weights_only=False)["cpu"] if file.is_file() else torch.zeros(1)
+    return seen | {"random saved": saved}
+
+
+def _accelerate(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    accelerator = accelerator_of()
+    model, optimizer, scheduler = trained(1, steps=0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.load_state(str(path))
+    file = path / f"random_states_{rank}.pkl"
+    saved = torch.load(file, weights_only=False)["torch_manual_seed"] if file.is_file() else torch.zeros(1)
+    return {
+        "tensors": held(model, optimizer.optimizer), "rate": _rate(optimizer), "random": torch.get_rng_state(),
+        "random saved": saved, "scheduler": scheduler.scheduler.last_epoch,
+    }  # fmt: skip
+
+
+def _fsdp2(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer, _ = trained(1, sharded=True, steps=0)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    return {"tensors": held(model, optimizer), "rate": _rate(optimizer)}
+
+
+def _megatron(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    from tests.megatron_core import Live, Spec, filed
+
+    live = Live(Spec(dp=world_size, bf16=False))
+    live.load(path)
+    mine = [(f"weight/{filed(name)}", 0, one.detach()) for name, one in live.model.named_parameters() if rank == 0]
+    for optimizer in getattr(live.optimizer, "chained_optimizers", [live.optimizer]):
+        for name, one in live.model.named_parameters():
+            with suppress(KeyError):  # another rank has it
+                state = optimizer._get_main_param_and_optimizer_states(one)
+                start = optimizer._get_model_param_range_map(one)["param"].start
+                mine += [(f"{slot}/{filed(name)}", start, state[slot]) for slot in ("exp_avg", "exp_avg_sq")]
+    every: list[Any] = [None] * world_size
+    dist.all_gather_object(every, mine)
+    pieces: dict[str, list[torch.Tensor]] = {}
+    for key, _, value in sorted((one for some in every for one in some), key=lambda one: one[:2]):
+        pieces.setdefault(key, []).append(value.reshape(-1))
+    return {"tensors": {key: torch.cat(some) for key, some in pieces.items()}}
+
+
+def _verl(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    from tests.fsdp_training.training import load
+
+    model, optimizer, scheduler = trained(1, sharded=True, steps=0)
+    load(model, optimizer, scheduler, path, rank, world_size)
+    return {"tensors": held(model, optimizer), "rate": _rate(optimizer), "scheduler": scheduler.last_epoch}
+
+
+def _lightning(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    trainer = lightning_of(rank, world_size, path.parent / f"again{rank}", STEPS + 2)
+    with suppress(_EnoughError):
+        trainer.fit(module_of(1, seen), torch.utils.data.DataLoader(Batches()), ckpt_path=str(path))
+    return seen
+
+
+class Holder(torch.nn.Module):
+    """Tensors of given names and shapes, as the model of another program has them."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            at: torch.nn.Module = self
+            *above, last = name.split(".")
+            for one in above:
+                if not hasattr(at, one):
+                    at.add_module(one, torch.nn.Module())
+                at = getattr(at, one)
+            at.register_parameter(last, torch.nn.Parameter(torch.zeros(shape)))
+
+
+def _zckpt(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
+    import zckpt
+
+    model, optimizer, _ = trained(1, steps=0)
+    front = ""
+    if kind == "Megatron":
+        shapes = {one.name: tuple(one.shape) for one in zckpt.open(path).parameters.values()}
+        model = Holder(shapes)
+        decayed = [one for one in model.parameters() if one.ndim > 1]
+        rest = [one for one in model.parameters() if one.ndim == 1]
+        optimizer = torch.optim.AdamW([{"params": decayed}, {"params": rest}], lr=1.0)
+    elif kind == "Lightning":
+        model = module_of(1, None)
+        optimizer, front = torch.optim.AdamW(model.parameters(), lr=1.0), "net."
+    elif kind.startswith("Trainer"):
+        optimizer = torch.optim.AdamW(groups_of(model), lr=1.0)
+    scheduler = None if kind == "Megatron" else scheduler_of(optimizer)
+    zckpt.load(path, model=model, optimizer=optimizer, scheduler=scheduler)
+    return {
+        "tensors": held(model, optimizer, front), "rate": _rate(optimizer),
+        **({} if scheduler is None else {"scheduler": scheduler.last_epoch}),
+    }  # fmt: skip
+
+
+PROGRAMS: dict[str, Callable[[int, int, str, Path], dict[str, Any]]] = {
+    "deepspeed": _deepspeed, "trainer": _trainer, "accelerate": _accelerate, "fsdp2": _fsdp2, "megatron": _megatron,
+    "verl": _verl, "lightning": _lightning, "zckpt": _zckpt,
+}  # fmt: skip

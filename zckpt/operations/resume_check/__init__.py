@@ -1,0 +1,330 @@
+"""Will a checkpoint resume in a program as it lies, and what will not come back: from structure alone.
+
+`parts` says what of a training is in a checkpoint, `programs` what each program looks for and takes; here one is held
+against the other, and commands are sought that make what the program resumes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from zckpt.errors import MissingPackageError, UsageError, ZckptError, listed
+from zckpt.formats.account import take_inventory
+from zckpt.formats.format import Job
+from zckpt.formats.options import choose
+from zckpt.formats.registry import get
+from zckpt.operations.convert import as_converted
+from zckpt.operations.losses import check_nothing_lost
+from zckpt.operations.open import Source, open, opened  # noqa: A004
+from zckpt.operations.options import Place, Reading, Unpack, shares
+from zckpt.operations.resume_check.parts import PARTS, TRAINING, WEIGHTS, Facts
+from zckpt.operations.resume_check.programs import OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
+from zckpt.state import Checkpoint
+from zckpt.state.names import as_filed
+from zckpt.storage.files import is_file, read_json
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+WHOLE, PARTLY, NO, UNKNOWN = "whole", "partly", "no", "unknown"
+"""All comes back; some things do not; nothing does, or it raises; it is not known."""
+
+SHOWN = 3
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeCheck:
+    """Whether a checkpoint resumes in a program.
+
+    Parameters
+    ----------
+    source, format : str
+    program, title : str
+        Its name for `--for`, and what people call it.
+    world_size : int, ranks
+        That are to resume it.
+    step : int or None
+    verdict : str
+        `whole`, `partly`, `no` or `unknown`.
+    call : str or None
+        What to call.
+    given : str or None
+        How the program has to be set up.
+    comes_back : list of dict
+        What does: `part`, and under which keys or in which slots it lies, `from`.
+    not_back : list of dict
+        What does not, or begins anew: `part` and `why`.
+    why : list of str
+        Why it does not resume, or why that is not known.
+    commands : list of str
+        Each makes, in TARGET, what resumes.
+    advice : str or None
+    yours : str or None
+        What the program never keeps, and a script has to.
+    """
+
+    source: str
+    format: str
+    program: str
+    title: str
+    world_size: int
+    step: int | None
+    verdict: str
+    call: str | None = None
+    given: str | None = None
+    comes_back: list[dict[str, object]] = field(default_factory=list)
+    not_back: list[dict[str, object]] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    advice: str | None = None
+    yours: str | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether all of it comes back."""
+        return self.verdict == WHOLE
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return asdict(self)
+
+
+@shares(Reading)
+def resume_check(
+    source: Source,
+    *,
+    program: str,
+    world_size: int | None = None,
+    model: Place | Module | None = None,
+    **shared: Unpack[Reading],
+) -> ResumeCheck:
+    """Tell whether a checkpoint resumes in a program as it lies, and what will not come back. Reads no tensor.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
+    program : str
+        "deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning" or "zckpt".
+    world_size : int, optional
+        Data-parallel ranks that are to resume it; by default as many as have saved it.
+    model : path-like or Module, optional
+        That is to resume it: a live one, a config.json of transformers or its directory, or any checkpoint of it. Its
+        names and shapes are held against the source's.
+    **shared
+
+    Raises
+    ------
+    UsageError
+        There is no such program, or an option cannot be used.
+    SourceError
+        The source, or the model, cannot be read.
+    """
+    about = PROGRAMS.get(program)
+    if about is None:
+        raise UsageError("unknown program", expected=", ".join(PROGRAMS), found=repr(program))
+    if world_size is not None and world_size < 1:
+        raise UsageError("a training has ranks", expected="a world size of 1 or more", found=world_size)
+    checkpoint = opened(source, **shared)
+    facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model))
+    facts = replace(facts, ranks=world_size or facts.saved_ranks)
+    found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
+    found = replace(found, yours=about.yours or None)
+    way = next((one for one in about.ways if one.mark(facts)), None)
+    lacks = [said for need in about.holds if (said := need(facts)) is not None]
+    if way is None:
+        lacks += _of_model(facts, strict=True)
+        why = [f"{about.title} looks for {about.looks_for}", *lacks]
+        return _with_commands(replace(found, why=why), about, facts, lacks)
+    reasons = [said for need in way.needs if (said := need(facts)) is not None] + lacks
+    mismatch = _of_model(facts, strict=way.strict)
+    reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
+    doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
+    words = _words(facts)
+    found = replace(found, call=way.call.format(**words), given=way.given.format(**words) or None)
+    if reasons:
+        only_size = reasons == [same_ranks(facts)] and not doubts
+        return _with_commands(
+            replace(found, why=reasons, call=None), about, facts, lacks + mismatch, only_size=only_size
+        )
+    back, gone = _divided(facts, way)
+    if mismatch:
+        gone.insert(0, {"part": WEIGHTS, "why": f"{mismatch[0]}, and stay as the model was made"})
+    verdict = UNKNOWN if doubts else PARTLY if gone else WHOLE
+    return replace(found, verdict=verdict, comes_back=back, not_back=gone, why=doubts)
+
+
+def _lost(facts: Facts) -> str | None:
+    """Doubt what has files missing, or things that zckpt knows not."""
+    one = facts.checkpoint
+    if one.lost:
+        return f"{len(one.lost)} of its files are not there"
+    left = [item.name for item in take_inventory(one).left_out if item.trained]
+    return f"nobody knows what is in {listed(left, most=SHOWN)}" if left else None
+
+
+def _words(facts: Facts) -> dict[str, object]:
+    """Return what a call and its conditions are filled in with."""
+    within = Path(facts.checkpoint.source)
+    stage = facts.checkpoint.zero_stage
+    return {
+        "path": facts.place,
+        "run": within.parent,
+        "tag": within.name,
+        "stage": 0 if stage is None else stage,
+        "ranks": facts.ranks,
+    }
+
+
+def _divided(facts: Facts, way: Way) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Return what of a checkpoint comes back, and what does not, or begins anew."""
+    back: list[dict[str, object]] = []
+    gone: list[dict[str, object]] = []
+    for part in PARTS:
+        keys = facts.parts.get(part)
+        said = [why for name, need in way.lacks if name == part and (why := need(facts)) is not None]
+        if said and (keys or part in way.keeps):
+            gone.append({"part": part, "why": said[0]})
+        elif keys:
+            taken = [key for key in keys if takes(way, part, key)]
+            if taken:
+                back.append({"part": part, "from": taken})
+            if left := [key for key in keys if key not in taken]:
+                gone.append({"part": part, "why": f"nothing there looks for {listed(left, most=SHOWN)}"})
+        elif part in way.keeps or part in TRAINING:
+            gone.append({"part": part, "why": "it is not in the checkpoint, and begins anew"})
+    return back, gone
+
+
+# Commands that make what resumes
+
+
+def _with_commands(
+    found: ResumeCheck, program: Program, facts: Facts, lacks: Sequence[str], *, only_size: bool = False
+) -> ResumeCheck:
+    """Add the first command that would be accepted, else why none would, and what else there is to do."""
+    refused: list[str] = []
+    form = facts.checkpoint.format
+    strange = form in OWN_NAMES and form not in {make.to for make in program.makes}
+    command = None if lacks or strange else next(_commands(program, facts, refused, only_size=only_size), None)
+    if strange:
+        refused.append(
+            f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
+        )
+    none = "no command of zckpt's makes what it resumes from"
+    said = "; ".join([none, *refused[-1:], *([program.advice] if program.advice and not lacks else [])])
+    names = "names of tensors stay as they are; --model tells whether they are the model's"
+    kept = names if facts.shapes is None and not only_size else None
+    return replace(found, commands=[command] if command else [], advice=kept if command else said)
+
+
+def _commands(program: Program, facts: Facts, refused: list[str], *, only_size: bool) -> Iterator[str]:
+    """Yield the commands that would be accepted, and note what is said of others."""
+    one = facts.checkpoint
+    for make in program.makes:
+        if (make.of and one.format not in make.of) or (make.verb == "reshard" and not only_size):
+            continue
+        options = {**make.options, **({"world_size": facts.ranks} if make.sized else {})}
+        values = {key: value for key, (value, _) in make.asked.items()}
+        try:
+            _lay_out(make, facts, {**options, **values})
+        except ZckptError as error:
+            refused.append(f"`zckpt {make.verb} {f'--to {make.to}' if make.to else ''}` says: {error.message}")
+            continue
+        shown = {**options, **{key: word for key, (_, word) in make.asked.items()}}
+        flags = "".join(f" --{key.replace('_', '-')} {value}" for key, value in shown.items())
+        to = f" --to {make.to}" if make.to else ""
+        yield f"zckpt {make.verb} {quote(one.named)} TARGET{to}{flags}"
+
+
+def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any]) -> None:
+    """Raise what a command would before it writes."""
+    checkpoint: Checkpoint = opened(facts.checkpoint)
+    target = Path("TARGET")
+    if make.verb == "reshard":
+        own = get(checkpoint.format)
+        whole = as_filed(checkpoint)
+        chosen = choose(own.recut_options, options, own.name)
+        laid = own.recut(Job(whole, facts.place, target, chosen, tuple(map(Path, whole.roots))))
+        check_nothing_lost([whole], (), copied=laid.copied)
+    else:
+        written = get(make.to)
+        chosen = choose(written.options, options, make.to)
+        written.lay_out(Job(as_converted(checkpoint, written), facts.place, target, chosen))
+
+
+# The model that is to resume it
+
+
+def _of_model(facts: Facts, *, strict: bool) -> list[str]:
+    """Say which tensors a model has and a checkpoint has not, and the other way round."""
+    if facts.shapes is None:
+        return []
+    one = facts.checkpoint
+    there = {parameter.name: tuple(parameter.shape) for parameter in one.tensors()}
+    there |= {filed: there[bare] for bare, filed in one.wrapped.items() if bare in there}
+    missing = [name for name in facts.shapes if not there.keys() & set(name.split("\0"))]
+    known = {name for names in facts.shapes for name in names.split("\0")}
+    more = [name for name in there if name not in known and name not in one.wrapped and strict]
+    found = {name: there[name] for names in facts.shapes for name in names.split("\0") if name in there}
+    shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
+    other = [name for name, shape in found.items() if shape != shapes[name]]
+    said = (
+        ("the model has tensors that the checkpoint has not", [name.split("\0")[0] for name in missing]),
+        ("the checkpoint has tensors that the model has not", more),
+        ("tensors have another shape in the model", other),
+    )
+    return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]
+
+
+def _shapes(model: object) -> Shapes:
+    """Return the shapes of a model's tensors by all the names of each, with a NUL between them."""
+    if hasattr(model, "state_dict"):
+        return _live_shapes(model)
+    path = Path(str(model))
+    config = path / "config.json" if path.is_dir() else path
+    if config.suffix == ".json" and is_file(config):
+        return _live_shapes(_from_config(config))
+    one = open(path)
+    aliases: dict[str, list[str]] = {}
+    for name, owner in one.aliases.items():
+        aliases.setdefault(owner, []).append(name)
+    owned = (parameter for parameter in one.tensors() if parameter.tied_to is None)
+    return {"\0".join([p.name, *aliases.get(p.name, [])]): tuple(p.shape) for p in owned}
+
+
+def _live_shapes(model: Any) -> Shapes:  # noqa: ANN401  # a Module
+    names: dict[int, list[str]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if hasattr(tensor, "shape"):
+            names.setdefault(id(tensor), []).append(name)
+            shapes[id(tensor)] = tuple(tensor.shape)
+    return {"\0".join(some): shapes[key] for key, some in names.items()}
+
+
+def _from_config(path: Path) -> object:
+    """Return the model of a config.json, without elements."""
+    config = read_json(path) or {}
+    kinds = config.get("architectures")
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{path}: what tensors the model has, transformers knows, which is not installed",
+            advice="pip install transformers torch, or give a checkpoint of the model",
+        ) from error
+    kind = getattr(transformers, str(kinds[0]), None) if isinstance(kinds, list) and kinds else None
+    if kind is None or getattr(kind, "config_class", None) is None:
+        raise UsageError("no model of transformers", path=path, expected="architectures", found=kinds)
+    try:
+        with torch.device("meta"):
+            return kind(kind.config_class.from_dict(config))
+    except Exception as error:  # whatever a model says of a configuration
+        raise UsageError("no model can be made of it", path=path, found=f"{type(error).__name__}: {error}") from error

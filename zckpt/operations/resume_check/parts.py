@@ -1,0 +1,139 @@
+"""What of a training a checkpoint has, by names that every program's table uses. Reads no tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from zckpt.errors import SourceError
+from zckpt.formats.dcp.directory import find as find_dcp
+from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.storage.files import entries_of, is_file, read_json
+from zckpt.torchfile import FromFile
+
+WEIGHTS = "weights"
+FROZEN = "frozen weights"
+MASTERS = "master weights"
+STATE = "optimizer state"
+SETTINGS = "param groups"
+STEP = "optimizer step"
+SCHEDULER = "scheduler"
+SCALE = "loss scale"
+RANDOM = "random states"
+DATA = "data position"
+CUSTOM = "custom objects"
+OTHER = "other values"
+
+PARTS = (WEIGHTS, FROZEN, MASTERS, STATE, SETTINGS, STEP, SCHEDULER, SCALE, RANDOM, DATA, CUSTOM, OTHER)
+
+TRAINING = (WEIGHTS, STATE, SETTINGS)
+"""Without which no training goes on."""
+
+OF_METADATA = (
+    (SCHEDULER, re.compile(r"(?:lr_)?scheduler(?:_[0-9]+)?|lr_schedulers|opt_param_scheduler")),
+    (SCALE, re.compile(r"scaler|grad_scaler|loss_scaler|MixedPrecision|native_amp_scaling_state")),
+    (RANDOM, re.compile(r"(?:.*\.)?rng(?:_states?(?:_[0-9]+)?)?|random_states(?:_[0-9]+)?|(?:np|py)_rng")),
+    (DATA, re.compile(r"trainer_state|data_sampler|sampler(?:_[0-9]+)?|dl_state_dict(?:_[0-9]+)?|dataloader|loops")),
+    (CUSTOM, re.compile(r"custom_checkpoint_[0-9]+|callbacks")),
+)
+"""Keys of a checkpoint's metadata, and what they are; any other is the program's own."""
+
+SETTINGS_OF_PROGRAMS = re.compile(
+    r"ds_config|training_args|args|checkpoint_version|content_metadata|skipped_steps|global_steps?|global_samples|iteration"
+    r"|epoch|pytorch-lightning_version|hparams_name|hyper_parameters|hparams_type|datamodule_.*|ds_version|zckpt|step"
+    r"|random_ltd"
+)
+"""Keys that describe a run, and are no state of it."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A checkpoint, and the ranks and the model that are to resume it.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    ranks : int
+        That will resume it.
+    shapes : mapping of str to tuple, or None
+        Of the tensors that the model has, by name, where it was given.
+    """
+
+    checkpoint: Checkpoint
+    ranks: int
+    shapes: Mapping[str, tuple[int, ...]] | None = None
+
+    @cached_property
+    def place(self) -> Path:
+        """The directory or file that the user named."""
+        return Path(self.checkpoint.named)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Of what lies in that directory."""
+        if not self.place.is_dir():
+            return frozenset()
+        return frozenset(entry.name for entry in entries_of(self.place, lenient=True))
+
+    def has(self, *names: str) -> bool:
+        """Tell whether all of some names lie in that directory."""
+        return self.names.issuperset(names)
+
+    @property
+    def saved_ranks(self) -> int:
+        """How many ranks have saved it, as far as a program asks for as many again."""
+        one = self.checkpoint
+        return one.topology.dp if one.format in ("deepspeed", "universal", "megatron") else one.world_size
+
+    @cached_property
+    def config(self) -> dict[str, object] | None:
+        """The model's config.json that lies with it."""
+        return read_json(self.place / "config.json") if is_file(self.place / "config.json") else None
+
+    @cached_property
+    def dcp_paths(self) -> frozenset[tuple[str | int, ...]]:
+        """The paths of all that torch's DCP has saved in one directory; none of another format."""
+        try:
+            directory = find_dcp(Path(self.checkpoint.source))
+            one = directory.folders.get("") if directory is not None else None
+            return frozenset(read_metadata(one).paths.values()) if one is not None else frozenset()
+        except SourceError:
+            return frozenset()
+
+    @cached_property
+    def parts(self) -> dict[str, list[str]]:
+        """What it has: of each part the keys or slots that hold it."""
+        found: dict[str, list[str]] = {}
+        for part, key in self._found():
+            found.setdefault(part, []).append(key)
+        return {part: found[part] for part in PARTS if part in found}
+
+    def _found(self) -> Iterator[tuple[str, str]]:
+        one = self.checkpoint
+        slots = one.slot_names()
+        if any({WEIGHT, MASTER} & parameter.slots.keys() for parameter in one.tensors()):
+            yield WEIGHTS, WEIGHT if WEIGHT in slots else MASTER
+        if any(parameter.frozen for parameter in one.owners) and one.param_groups:
+            yield FROZEN, WEIGHT
+        if MASTER in slots:
+            yield MASTERS, MASTER
+        yield from ((STATE, name) for name in one.optimizer_slot_names() if name != "step")
+        yield from ((STATE, value.key) for value in one.per_rank)
+        if any(group.hyperparameters for group in one.param_groups):
+            yield SETTINGS, f"{len(one.param_groups)} groups"
+        if one.param_groups and one.step is not None:
+            yield STEP, str(one.step)
+        if one.loss_scale not in (None, 1.0) or one.optimizer_metadata.get("dynamic_loss_scale") is True:
+            yield SCALE, "loss_scaler"
+        yield from self._of_metadata()
+
+    def _of_metadata(self) -> Iterator[tuple[str, str]]:
+        for key, value in self.checkpoint.metadata.items():
+            node = value.node if isinstance(value, FromFile) else value
+            if node is None or node in ({}, [], ()) or SETTINGS_OF_PROGRAMS.fullmatch(key):
+                continue
+            yield next((part for part, pattern in OF_METADATA if pattern.fullmatch(key)), OTHER), key

@@ -1,0 +1,667 @@
+"""What each program looks for when it resumes, and what it takes from there: tables, one for each program.
+
+A program has ways in (`Way`): the first whose mark is on a checkpoint is the one that it would take. Each says what
+must be there (`needs`), of what it is not known what comes of it (`doubts`), which parts come back (`takes`), and which
+begin anew where they are not there (`keeps`). Read in, and run against, DeepSpeed 0.19, transformers 5.23,
+Accelerate 1.15, torch 2.15, Lightning 2.6 and Megatron-Core 0.16; verl in its source alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zckpt.formats.low_bit import codes_in
+from zckpt.formats.transformers_trainer.architectures import is_converted
+from zckpt.operations.resume_check.parts import (
+    CUSTOM,
+    DATA,
+    FROZEN,
+    MASTERS,
+    OTHER,
+    RANDOM,
+    SCALE,
+    SCHEDULER,
+    SETTINGS,
+    STATE,
+    STEP,
+    WEIGHTS,
+    Facts,
+)
+from zckpt.state import MASTER, WEIGHT
+from zckpt.state.partition import flat_partition_numel
+
+Need = Callable[[Facts], str | None]
+"""Returns why a checkpoint does not do; None if it does."""
+
+ANY = ".*"
+CORE = {WEIGHTS: ANY, FROZEN: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP: ANY}
+"""What every load of a model and its optimizer takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way in which a program resumes.
+
+    Parameters
+    ----------
+    mark : callable
+        Tells whether a checkpoint has what makes the program take this way.
+    call : str
+        What to call, of `{path}` and `{tag}`.
+    given : str
+        How the program has to be set up, of `{stage}` and `{ranks}`.
+    needs, doubts : tuple of Need
+        Without which it raises; of which it is not known what it does.
+    takes : mapping of str to str
+        Of each part that comes back a pattern of the keys that it is read from.
+    lacks : tuple of (str, Need)
+        Parts that do not come back though they are there, and why.
+    keeps : tuple of str
+        What a training in this program has in any case, and begins anew where it is not there.
+    strict : bool
+        Whether it raises where the model has tensors that are not there, or there are others.
+    """
+
+    mark: Callable[[Facts], bool]
+    call: str
+    given: str = ""
+    needs: tuple[Need, ...] = ()
+    doubts: tuple[Need, ...] = ()
+    takes: Mapping[str, str] = field(default_factory=lambda: CORE)
+    lacks: tuple[tuple[str, Need], ...] = ()
+    keeps: tuple[str, ...] = ()
+    strict: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Make:
+    """A command that makes what a program resumes from.
+
+    Parameters
+    ----------
+    verb : str
+        `reshard`, or `convert`.
+    to : str
+        A format.
+    options : mapping of str to object
+    asked : mapping of str to (object, str)
+        Options without a default: a value to try it with, and what stands for it in the command.
+    sized : bool
+        Whether the number of ranks is an option.
+    of : tuple of str
+        Formats that it is made of; empty: any.
+    """
+
+    verb: str = "convert"
+    to: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    asked: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    sized: bool = False
+    of: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What is known of a program.
+
+    Parameters
+    ----------
+    title : str
+    looks_for : str
+        What it resumes from.
+    ways : tuple of Way
+    holds : tuple of Need
+        What a checkpoint must hold, in whatever files: no command adds it.
+    makes : tuple of Make
+        In the order in which they are tried.
+    advice : str
+        What to do where no command helps.
+    yours : str
+        What it never keeps.
+    """
+
+    title: str
+    looks_for: str
+    ways: tuple[Way, ...]
+    holds: tuple[Need, ...] = ()
+    makes: tuple[Make, ...] = ()
+    advice: str = ""
+    yours: str = ""
+
+
+def lies(*names: str) -> Need:
+    """Return a need: files in the directory."""
+    return lambda facts: (
+        f"{missing[0]} is not there" if (missing := [one for one in names if not facts.has(one)]) else None
+    )
+
+
+def same_ranks(facts: Facts) -> str | None:
+    """Say why another number of ranks does not do."""
+    if facts.ranks != facts.saved_ranks:
+        return f"it was saved by {facts.saved_ranks} ranks, and {facts.ranks} are to resume it"
+    return None
+
+
+def has_optimizer(facts: Facts) -> str | None:
+    """Say that there is no optimizer's state."""
+    return None if STATE in facts.parts or facts.checkpoint.param_groups else "no state of an optimizer is in it"
+
+
+def of_few_bits(facts: Facts) -> str | None:
+    """Doubt weights of few bits."""
+    return "its weights are codes of few bits, of which this is not known" if codes_in(facts.checkpoint) else None
+
+
+def odd_shapes(facts: Facts) -> str | None:
+    """Doubt parallel layouts at another number of ranks."""
+    sizes = facts.checkpoint.topology
+    if facts.ranks != facts.saved_ranks and max(sizes.tp, sizes.pp, sizes.ep) > 1:
+        return "of tensor, pipeline or expert parallelism at another number of ranks this is not known"
+    return None
+
+
+# DeepSpeed
+
+
+def _zero(facts: Facts) -> bool:
+    return (facts.checkpoint.zero_stage or 0) > 0
+
+
+def _of_zero(facts: Facts) -> str | None:
+    return same_ranks(facts) if _zero(facts) else None
+
+
+def _elastic(facts: Facts) -> str | None:
+    elastic = facts.checkpoint.details.get("optimizer_form") == "elastic"
+    return "its optimizer is in the elastic form, which DeepSpeed 0.19 fails to load with AdamW" if elastic else None
+
+
+def _lacks_frozen(facts: Facts) -> str | None:
+    lost = [one.name for one in facts.checkpoint.owners if not one.slots]
+    return f"it has no weights of {len(lost)} parameters, such as {lost[0]}" if lost else None
+
+
+def _universal_empty(facts: Facts) -> str | None:
+    """Say that a rank would have nothing of a group, which DeepSpeed's loader does not expect."""
+    one = facts.checkpoint
+    if one.zero_stage not in (1, 2):
+        return None
+    for number, group in enumerate(one.param_groups):
+        total = sum(one.owner(name).numel for name in group.parameters if name in one.parameters)
+        if total <= (facts.ranks - 1) * flat_partition_numel(total, facts.ranks):
+            return f"a rank of {facts.ranks} would hold nothing of param group {number}: DeepSpeed raises IndexError"
+    return None
+
+
+def _universal_slots(facts: Facts) -> str | None:
+    odd = sorted({*facts.checkpoint.optimizer_slot_names()} - {"exp_avg", "exp_avg_sq", "step"})
+    return f"DeepSpeed's universal loader knows Adam's moments, and {', '.join(odd)} is none" if odd else None
+
+
+def _universal_experts(facts: Facts) -> str | None:
+    return "of experts in universal form this is not known" if facts.checkpoint.topology.ep > 1 else None
+
+
+def _groups_of_first(facts: Facts) -> str | None:
+    one = facts.checkpoint
+    alike = all(group.hyperparameters == one.param_groups[0].hyperparameters for group in one.param_groups)
+    return None if one.zero_stage != 3 or alike else "each param group gets the settings of the first"
+
+
+def _frozen_universal(_: Facts) -> str | None:
+    return "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
+
+
+def _latest_universal(facts: Facts) -> str | None:
+    there = (Path(facts.checkpoint.source).parent / "latest_universal").is_file()
+    return None if there else "latest_universal does not lie beside it"
+
+
+_ENGINE: dict[str, Any] = {
+    "needs": (_of_zero,),
+    "doubts": (_elastic, of_few_bits, odd_shapes),
+    "takes": CORE | {SCALE: "loss_scaler", SCHEDULER: "lr_scheduler", DATA: "data_sampler", OTHER: ANY},
+}
+"""What DeepSpeed's engine does, whoever calls it; what it does not know goes to the caller."""
+
+_STAGE = "ZeRO stage {stage}, as it was trained"
+
+_RETURNED = r"(?!random_states_|rng_state_).*"
+"""What `load_checkpoint` returns to its caller: all but files that others have put beside."""
+
+_OF_DEEPSPEED = (
+    Make(verb="reshard", sized=True, of=("deepspeed",)),
+    Make(to="deepspeed", sized=True),
+    Make(to="deepspeed", sized=True, options={"stage": 2}),
+)
+
+DEEPSPEED = Program(
+    title="DeepSpeed",
+    looks_for="a tag's directory with mp_rank_00_model_states.pt and its ranks' optimizer files, or universal form",
+    ways=(
+        Way(
+            mark=lambda facts: facts.checkpoint.format == "deepspeed",
+            call='engine.load_checkpoint("{run}", tag="{tag}")',
+            given=_STAGE,
+            needs=_ENGINE["needs"],
+            doubts=_ENGINE["doubts"],
+            takes=_ENGINE["takes"] | {RANDOM: _RETURNED},
+        ),
+        Way(
+            mark=lambda facts: facts.checkpoint.format == "universal",
+            call='engine.load_checkpoint("{run}", tag="{tag}")',
+            given='"checkpoint": {{"load_universal": true}} in the configuration, ZeRO stage {stage}',
+            needs=(_universal_empty, _universal_slots),
+            doubts=(_universal_experts, of_few_bits),
+            takes=_ENGINE["takes"] | {RANDOM: _RETURNED},
+            lacks=((FROZEN, _frozen_universal), (SETTINGS, _groups_of_first)),
+        ),
+    ),
+    holds=(has_optimizer, _lacks_frozen),
+    makes=_OF_DEEPSPEED,
+    advice="zckpt.deepspeed.load_checkpoint reads any of zckpt's formats into a live engine",
+    yours="random states and the position in the data, but for what the script gives as client_state",
+)
+
+# The Trainer
+
+_TRAINER_WEIGHTS = (
+    "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+    "adapter_model.safetensors", "adapter_model.bin",
+)  # fmt: skip
+
+
+def _rng(facts: Facts) -> str | None:
+    """Say which ranks begin with other random numbers: a single process reads another file than several do."""
+    files = ["rng_state.pth"] if facts.ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(facts.ranks)]
+    gone = [one for one in files if not facts.has(one)]
+    return f"{facts.ranks} ranks read {files[0]}{' and so on' * (facts.ranks > 1)}: no {gone[0]}" if gone else None
+
+
+def _batches(facts: Facts) -> str | None:
+    """Say that samples follow otherwise."""
+    saved = sum(name.startswith("rng_state") for name in facts.names)
+    if saved not in (0, facts.ranks):
+        return f"{saved} ranks have saved it, and {facts.ranks} ranks' batches are others: it skips as many steps"
+    return None
+
+
+def _pair(facts: Facts) -> str | None:
+    """Say that the Trainer takes optimizer.pt and scheduler.pt together, or neither, without a word."""
+    gone = [one for one in ("optimizer.pt", "scheduler.pt") if not facts.has(one)]
+    return f"{gone[0]} is not there, and the Trainer then loads neither an optimizer nor a scheduler" if gone else None
+
+
+def _converted(facts: Facts) -> str | None:
+    if facts.shapes is None and is_converted(facts.config):
+        return (
+            "transformers has other names for this model in memory than in its files, and the Trainer's resuming "
+            "converts none: such tensors stay as the model was made (load it with from_pretrained first, or "
+            "`zckpt convert --to transformers-trainer --map transformers`)"
+        )
+    return None
+
+
+_TRAINER_REST = {SCHEDULER: "scheduler", RANDOM: "rng_state(_[0-9]+)?", DATA: "trainer_state", SCALE: "scaler"}
+_ACCOUNT = lies("trainer_state.json")
+_TRAINER_KEEPS = (STATE, SETTINGS, SCHEDULER, RANDOM)
+
+
+def _has_tags(facts: Facts) -> bool:
+    return facts.checkpoint.format == "deepspeed" and any(name.startswith("global_step") for name in facts.names)
+
+
+def _own_scheduler(facts: Facts) -> str | None:
+    """Say that the Trainer's scheduler has no file; one of DeepSpeed's own is the engine's."""
+    config = facts.checkpoint.metadata.get("ds_config")
+    own = isinstance(config, Mapping) and config.get("scheduler") is not None
+    return None if own or facts.has("scheduler.pt") else "scheduler.pt is not there"
+
+
+TRAINER = Program(
+    title="Hugging Face's Trainer",
+    looks_for="checkpoint-N with trainer_state.json, and the model's files or DeepSpeed's global_stepN",
+    ways=(
+        Way(
+            mark=_has_tags,
+            call='trainer.train(resume_from_checkpoint="{path}")',
+            given="deepspeed= with " + _STAGE,
+            needs=(_ACCOUNT, lies("latest"), _own_scheduler, *_ENGINE["needs"]),
+            doubts=_ENGINE["doubts"],
+            takes=_ENGINE["takes"] | _TRAINER_REST | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler"},
+            lacks=((RANDOM, _rng),),
+            keeps=_TRAINER_KEEPS,
+        ),
+        Way(
+            mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
+            call='trainer.train(resume_from_checkpoint="{path}")',
+            given="fsdp= of the same version and state_dict_type",
+            needs=(_ACCOUNT,),
+            doubts=(of_few_bits, lambda facts: None if facts.has("scheduler.pt") else "scheduler.pt is not there"),
+            takes=CORE | _TRAINER_REST,
+            lacks=((RANDOM, _rng), (DATA, _batches)),
+            keeps=_TRAINER_KEEPS,
+        ),
+        Way(
+            mark=lambda facts: facts.checkpoint.format != "deepspeed" and bool(facts.names & {*_TRAINER_WEIGHTS}),
+            call='trainer.train(resume_from_checkpoint="{path}")',
+            given="no deepspeed= and no fsdp=",
+            needs=(_ACCOUNT,),
+            doubts=(of_few_bits, _converted),
+            takes=CORE | _TRAINER_REST,
+            lacks=((STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair), (RANDOM, _rng),
+                   (DATA, _batches)),
+            keeps=_TRAINER_KEEPS,
+            strict=False,
+        ),
+    ),
+    holds=(_lacks_frozen,),
+    makes=(
+        Make(verb="reshard", sized=True, of=("deepspeed",)),
+        Make(to="transformers-trainer"),
+        Make(to="transformers-trainer", asked={"train_batch_size": (1, "SAMPLES")}),
+    ),
+)  # fmt: skip
+
+# Accelerate
+
+
+def _states(facts: Facts) -> str | None:
+    gone = [rank for rank in range(facts.ranks) if not facts.has(f"random_states_{rank}.pkl")]
+    return f"no random_states_{gone[0]}.pkl is there" if gone else None
+
+
+_ACCELERATE_REST = {
+    SCHEDULER: "scheduler(_[0-9]+)?",
+    RANDOM: "random_states_[0-9]+",
+    DATA: "(sampler|dl_state_dict)(_[0-9]+)?",
+    SCALE: "scaler",
+    CUSTOM: "custom_checkpoint_[0-9]+",
+}
+_ACCELERATE_KEEPS = (STATE, SETTINGS, RANDOM)
+
+
+def _sharded_index(facts: Facts) -> str | None:
+    return (
+        None if facts.has("model.safetensors") or facts.has("pytorch_model.bin") else "model.safetensors is not there"
+    )
+
+
+ACCELERATE = Program(
+    title="Accelerate",
+    looks_for="model.safetensors and optimizer.bin, FSDP's pytorch_model_fsdp_0 and optimizer_0, or DeepSpeed's tag "
+    "pytorch_model",
+    ways=(
+        Way(
+            mark=lambda facts: facts.checkpoint.format == "deepspeed" and Path(facts.checkpoint.source).name
+            == "pytorch_model" and facts.has("pytorch_model"),
+            call='accelerator.load_state("{path}")',
+            given="a DeepSpeedPlugin of " + _STAGE,
+            takes=_ENGINE["takes"] | _ACCELERATE_REST | {SCHEDULER: "(lr_)?scheduler(_[0-9]+)?", SCALE: "loss_scaler"},
+            needs=_ENGINE["needs"],
+            doubts=_ENGINE["doubts"],
+            lacks=((RANDOM, _states),),
+            keeps=_ACCELERATE_KEEPS,
+        ),
+        Way(
+            mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
+            call='accelerator.load_state("{path}")',
+            given="a FullyShardedDataParallelPlugin of the same version and state_dict_type",
+            needs=(lambda facts: None if facts.has("optimizer_0") or facts.has("optimizer.bin")
+                   else "no optimizer_0 is there",),
+            doubts=(of_few_bits,),
+            takes=CORE | _ACCELERATE_REST,
+            lacks=((RANDOM, _states),),
+            keeps=_ACCELERATE_KEEPS,
+        ),
+        Way(
+            mark=lambda facts: facts.checkpoint.format != "deepspeed" and bool(facts.names & {*_TRAINER_WEIGHTS[:4]}),
+            call='accelerator.load_state("{path}")',
+            given="no plugin for DeepSpeed or FSDP",
+            needs=(_sharded_index, lies("optimizer.bin")),
+            doubts=(of_few_bits,),
+            takes=CORE | _ACCELERATE_REST,
+            lacks=((RANDOM, _states),),
+            keeps=_ACCELERATE_KEEPS,
+        ),
+    ),
+    holds=(has_optimizer, _lacks_frozen),
+    makes=(Make(verb="reshard", sized=True, of=("deepspeed",)), Make(to="accelerate")),
+    advice="zckpt.accelerate.Accelerator and zckpt.load read it",
+)  # fmt: skip
+
+# torch.distributed.checkpoint under FSDP2
+
+
+def _dcp(*, flat: bool) -> Callable[[Facts], bool]:
+    def mark(facts: Facts) -> bool:
+        paths = facts.dcp_paths
+        below = {path[1] for path in paths if len(path) > 2 and path[0] == "optimizer"}
+        flattened = any(path[0] == "optimizer" and len(path) == 2 for path in paths)
+        nested = {"state", "param_groups"} <= below and not _numbered(facts)
+        return any(path[0] == "model" for path in paths) and (flattened if flat else nested and not flattened)
+
+    return mark
+
+
+def _numbered(facts: Facts) -> bool:
+    keys = {path[2] for path in facts.dcp_paths if len(path) > 3 and path[:2] == ("optimizer", "state")}
+    return any(isinstance(key, int) or str(key).isdecimal() for key in keys)
+
+
+def _stateless(facts: Facts) -> str | None:
+    """Say that a parameter has no state where its group has some: DCP raises, for the live optimizer has it."""
+    one = facts.checkpoint
+    for group in one.param_groups:
+        names = [name for name in group.parameters if name in one.parameters]
+        found = {name: {*one.owner(name).slots} - {WEIGHT, MASTER} for name in names}
+        most = max((len(slots) for slots in found.values()), default=0)
+        short = [name for name, slots in found.items() if len(slots) < most]
+        if short:
+            return f"{short[0]} has no state, for it never had a gradient: DCP misses its keys"
+    return None
+
+
+def _unnamed(facts: Facts) -> str | None:
+    some = facts.checkpoint.unnamed
+    return (
+        f"whose state {', '.join(list(some)[:1])} is, the optimizer's numbers do not say (give --names)"
+        if some
+        else None
+    )
+
+
+FSDP2 = Program(
+    title="torch.distributed.checkpoint, of state dicts of FSDP2",
+    looks_for='a DCP directory of {"model": ..., "optimizer": ...} as get_state_dict returns them',
+    ways=tuple(
+        Way(
+            mark=_dcp(flat=flat),
+            call='dcp.load({{"model": model, "optimizer": optimizer}}, checkpoint_id="{path}"), then set_state_dict',
+            given=options + "the dicts of get_state_dict, at any number of ranks",
+            doubts=(of_few_bits,),
+        )
+        for flat, options in ((False, ""), (True, "flatten_optimizer_state_dict=True, "))
+    ),
+    holds=(has_optimizer, _stateless, _unnamed),
+    makes=(Make(to="dcp"),),
+    advice="zckpt.dcp.Reader and zckpt.load read it",
+    yours="scheduler, random states and the position in the data, but for what the script puts beside model and "
+    "optimizer",
+)
+
+# Megatron
+
+
+def _buckets(facts: Facts) -> str | None:
+    cut = facts.checkpoint.details.get("optimizer sharding")
+    if cut == "dp_reshardable" or facts.checkpoint.format_version == "legacy":
+        return same_ranks(facts)
+    return None
+
+
+def _legacy(facts: Facts) -> str | None:
+    odd = facts.checkpoint.format_version == "legacy" and facts.ranks != facts.saved_ranks
+    return "of legacy files at another number of ranks this is not known" if odd else None
+
+
+def _torch_dist(facts: Facts) -> str | None:
+    version = str(facts.checkpoint.format_version or "")
+    return None if version.startswith(("torch_dist", "legacy")) else f"of files of {version} this is not known"
+
+
+MEGATRON = Program(
+    title="Megatron-Core",
+    looks_for="iter_NNNNNNN with .metadata and common.pt, or mp_rank_XX/model_optim_rng.pt",
+    ways=(
+        Way(
+            mark=lambda facts: facts.checkpoint.format == "megatron",
+            call='--load "{run}"',
+            given="the same tensor- and pipeline-parallel sizes, {ranks} data-parallel ranks",
+            needs=(lambda facts: None if facts.checkpoint.format_version == "legacy" else _buckets(facts),
+                   ),
+            doubts=(_legacy, _torch_dist, of_few_bits),
+            takes=CORE | {SCHEDULER: "opt_param_scheduler", RANDOM: ANY, SCALE: ANY, OTHER: ANY},
+        ),
+    ),
+    holds=(has_optimizer,),
+    makes=(Make(to="megatron", sized=True, of=("megatron",)), Make(to="megatron", of=("megatron",))),
+    advice="Megatron-Core has names of its own: `zckpt convert --to megatron --map NAME` (docs/maps.md)",
+    yours="the position in the data, but for the samples that args count",
+)  # fmt: skip
+
+# verl
+
+
+def _rank_files(facts: Facts) -> str | None:
+    folder, ranks = Path(facts.checkpoint.source), facts.ranks
+    for kind in ("model", "optim", "extra_state"):
+        names = [f"{kind}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+        if (gone := next((one for one in names if not (folder / one).is_file()), None)) is not None:
+            return f"{gone} is not there"
+    return None
+
+
+VERL = Program(
+    title="verl, with FSDP",
+    looks_for="model_world_size_W_rank_R.pt, optim_... and extra_state_... of each rank",
+    ways=(
+        Way(
+            mark=lambda facts: facts.checkpoint.format == "fsdp-rank-files",
+            call='trainer.resume_from_path="{path}"',
+            given="{ranks} ranks of the same FSDP version",
+            needs=(same_ranks, _rank_files),
+            doubts=(of_few_bits,),
+            takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data|dataloader"},
+            keeps=(SCHEDULER, RANDOM),
+        ),
+    ),
+    holds=(has_optimizer,),
+    makes=(Make(to="fsdp-rank-files", sized=True),),
+)
+
+# zckpt
+
+
+def _ours(facts: Facts) -> bool:
+    origin = facts.checkpoint.details.get("origin")
+    return isinstance(origin, Mapping) and str(origin.get("format_version", "")).startswith("zckpt ")
+
+
+def _random_of_others(facts: Facts) -> str | None:
+    states = facts.checkpoint.metadata.get("random_states")
+    if not _ours(facts) or states is None:
+        return "zckpt.load sets random states of zckpt.save alone, and returns others in `extra`"
+    return f"no random states of rank {facts.saved_ranks}" if facts.ranks > facts.saved_ranks else None
+
+
+def _each_ranks_own(facts: Facts) -> str | None:
+    own = facts.checkpoint.per_rank
+    return f"each rank has a {own[0].key} of its own, of which this is not known" if own else None
+
+
+ZCKPT = Program(
+    title="zckpt",
+    looks_for="any format that it reads",
+    ways=(
+        Way(
+            mark=lambda facts: True,  # noqa: ARG005
+            call='zckpt.load("{path}", model=model, optimizer=optimizer)',
+            given="scheduler= and grad_scaler=, if there are any; an optimizer of the same order, where files only "
+            "number its parameters",
+            doubts=(_each_ranks_own, of_few_bits),
+            takes=CORE
+            | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler|scaler|grad_scaler", RANDOM: ANY, OTHER: ANY},
+            lacks=((RANDOM, _random_of_others),),
+        ),
+    ),
+    holds=(has_optimizer,),
+    yours="the position in the data, but for what the script gives as extra",
+)
+
+# Lightning
+
+
+def _lightning(facts: Facts) -> bool:
+    return "pytorch-lightning_version" in facts.checkpoint.metadata
+
+
+_LIGHTNING_REST = {SCHEDULER: "lr_schedulers", SCALE: ANY, DATA: "loops", CUSTOM: "callbacks", OTHER: ANY}
+
+
+def _of_lightning(mark: Callable[[Facts], bool], given: str, **more: Any) -> Way:  # noqa: ANN401  # fields of a way
+    usual: dict[str, Any] = {"doubts": (of_few_bits,), "takes": CORE | _LIGHTNING_REST}
+    call = 'trainer.fit(module, ckpt_path="{path}")'
+    return Way(mark=lambda facts: _lightning(facts) and mark(facts), call=call, given=given, **usual | more)
+
+
+LIGHTNING = Program(
+    title="Lightning",
+    looks_for="a .ckpt of its own: one file, or a directory of FSDP or DeepSpeed",
+    ways=(
+        _of_lightning(
+            lambda facts: facts.checkpoint.format == "deepspeed",
+            "DeepSpeedStrategy of " + _STAGE,
+            needs=_ENGINE["needs"],
+            doubts=_ENGINE["doubts"],
+            takes=_ENGINE["takes"] | _LIGHTNING_REST | {SCALE: "loss_scaler"},
+        ),
+        _of_lightning(
+            lambda facts: facts.checkpoint.format == "dcp",
+            "FSDPStrategy or ModelParallelStrategy, as it was saved",
+        ),
+        _of_lightning(
+            lambda facts: not facts.place.is_dir(),
+            "SingleDeviceStrategy or DDPStrategy; for the same batches, as many ranks as saved it",
+        ),
+    ),
+    holds=(has_optimizer,),
+    makes=(Make(verb="reshard", sized=True, of=("deepspeed",)),),
+    advice="nothing writes Lightning's files; zckpt.load reads it in on_fit_start, and zckpt.lightning has strategies "
+    "that save and resume through zckpt",
+    yours="random states",
+)
+
+OWN_NAMES = frozenset({"megatron", "nanotron", "meta"})
+"""Formats whose tensors are called, and arranged, as in no other program: only a map makes others' of them."""
+
+PROGRAMS: dict[str, Program] = {
+    "deepspeed": DEEPSPEED,
+    "trainer": TRAINER,
+    "accelerate": ACCELERATE,
+    "fsdp2": FSDP2,
+    "megatron": MEGATRON,
+    "verl": VERL,
+    "lightning": LIGHTNING,
+    "zckpt": ZCKPT,
+}
+
+
+def takes(way: Way, part: str, key: str) -> bool:
+    """Tell whether a part comes back that is under a key."""
+    return part in way.takes and re.fullmatch(way.takes[part], key) is not None
