@@ -71,11 +71,13 @@ if TYPE_CHECKING:
     from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.merge_adapter import Merged, merge_adapter
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
+    from zckpt.operations.pack import Packed, pack
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.series import Series, series
     from zckpt.operations.strip import Stripped, strip
     from zckpt.operations.target import Written
+    from zckpt.operations.unpack import Unpacked, unpack
     from zckpt.operations.verify import Finding, Verification, verify
     from zckpt.operations.watch import Appeared, watch
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
@@ -101,11 +103,13 @@ _HOMES = {
     "zckpt.operations.inspect": ("Inspection", "inspect"),
     "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
+    "zckpt.operations.pack": ("Packed", "pack"),
     "zckpt.operations.prune": ("Pruned", "prune"),
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.target": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.strip": ("Stripped", "strip"),
+    "zckpt.operations.unpack": ("Unpacked", "unpack"),
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
     "zckpt.operations.watch": ("Appeared", "watch"),
     "zckpt.training.checkpointer": ("Checkpointer",),
@@ -141,6 +145,7 @@ __all__ = [
     "MissingPackageError",
     "NotRestoredError",
     "OpenedCheckpoint",
+    "Packed",
     "ParamGroup",
     "Parameter",
     "PickleError",
@@ -159,6 +164,7 @@ __all__ = [
     "TargetExistsError",
     "Topology",
     "UnknownFormatError",
+    "Unpacked",
     "UnsupportedError",
     "UsageError",
     "Verification",
@@ -183,11 +189,13 @@ __all__ = [
     "merge_adapter",
     "open",
     "optim",
+    "pack",
     "prune",
     "reshard",
     "save",
     "series",
     "strip",
+    "unpack",
     "verify",
     "watch",
 ]
