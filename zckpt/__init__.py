@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from zckpt.operations.merge_adapter import Merged, merge_adapter
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.pack import Packed, pack
+    from zckpt.operations.patch import Patched, apply, patch
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.series import Series, series
@@ -104,6 +105,7 @@ _HOMES = {
     "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
     "zckpt.operations.pack": ("Packed", "pack"),
+    "zckpt.operations.patch": ("Patched", "apply", "patch"),
     "zckpt.operations.prune": ("Pruned", "prune"),
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.target": ("Written",),
@@ -148,6 +150,7 @@ __all__ = [
     "Packed",
     "ParamGroup",
     "Parameter",
+    "Patched",
     "PickleError",
     "Pruned",
     "Recorded",
@@ -173,6 +176,7 @@ __all__ = [
     "Written",
     "ZckptError",
     "__version__",
+    "apply",
     "assert_restored",
     "average",
     "consolidate",
@@ -190,6 +194,7 @@ __all__ = [
     "open",
     "optim",
     "pack",
+    "patch",
     "prune",
     "reshard",
     "save",

@@ -1,4 +1,4 @@
-"""The verbs about stores of checkpoints: `pack`, `unpack`."""
+"""The verbs about stores of checkpoints, and about what changed: `pack`, `unpack`, `patch`, `apply`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from zckpt.cli.history import run_argument
-from zckpt.cli.options import json_option, target_argument, together
+from zckpt.cli.options import Place, json_option, takes, target_argument, together
 from zckpt.cli.streams import json_text, reporter
 from zckpt.errors import without_controls
+from zckpt.operations.options import ReadCopied
 
 writing_options = together(
     click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
@@ -24,8 +25,8 @@ store_argument = click.argument("store", type=click.Path(path_type=Path))
 def _say(document: dict[str, Any], text: str, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         click.echo(json_text(document))
-    elif document["dry_run"] or not quiet:
-        click.echo(without_controls(text), err=not document["dry_run"])
+    elif document.get("dry_run") or not quiet:
+        click.echo(without_controls(text), err=not document.get("dry_run"))
 
 
 @click.command("pack")
@@ -65,4 +66,43 @@ def unpack_command(store: Path, target: Path, overwrite: bool, dry_run: bool, as
 
     told = reporter("unpack", quiet=quiet)
     found = unpack(store, target, overwrite=overwrite, dry_run=dry_run, reporter=told).as_dict()
+    _say(found, unpacked(found), as_json=as_json, quiet=quiet)
+
+
+@click.command("patch")
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@target_argument
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it is a patch.")
+@json_option
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+@takes(ReadCopied)
+def patch_command(
+    a: Path, b: Path, target: Path, overwrite: bool, as_json: bool, quiet: bool, shared: dict[str, Any]
+) -> None:
+    """Write what makes checkpoint B of checkpoint A of the same model, whatever their formats and world sizes.
+
+    Both are known by their fingerprints: a patch is applied to A in any format, and to nothing else.
+    """
+    from zckpt.operations.patch import patch
+    from zckpt.report.packing import patched
+
+    found = patch(a, b, target, overwrite=overwrite, reporter=reporter("patch", quiet=quiet), **shared).as_dict()
+    _say(found, patched(found), as_json=as_json, quiet=quiet)
+
+
+@click.command("apply")
+@click.argument("a", type=Place())
+@click.argument("patch", type=click.Path(path_type=Path))
+@target_argument
+@writing_options
+@takes(ReadCopied)
+def apply_command(
+    a: Path, patch: Path, target: Path, as_json: bool, quiet: bool, shared: dict[str, Any], **given: bool
+) -> None:
+    """Write the files of the checkpoint that a PATCH makes of A, bit for bit those that it was made of."""
+    from zckpt.operations.patch import apply
+    from zckpt.report.packing import unpacked
+
+    found = apply(a, patch, target, reporter=reporter("apply", quiet=quiet), **given, **shared).as_dict()
     _say(found, unpacked(found), as_json=as_json, quiet=quiet)

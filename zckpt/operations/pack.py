@@ -74,7 +74,7 @@ def pack(
     dry_run: bool = False,
     **shared: Unpack[Copying],
 ) -> Packed:
-    """Add a run's checkpoints, of any formats, to a store, which is made if there is none. Those in it stay as they are.
+    """Add the checkpoints of a run, of any formats, to a store, which is made if there is none; what is in it stays.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ def packed_into(
 
 
 def _cut(cuts: Callable[[str], Sequence[Cut]], path: Path, file: str) -> Sequence[Cut]:
-    return cuts(str(_file_at(path, file)))
+    return cuts(str(file_at(path, file)))
 
 
 def threads() -> int:
@@ -172,10 +172,11 @@ def _nbytes(files: tuple[Filed, ...]) -> int:
 
 
 def _at(path: Path, file: Filed) -> Path:
-    return _file_at(path, file.name)
+    return file_at(path, file.name)
 
 
-def _file_at(path: Path, name: str) -> Path:
+def file_at(path: Path, name: str) -> Path:
+    """Return where a file of a checkpoint is, which may be that file."""
     return path if path.is_file() else path / name
 
 

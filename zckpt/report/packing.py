@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from zckpt.errors import listed
 from zckpt.report.text import Document, count, size, table
+
+SHOWN_DIFFERENCES = 6
 
 
 def packed(document: Document) -> str:
@@ -25,6 +28,17 @@ def unpacked(document: Document) -> str:
     """Return the document of `unpack` as text."""
     done = "would write" if document["dry_run"] else "wrote"
     return f"{done} {count(document['files'], 'file')}, {size(document['nbytes'])}, to {document['target']}"
+
+
+def patched(document: Document) -> str:
+    """Return the document of `patch` as text."""
+    kept = document["stored_nbytes"], document["nbytes"]
+    some = listed(document["differences"], most=SHOWN_DIFFERENCES)
+    differ = f"{count(document['changed'], 'tensor')} changed, {document['equal']} equal"
+    return "\n".join([
+        f"wrote {document['target']}: {size(kept[0])} for {size(kept[1])} ({share(*kept)})",
+        f"{differ}: {some}" if some else differ,
+    ])  # fmt: skip
 
 
 def share(part: int, whole: int) -> str:

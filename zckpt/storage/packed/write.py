@@ -121,7 +121,7 @@ def _filed(path: Path, name: str) -> Filed:
             return Filed(name, "link", 0o777, about.st_mtime_ns, 0, str(path.readlink()))
     except OSError as error:
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
-    mode = stat.S_IMODE(about.st_mode)
+    mode = stat.S_IMODE(about.st_mode) or 0o644  # of what only stands in for a file: none
     if stat.S_ISDIR(about.st_mode):
         return Filed(name, "folder", mode, about.st_mtime_ns)
     if not stat.S_ISREG(about.st_mode):
