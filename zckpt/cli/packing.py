@@ -98,7 +98,13 @@ def patch_command(
 @writing_options
 @takes(ReadCopied)
 def apply_command(
-    a: Path, patch: Path, target: Path, as_json: bool, quiet: bool, shared: dict[str, Any], **given: bool
+    a: Path,
+    patch: Path,
+    target: Path,
+    as_json: bool,
+    quiet: bool,
+    shared: dict[str, Any],
+    **given: Any,  # noqa: ANN401  # what click gives
 ) -> None:
     """Write the files of the checkpoint that a PATCH makes of A, bit for bit those that it was made of."""
     from zckpt.operations.patch import apply

@@ -88,7 +88,8 @@ def decode(stored: bytes, way: Way, nbytes: int, prediction: Bytes | None) -> By
     if len(base) != nbytes:
         raise ValueError("a prediction of another size")
     if way.op == XOR:
-        return np.asarray(np.bitwise_xor(found, base), np.uint8)
+        both: Bytes = np.bitwise_xor(found, base)
+        return both
     unsigned = np.dtype(f"u{way.width}")
     folded = found.view(unsigned)
     one = unsigned.type(1)
