@@ -30,13 +30,13 @@ def test_exported_names():
         "Appeared", "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent",
         "Finding",
         "Fingerprint", "History", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
-        "NotRestoredError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Pruned", "Recorded",
-        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
-        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
-        "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
-        "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
-        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "prune", "reshard", "save", "series",
-        "strip", "verify", "watch",
+        "NotRestoredError", "OpenedCheckpoint", "Packed", "ParamGroup", "Parameter", "Patched", "PickleError", "Pruned",
+        "Recorded", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
+        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "Unpacked", "UnsupportedError",
+        "UsageError", "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
+        "apply", "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
+        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "pack", "patch", "prune", "reshard",
+        "save", "series", "strip", "unpack", "verify", "watch",
     ]  # fmt: skip
 
 

@@ -37,6 +37,7 @@ TARGETS = {
     "merge-adapter": ("model.safetensors", "--verify"),
     "reshard": ("run3", "--world-size", "3", *PROVED),
     "strip": ("small", "--padding", "--optimizer"),
+    "pack": ("store",),
     "convert deepspeed": ("out", "--to", "deepspeed", *PROVED),
     "convert universal": ("out", "--to", "universal", *PROVED),
     "convert consolidated": ("out", "--to", "consolidated", *PROVED),
@@ -50,6 +51,7 @@ READ = [
     ("diff", SOURCE, SOURCE),
     ("diff", "--series", SOURCE, SOURCE),
     ("fingerprint", SOURCE, "--json"),
+    ("pack", SOURCE, "ignored", "--dry-run"),
 ]
 COMMANDS = """
 import contextlib, io, json, sys
