@@ -59,7 +59,7 @@ def train(folder: Path, steps: int, width: int) -> None:
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     model = Model(width).to(torch.bfloat16)
 
-    def step(optimizer: ZeroOptimizer) -> None:
+    def step(model: Model, optimizer: ZeroOptimizer) -> None:
         at = torch.randint(len(data) - CONTEXT - 1, (BATCH,))
         some = torch.stack([data[i : i + CONTEXT + 1] for i in at]).long()
         weights = {name: one.float() for name, one in model.named_parameters()}  # few CPUs multiply bfloat16 fast
@@ -71,16 +71,18 @@ def train(folder: Path, steps: int, width: int) -> None:
     optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-4, stage=2)
     every = max(steps // CHECKPOINTS, 1)
     for number in range(1, every * CHECKPOINTS + 1):
-        step(optimizer)
+        step(model, optimizer)
         if number % every == 0:
             zckpt.save(folder / "all state" / f"step-{number:06d}", model=model, optimizer=optimizer, step=number)
-    tuning = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=1e-5, stage=2)
+    tuned = Model(width).to(torch.bfloat16)
+    tuned.load_state_dict(model.state_dict())
+    tuning = ZeroOptimizer(tuned.named_parameters(), torch.optim.AdamW, lr=1e-5, stage=2)
     for number in range(1, every * CHECKPOINTS + 1):
-        step(tuning)
+        step(tuned, tuning)
         if number % every == 0:
             at = folder / "weights" / f"step-{number:06d}"
             at.mkdir(parents=True)
-            save_file({name: one.detach().clone() for name, one in model.named_parameters()}, at / "model.safetensors")
+            save_file({name: one.detach().clone() for name, one in tuned.named_parameters()}, at / "model.safetensors")
     dist.destroy_process_group()
 
 

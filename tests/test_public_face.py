@@ -34,9 +34,9 @@ def test_exported_names():
         "Recorded", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
         "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "Unpacked", "UnsupportedError",
         "UsageError", "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
-        "apply", "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
-        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "pack", "patch", "prune", "reshard",
-        "save", "series", "strip", "unpack", "verify", "watch",
+        "apply", "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint",
+        "hf", "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "pack", "patch", "prune",
+        "reshard", "save", "series", "strip", "unpack", "verify", "watch",
     ]  # fmt: skip
 
 
