@@ -94,7 +94,8 @@ def decode(stored: bytes, way: Way, nbytes: int, prediction: Bytes | None) -> By
     folded = found.view(unsigned)
     one = unsigned.type(1)
     difference = (folded >> one) ^ (~(folded & one) + one)
-    return np.add(base.view(unsigned), difference, dtype=unsigned).view(np.uint8)
+    whole: Bytes = np.add(base.view(unsigned), difference, dtype=unsigned).view(np.uint8)
+    return whole
 
 
 def _stored(data: Bytes, way: Way, prediction: Bytes | None) -> bytes:
