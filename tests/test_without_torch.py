@@ -37,6 +37,7 @@ TARGETS = {
     "merge-adapter": ("model.safetensors", "--verify"),
     "reshard": ("run3", "--world-size", "3", *PROVED),
     "strip": ("small", "--padding", "--optimizer"),
+    "pack": ("store",),
     "convert deepspeed": ("out", "--to", "deepspeed", *PROVED),
     "convert universal": ("out", "--to", "universal", *PROVED),
     "convert consolidated": ("out", "--to", "consolidated", *PROVED),
@@ -53,6 +54,7 @@ READ = [
     ("stats", SOURCE, "--json"),
     ("show", SOURCE, "fc1.weight", "--json"),
     ("resume-check", SOURCE, "--for", "deepspeed", "--json"),
+    ("pack", SOURCE, "ignored", "--dry-run"),
 ]
 COMMANDS = """
 import contextlib, io, json, sys

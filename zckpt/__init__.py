@@ -74,6 +74,8 @@ if TYPE_CHECKING:
     from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.merge_adapter import Merged, merge_adapter
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
+    from zckpt.operations.pack import Packed, pack
+    from zckpt.operations.patch import Patched, apply, patch
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.resume_check import ResumeCheck, resume_check
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
     from zckpt.operations.stats import Distribution, Statistics, stats
     from zckpt.operations.strip import Stripped, strip
     from zckpt.operations.target import Written
+    from zckpt.operations.unpack import Unpacked, unpack
     from zckpt.operations.verify import Finding, Verification, verify
     from zckpt.operations.watch import Appeared, watch
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
@@ -107,6 +110,8 @@ _HOMES = {
     "zckpt.operations.inspect": ("Inspection", "inspect"),
     "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
+    "zckpt.operations.pack": ("Packed", "pack"),
+    "zckpt.operations.patch": ("Patched", "apply", "patch"),
     "zckpt.operations.prune": ("Pruned", "prune"),
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.resume_check": ("ResumeCheck", "resume_check"),
@@ -115,6 +120,7 @@ _HOMES = {
     "zckpt.operations.show": ("Elements", "show"),
     "zckpt.operations.stats": ("Distribution", "Statistics", "stats"),
     "zckpt.operations.strip": ("Stripped", "strip"),
+    "zckpt.operations.unpack": ("Unpacked", "unpack"),
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
     "zckpt.operations.watch": ("Appeared", "watch"),
     "zckpt.training.checkpointer": ("Checkpointer",),
@@ -152,8 +158,10 @@ __all__ = [
     "MissingPackageError",
     "NotRestoredError",
     "OpenedCheckpoint",
+    "Packed",
     "ParamGroup",
     "Parameter",
+    "Patched",
     "PickleError",
     "Pruned",
     "Recorded",
@@ -172,6 +180,7 @@ __all__ = [
     "TargetExistsError",
     "Topology",
     "UnknownFormatError",
+    "Unpacked",
     "UnsupportedError",
     "UsageError",
     "Verification",
@@ -180,6 +189,7 @@ __all__ = [
     "Written",
     "ZckptError",
     "__version__",
+    "apply",
     "assert_restored",
     "average",
     "consolidate",
@@ -196,6 +206,8 @@ __all__ = [
     "merge_adapter",
     "open",
     "optim",
+    "pack",
+    "patch",
     "prune",
     "reshard",
     "resume_check",
@@ -204,6 +216,7 @@ __all__ = [
     "show",
     "stats",
     "strip",
+    "unpack",
     "verify",
     "watch",
 ]

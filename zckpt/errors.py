@@ -68,6 +68,21 @@ def show_as_urls(base: str) -> None:
     _AS_URLS.append(lambda text: pattern.sub(r"\1://", text) if base in text else text)
 
 
+def show_as_stored(base: str, scheme: str) -> None:
+    """Let `shown` know that BASE/NUMBER/SCHEME/STORE/REST stands for STORE/REST, a path whose slashes are quoted."""
+    if f"{base} {scheme}" in _BASES:
+        return
+    _BASES.add(f"{base} {scheme}")
+    pattern = re.compile(re.escape(base) + rf"/\d+/{scheme}/([^/\s'\"]+)")
+
+    def as_paths(text: str) -> str:
+        from urllib.parse import unquote
+
+        return pattern.sub(lambda found: unquote(found[1]), text) if base in text else text
+
+    _AS_URLS.insert(0, as_paths)
+
+
 _USER = re.compile(r"(\w://)[^/\s'\"]*@")
 _QUERY = re.compile(r"(https?://[^\s'\"?]*|\w://[^\s'\"?]*(?=\?[^\s'\"/]*=))\?[^\s'\"]*")
 """Of stores whose names may have a question mark, what has values."""

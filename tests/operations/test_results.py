@@ -29,6 +29,8 @@ VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
     "resume-check": (lambda _: zckpt.resume_check(SOURCE, program="fsdp2"), [SOURCE, "--for", "fsdp2"]),
     "list": (lambda _: zckpt.history(SOURCE.parent / "universal"), [SOURCE.parent / "universal"]),
     "prune": (lambda _: zckpt.prune(SOURCE, keep_last=1), [SOURCE, "--keep-last", 1]),
+    "pack": (lambda at: zckpt.pack(SOURCE, at / "st"), [SOURCE, "st"]),
+    "patch": (lambda at: zckpt.patch(SOURCE, OTHER / "global_step5", at / "p"), [SOURCE, OTHER / "global_step5", "p"]),
     "consolidate": (lambda at: zckpt.consolidate(SOURCE, at / "m.pt", slots="all"), [SOURCE, "m.pt", *SLOTS]),
     "average": (
         lambda at: zckpt.average([SOURCE, OTHER], at / "m.pt", weights=[1, 3]),

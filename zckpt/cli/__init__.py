@@ -22,6 +22,7 @@ import click
 from zckpt import __version__
 from zckpt.cli.elements import show_command, stats_command
 from zckpt.cli.history import list_command, prune_command
+from zckpt.cli.packing import apply_command, pack_command, patch_command, unpack_command
 from zckpt.cli.reading import (
     diff_command,
     fingerprint_command,
@@ -72,8 +73,8 @@ def cli(debug: bool) -> None:
 
 for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, average_command,
                 merge_adapter_command, diff_command, fingerprint_command, verify_command, map_command,
-                stats_command, show_command, resume_check_command, list_command, prune_command,
-                formats_command):  # fmt: skip
+                stats_command, show_command, resume_check_command, list_command, prune_command, pack_command,
+                unpack_command, patch_command, apply_command, formats_command):  # fmt: skip
     command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be without a group
     cli.add_command(command)
 

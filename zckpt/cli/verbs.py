@@ -97,9 +97,9 @@ EXAMPLES = {
         "run/ weights/ --keep-slots weight",
     ),
     "average": (
-        "step400/ step500/ --target mean.safetensors",
-        "a/ b/ --target m.pt --weights 1,3",
-        "a/ b/ c/ --target model/ --ema 0.9",
+        "step400/ step500/ mean.safetensors",
+        "a/ b/ m.pt --weights 1,3",
+        "a/ b/ c/ model/ --ema 0.9",
     ),
     "merge-adapter": (
         "base/ adapter/ merged/",

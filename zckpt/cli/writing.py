@@ -6,6 +6,7 @@ A command is its options and its help; the verb of its name gets what click make
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -75,6 +76,21 @@ def _numbers(_context: click.Context, _option: click.Parameter, text: str | None
         return None if text is None else [float(one) for one in text.split(",")]
     except ValueError as error:
         raise UsageError("unusable --weights", expected="numbers with commas between them", found=text) from error
+
+
+def _last_is_target(command: Callable[..., None]) -> Callable[..., None]:
+    """Let the last of the sources be the target, unless an option names it."""
+
+    @wraps(command)
+    def run(*, sources: tuple[Any, ...], target: Any, **given: Any) -> None:  # noqa: ANN401  # what click gives
+        if target is None:
+            *others, target = sources
+            sources = tuple(others)
+        if not sources:
+            raise UsageError("sources and a target are needed", expected="SOURCE... TARGET", found=f"only {target}")
+        command(sources=sources, target=target, **given)
+
+    return run
 
 
 tied_option = click.option(
@@ -186,8 +202,8 @@ def strip_command() -> None:
 
 
 @verb("average")
-@click.argument("sources", type=Place(), nargs=-1, required=True)
-@click.option("--target", "-t", type=Place(), required=True, help="What to write.")
+@click.argument("sources", type=Place(), nargs=-1, required=True, metavar="SOURCE... TARGET")
+@click.option("--target", "-t", type=Place(), help="What to write, where it is not the last argument.")
 @click.option(
     "--weights",
     metavar="W,...",
@@ -220,6 +236,7 @@ def strip_command() -> None:
 @dequantize_option
 @quantize_option
 @recomputed_option
+@_last_is_target
 @runs(Renamed)
 def average_command() -> None:
     """Write the mean of checkpoints of one model, of any formats and world sizes, as one model.

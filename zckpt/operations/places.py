@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from zckpt.errors import ZckptError, shown, stands_for_urls
+from zckpt.errors import UsageError, ZckptError, shown, stands_for_urls
 from zckpt.state import Checkpoint
 from zckpt.storage.remote import is_url
 
@@ -28,31 +28,44 @@ def called(
     function: Callable[..., Result], verb: Callable[..., Result], given: tuple[Any, ...], named: dict[str, Any]
 ) -> Result:
     """Call a function with what a verb was given, whose signature says what is a place."""
-    if not any(map(_has_url, (*given, *named.values()))):
+    if not any(map(_is_elsewhere, (*given, *named.values()))):
         if not stands_for_urls():
             return function(*given, **named)
         with _shown_errors():
             return shown_in(function(*given, **named))
     import inspect
 
+    from zckpt.storage.packed.mount import PackedMount, mounted_place, place_in
     from zckpt.storage.remote.mount import Mount
 
     with _shown_errors(), ExitStack() as stack:
         bound = inspect.signature(verb).bind(*given, **named)
-        mounts: list[Mount] = []
+        mounts: list[Mount | PackedMount] = []
+
+        def packed(place: Any, *, missing: bool) -> Any:  # noqa: ANN401  # a path
+            if missing:
+                if place_in(place) is not None:
+                    raise UsageError("is in a store of checkpoints, which only `pack` writes into", path=place)
+                return place
+            mount = mounted_place(place)
+            if mount is None:
+                return place
+            mounts.append(mount)
+            stack.callback(mount.close)
+            return mount.path
 
         def mounted(value: Any, *, missing: bool = False) -> Any:  # noqa: ANN401  # a path, or several
             if isinstance(value, list | tuple):
                 return [mounted(one) for one in value]
             place = place_of(value) if is_url(value) else value
             if not is_url(place):
-                return place
+                return packed(place, missing=missing)
             mounts.append(Mount(str(place), missing=missing))
             stack.callback(mounts[-1].close)
             return mounts[-1].path
 
         for name, value in bound.arguments.items():
-            if (name in SOURCES or name == "target") and _has_url(value):
+            if (name in SOURCES or name == "target") and _is_elsewhere(value):
                 bound.arguments[name] = mounted(value, missing=name == "target")
         result = function(*bound.args, **bound.kwargs)
         for mount in mounts:
@@ -96,10 +109,26 @@ def at_path(place: Path | str, *, missing: bool = False) -> Iterator[Path]:
             mount.check_unchanged()
 
 
-def _has_url(value: object) -> bool:
+def _is_elsewhere(value: object) -> bool:
+    """Tell whether this is a URL, or a place in a store of checkpoints, or some are."""
     if isinstance(value, list | tuple):
-        return any(map(is_url, value))
-    return is_url(value)
+        return any(map(_is_elsewhere, value))
+    return is_url(value) or (isinstance(value, str | os.PathLike) and _is_packed(value))
+
+
+def _is_packed(value: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is of a store of checkpoints, or in one; what that needs is loaded where it is likely."""
+    path = os.path.abspath(value)  # noqa: PTH100  # pathlib follows links
+    try:
+        while not os.path.lexists(path) and (above := os.path.dirname(path)) != path:  # noqa: PTH120
+            path = above
+    except ValueError:
+        return False
+    if not os.path.exists(os.path.join(path, "store.json")):  # noqa: PTH110, PTH118
+        return False
+    from zckpt.storage.packed.mount import place_in
+
+    return place_in(value) is not None
 
 
 @contextmanager

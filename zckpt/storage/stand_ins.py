@@ -7,6 +7,8 @@ read one: it is opened with `O_PATH`, so that a read that went another way fails
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import os
 import re
 import shutil
@@ -57,6 +59,39 @@ def is_remote(path: Path) -> bool:
 def new_base(directory: str | None = None) -> Path:
     """Make a directory for trees, private to this user; errors are the system's."""
     return Path(os.path.realpath(tempfile.mkdtemp(prefix=MARK, dir=directory)))
+
+
+_NUMBERS = itertools.count()
+
+_BASE: list[tuple[int, Path]] = []
+"""The process that made it, and the directory that has all trees of it."""
+
+
+def base_of_trees() -> Path:
+    """Return the directory that has all trees of this process, which goes with it."""
+    pid = os.getpid()
+    if not _BASE or _BASE[0][0] != pid:
+        made = new_base()
+        _BASE[:] = [(pid, made)]
+        atexit.register(remove_base, pid, made)
+    return _BASE[0][1]
+
+
+def remove_base(pid: int, base: Path) -> None:
+    """Remove a directory of trees, if this is the process that made it."""
+    if os.getpid() == pid:  # a process that was forked leaves it to its parent
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def is_of_this_process(base: Path) -> bool:
+    """Tell whether a directory has the trees of this process."""
+    return bool(_BASE) and _BASE[0][1] == base
+
+
+def tree() -> tuple[Path, Path]:
+    """Return the path of a new tree, which does not exist, and the directory that it is to be in."""
+    base = base_of_trees()
+    return base / str(next(_NUMBERS)), base
 
 
 def stand_in(path: Path, nbytes: int, modified: float | None = None) -> None:

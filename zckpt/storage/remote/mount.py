@@ -10,46 +10,36 @@ that a user reads, its paths are the URLs that they stand for (`errors.shown`).
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import SourceError, UsageError, show_as_urls
+from zckpt.errors import SourceError, UsageError, show_as_stored, show_as_urls
 from zckpt.storage.remote.addresses import Address, address_of
 from zckpt.storage.remote.cache import RemoteFile
 from zckpt.storage.remote.schemes import store_of, uploads_of
 from zckpt.storage.remote.stores import Listed, Store, changed
-from zckpt.storage.stand_ins import FILES, MARK, Distant, forget_all, new_base, stand_in
+from zckpt.storage.stand_ins import (
+    FILES,
+    MARK,
+    Distant,
+    forget_all,
+    is_of_this_process,
+    remove_base,
+    stand_in,
+    tree,
+)
 
 if TYPE_CHECKING:
     from zckpt.storage.remote.schemes import Uploads
 
-_NUMBERS = itertools.count()
+PACKED = "packed"
+"""What stands for the scheme of a store that is a directory here (`storage.packed`)."""
 
 _LIVE: dict[str, Mount] = {}
 """What is mounted, by its tree."""
-
-_BASE: list[tuple[int, Path]] = []
-"""The process that made it, and the directory that has all trees of it."""
-
-
-def _base() -> Path:
-    pid = os.getpid()
-    if not _BASE or _BASE[0][0] != pid:
-        made = new_base()
-        _BASE[:] = [(pid, made)]
-        show_as_urls(str(made))
-        atexit.register(_remove, pid, made)
-    return _BASE[0][1]
-
-
-def _remove(pid: int, base: Path) -> None:
-    if os.getpid() == pid:  # a process that was forked leaves it to its parent
-        shutil.rmtree(base, ignore_errors=True)
 
 
 def local_of(url: str) -> Path | None:
@@ -91,7 +81,8 @@ class Mount:
         self.address: Address = address_of(url)
         self.store: Store = store_of(self.address)
         self.files: dict[str, Distant] = {}
-        self._tree = _base() / str(next(_NUMBERS))
+        self._tree, base = tree()
+        show_as_urls(str(base))
         self.path = self._tree.joinpath(self.address.scheme, self.address.host, *self.address.parts)
         self.is_target = missing
         _LIVE[str(self._tree)] = self
@@ -187,7 +178,7 @@ class Mount:
         _LIVE.pop(str(self._tree), None)
 
 
-def adopt(path: str) -> RemoteFile:
+def adopt(path: str) -> Distant:
     """Return a file by a path that another process has made up for it, and make that up here as well.
 
     Raises
@@ -198,8 +189,16 @@ def adopt(path: str) -> RemoteFile:
     head, mark, rest = path.partition(f"/{MARK}")
     name, _, scheme, host, *parts = rest.split("/")
     base = Path(f"{head}{mark}{name}")
-    if _BASE and _BASE[0][1] == base:
+    if is_of_this_process(base):
         raise SourceError("is closed", path=path, advice="keep what zckpt.open returned for as long as you read it")
+    if scheme == PACKED:
+        from zckpt.storage.packed import mount as packed
+
+        show_as_stored(str(base), PACKED)
+        if not base.exists():  # on another machine
+            base.mkdir(mode=0o700)
+            atexit.register(remove_base, os.getpid(), base)
+        return packed.adopt(path, host, parts)
     show_as_urls(str(base))
     address = address_of(f"{scheme}://{'/'.join([host, *parts])}")
     store = store_of(address)
@@ -210,7 +209,7 @@ def adopt(path: str) -> RemoteFile:
     if not there.exists():  # on another machine
         base.mkdir(mode=0o700, exist_ok=True)
         _make_file(there, one.nbytes, one.modified)
-        atexit.register(_remove, os.getpid(), base)
+        atexit.register(remove_base, os.getpid(), base)
     file = FILES[path] = RemoteFile(store, one, address.shown)
     return file
 

@@ -1,0 +1,308 @@
+"""A run's checkpoints as a store: bit for bit, read in place by every verb, nothing wrong after kills and damage."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES, ROOT, environment, run
+from tests.refusals import refusing
+from zckpt.operations.unpack import unpack
+
+MADE = {
+    "step-1": "s2_bf16_dp2/global_step5",
+    "step-2": "s2_bf16_dp4/global_step5",
+    "step-3": "s3_bf16_dp2/global_step5",
+    "step-4": "s1_bf16_dp2/global_step5",
+    "step-5": "s2_bf16_dp2/global_step5",
+    "step-6": "other/trainer_ds2_gpt2/checkpoint-4",
+}
+
+
+def contents(top: Path) -> dict[str, object]:
+    """All that is below a directory: bytes, modes, times and links."""
+    found: dict[str, object] = {}
+    for path in sorted(top.rglob("*")):
+        about = path.lstat()
+        what: object = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(top))] = (what, about.st_mode, None if what is None else about.st_mtime_ns)
+    return found
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(one.name for one in directory.iterdir())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A run of several formats and world sizes, and its store."""
+    top = tmp_path_factory.mktemp("packed")
+    for name, fixture in MADE.items():
+        if (FIXTURES / fixture).exists():
+            shutil.copytree(FIXTURES / fixture, top / "run" / name)
+    zckpt.pack(top / "run", top / "s.zckpt")
+    return top
+
+
+@pytest.fixture
+def copied(made, tmp_path):
+    shutil.copytree(made / "s.zckpt", tmp_path / "s.zckpt")
+    return tmp_path / "s.zckpt"
+
+
+def test_unpack_gives_every_file_back_as_it_was(made, tmp_path):
+    unpack(made / "s.zckpt", tmp_path / "all")
+    assert contents(tmp_path / "all") == contents(made / "run")
+    unpack(made / "s.zckpt" / "step-2", tmp_path / "one")
+    assert contents(tmp_path / "one") == contents(made / "run" / "step-2")
+
+
+def test_links_empty_directories_and_modes_come_back(made, tmp_path):
+    shutil.copytree(made / "run" / "step-2", tmp_path / "run" / "step-2")
+    at = tmp_path / "run" / "step-2"
+    (at / "a note.txt").write_text("mine")
+    (at / "nothing.txt").write_text("")
+    (at / "empty").mkdir()
+    (at / "link").symlink_to("a note.txt")
+    (at / "a note.txt").chmod(0o640)
+    zckpt.pack(tmp_path / "run", tmp_path / "s")
+    unpack(tmp_path / "s", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "run")
+
+
+def test_what_is_packed_again_takes_no_room_and_the_store_is_smaller_than_the_files(made):
+    sizes = {one.stem: one.stat().st_size for one in (made / "s.zckpt").glob("*.chunks")}
+    assert sizes["000005"] == 0
+    whole = sum(one.stat().st_size for one in (made / "run").rglob("*") if one.is_file())
+    assert sum(sizes.values()) < whole / 2
+    again = zckpt.pack(made / "run", made / "s.zckpt")
+    assert (again.packed, len(again.present)) == ([], len(list((made / "run").iterdir())))
+
+
+@pytest.mark.parametrize("name", [name for name, fixture in MADE.items() if (FIXTURES / fixture).exists()])
+def test_every_verb_reads_it_in_place_as_from_the_directory(made, name, tmp_path):
+    inside, outside = made / "s.zckpt" / name, made / "run" / name
+    assert zckpt.diff(inside, outside).equal
+    assert zckpt.fingerprint(inside).text == zckpt.fingerprint(outside).text
+    found = zckpt.verify(inside, deep=True).as_dict(), zckpt.verify(outside, deep=True).as_dict()
+    assert found[0]["findings"] == found[1]["findings"]
+    shown = zckpt.inspect(inside).as_dict(), zckpt.inspect(outside).as_dict()
+    assert str(shown[0]).replace(str(inside), "") == str(shown[1]).replace(str(outside), "")
+    for at, source in (("a", inside), ("b", outside)):
+        zckpt.consolidate(source, tmp_path / f"{at}.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_an_open_checkpoint_of_a_store_reads_tensors_and_names_the_store(made):
+    opened = zckpt.open(made / "s.zckpt" / "step-1")
+    name = next(iter(opened.parameters))
+    assert opened.read(name).equal(zckpt.open(made / "run" / "step-1").read(name))
+    assert opened.source == str(made / "s.zckpt" / "step-1")
+
+
+def test_a_store_is_listed_as_its_run_is(made):
+    inside, outside = zckpt.history(made / "s.zckpt"), zckpt.history(made / "run")
+    assert [(one.name, one.step, one.sound) for one in inside.checkpoints] == [
+        (one.name, one.step, one.sound) for one in outside.checkpoints
+    ]
+
+
+def test_workers_in_other_processes_go_to_the_store_themselves(made, tmp_path):
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        zckpt.consolidate(made / "s.zckpt" / "step-2", tmp_path / "m.safetensors", executor=pool)
+    zckpt.consolidate(made / "run" / "step-2", tmp_path / "n.safetensors")
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
+
+
+def test_a_later_checkpoint_is_predicted_from_the_store_without_the_run(made, copied, tmp_path):
+    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-9")
+    zckpt.pack(tmp_path / "run", copied)
+    unpack(copied / "step-9", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "run" / "step-9")
+
+
+def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
+    shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-1")
+    with refusing(zckpt.UsageError, "another checkpoint of this name"):
+        zckpt.pack(tmp_path / "run", copied)
+
+
+def test_a_directory_of_something_else_is_no_store_and_is_not_made_one(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "thesis.txt").write_text("mine")
+    with refusing(zckpt.TargetError, "something else in it"):
+        zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "x")
+    assert names_in(tmp_path / "x") == ["thesis.txt"]
+    with refusing(zckpt.SourceError, "is no store"):
+        unpack(tmp_path / "x", tmp_path / "y")
+
+
+def test_nothing_else_is_written_into_a_store(made, tmp_path):
+    with refusing(zckpt.UsageError, "only `pack` writes into"):
+        zckpt.consolidate(made / "run" / "step-1", made / "s.zckpt" / "m.safetensors")
+
+
+def test_an_unknown_name_is_answered_with_those_that_are_there(made):
+    with refusing(zckpt.SourceError, "no such checkpoint is in the store"):
+        zckpt.open(made / "s.zckpt" / "step-100")
+
+
+def test_dry_runs_write_nothing(made, tmp_path):
+    assert len(zckpt.pack(made / "run", tmp_path / "new", dry_run=True).packed) == len(list((made / "run").iterdir()))
+    assert unpack(made / "s.zckpt", tmp_path / "out", dry_run=True).files
+    assert not list(tmp_path.iterdir())
+
+
+def flipped(directory: Path, seed: int) -> Path:
+    """Flip a bit of a file of a store, and return the file."""
+    chance = random.Random(seed)
+    every = [one for one in sorted(directory.iterdir()) if one.stat().st_size]
+    path = chance.choice(every)
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 12))])
+def test_no_flip_gives_a_wrong_file(made, tmp_path, part):
+    right = contents(made / "run")
+    survivors = 0
+    for seed in range(30 * part, 30 * part + 30):
+        store = tmp_path / f"{seed}.zckpt"
+        shutil.copytree(made / "s.zckpt", store)
+        flipped(store, seed)
+        for name in names_in(made / "run"):
+            out = tmp_path / f"{seed}-{name}"
+            try:
+                unpack(store / name, out)
+            except zckpt.SourceError:
+                assert not out.exists()
+                continue
+            survivors += 1
+            assert {f"{name}/{one}": what for one, what in contents(out).items()} == {
+                one: what for one, what in right.items() if one.startswith(f"{name}/")
+            }
+            shutil.rmtree(out)
+        shutil.rmtree(store)
+    assert survivors > 20
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 10))])
+def test_no_flip_of_a_patch_gives_a_wrong_file(made, tmp_path, part):
+    base, result = made / "run" / "step-4", made / "run" / "step-2"
+    zckpt.patch(base, result, tmp_path / "p")
+    for seed in range(30 * part, 30 * part + 30):
+        shutil.copytree(tmp_path / "p", tmp_path / "q")
+        flipped(tmp_path / "q", seed)
+        try:
+            zckpt.apply(base, tmp_path / "q", tmp_path / "out")
+        except zckpt.ZckptError:
+            assert not (tmp_path / "out").exists()
+        else:
+            assert contents(tmp_path / "out") == contents(result)
+            shutil.rmtree(tmp_path / "out")
+        shutil.rmtree(tmp_path / "q")
+
+
+def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(made, copied, tmp_path):
+    path = copied / "000007.chunks" if (copied / "000007.chunks").exists() else copied / "000006.chunks"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    last = max(names_in(made / "run"))
+    for name in names_in(made / "run"):
+        if name != last:
+            unpack(copied / name, tmp_path / name)
+            assert contents(tmp_path / name) == contents(made / "run" / name)
+    with refusing(zckpt.DamagedFileError, "are damaged"):
+        unpack(copied / last, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("step-1", "step-2"), ("step-2", "step-3"), ("step-3", "step-4"), ("step-4", "step-1")]
+)
+def test_a_patch_is_applied_to_the_same_state_in_any_format(made, a, b, tmp_path):
+    base, result = made / "run" / a, made / "run" / b
+    done = zckpt.patch(base, result, tmp_path / "p")
+    zckpt.convert(base, tmp_path / "native", to="zckpt")
+    for source in (base, tmp_path / "native", made / "s.zckpt" / a):
+        zckpt.apply(source, tmp_path / "p", tmp_path / "out")
+        assert contents(tmp_path / "out") == contents(result)
+        shutil.rmtree(tmp_path / "out")
+    assert done.equal + done.changed > 0
+    assert done.stored_nbytes < done.nbytes
+
+
+def test_a_patch_to_another_base_is_refused(made, tmp_path):
+    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", tmp_path / "p")
+    other = FIXTURES / "s2_fp16_dp2"
+    with refusing(zckpt.UsageError, "for another checkpoint"):
+        zckpt.apply(other, tmp_path / "p", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def killed(arguments: list[object], delay: float) -> None:
+    """Run a command and kill it after some time, if it has not ended by then."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zckpt", *map(str, arguments)], env=environment(), cwd=ROOT,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        process.wait(delay)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(1, 25))])
+def test_kills_of_pack_and_apply_lose_nothing(made, tmp_path, part):
+    chance, store = random.Random(part), tmp_path / "s.zckpt"
+    begin = time.monotonic()
+    zckpt.patch(made / "run" / "step-1", made / "run" / "step-2", tmp_path / "p")
+    whole = subprocess.run(
+        [sys.executable, "-m", "zckpt", "pack", made / "run", tmp_path / "timed", "-q"], env=environment(), check=True
+    )
+    assert whole.returncode == 0
+    most = time.monotonic() - begin
+    for _ in range(4):
+        killed(["pack", made / "run", store, "-q"], chance.uniform(0.2, 1.1) * most)
+        if (store / "store.json").exists():
+            for one in _names(store):
+                unpack(store / one, tmp_path / "out")
+                assert contents(tmp_path / "out") == contents(made / "run" / one)
+                shutil.rmtree(tmp_path / "out")
+        applied = tmp_path / "applied"
+        killed(["apply", made / "run" / "step-1", tmp_path / "p", applied, "-q"], chance.uniform(0.2, 1.1) * most)
+        if applied.exists():
+            assert contents(applied) == contents(made / "run" / "step-2")
+            shutil.rmtree(applied)
+    zckpt.pack(made / "run", store)
+    unpack(store, tmp_path / "all")
+    assert contents(tmp_path / "all") == contents(made / "run")
+
+
+def _names(store: Path) -> list[str]:
+    from zckpt.storage.packed.store import PackedStore
+
+    return list(PackedStore(store).names()[0])
+
+
+def test_the_command_line_packs_unpacks_patches_and_applies(made, tmp_path):
+    assert run("pack", made / "run", tmp_path / "s").returncode == 0
+    assert run("unpack", tmp_path / "s" / "step-1", tmp_path / "one").returncode == 0
+    assert run("patch", tmp_path / "one", made / "run" / "step-2", tmp_path / "p").returncode == 0
+    assert run("apply", tmp_path / "s" / "step-1", tmp_path / "p", tmp_path / "two").returncode == 0
+    assert contents(tmp_path / "two") == contents(made / "run" / "step-2")
+    assert run("inspect", tmp_path / "s" / "step-2").returncode == 0

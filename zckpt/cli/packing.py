@@ -1,0 +1,115 @@
+"""The verbs about stores of checkpoints, and about what changed: `pack`, `unpack`, `patch`, `apply`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zckpt.cli.history import run_argument
+from zckpt.cli.options import Place, json_option, takes, target_argument, together
+from zckpt.cli.streams import json_text, reporter
+from zckpt.cli.verbs import verb
+from zckpt.errors import without_controls
+from zckpt.operations.options import ReadCopied
+
+writing_options = together(
+    click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
+    click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing."),
+    json_option,
+    click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages."),
+)
+store_argument = click.argument("store", type=click.Path(path_type=Path))
+
+
+def _say(document: dict[str, Any], text: str, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        click.echo(json_text(document))
+    elif document.get("dry_run") or not quiet:
+        click.echo(without_controls(text), err=not document.get("dry_run"))
+
+
+@verb("pack")
+@run_argument
+@store_argument
+@click.option(
+    "--full-every",
+    type=int,
+    default=10,
+    show_default=True,
+    metavar="K",
+    help="Read K checkpoints at most to read one; a larger one takes less room.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be packed; write nothing.")
+@json_option
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+def pack_command(run: Path, store: Path, full_every: int, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    """Add a run's checkpoints, of any formats, to a STORE, in a fraction of the room.
+
+    STORE/NAME is a SOURCE of every verb. What is in STORE stays as it is, and so does RUN.
+    """
+    from zckpt.operations.pack import pack
+    from zckpt.report.packing import packed
+
+    found = pack(run, store, full_every=full_every, dry_run=dry_run, reporter=reporter("pack", quiet=quiet)).as_dict()
+    _say(found, packed(found), as_json=as_json, quiet=quiet)
+
+
+@verb("unpack")
+@store_argument
+@target_argument
+@writing_options
+def unpack_command(store: Path, target: Path, overwrite: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
+    """Write the files of a checkpoint of a store, STORE/NAME, or of all of them, STORE, bit for bit as they were."""
+    from zckpt.operations.unpack import unpack
+    from zckpt.report.packing import unpacked
+
+    told = reporter("unpack", quiet=quiet)
+    found = unpack(store, target, overwrite=overwrite, dry_run=dry_run, reporter=told).as_dict()
+    _say(found, unpacked(found), as_json=as_json, quiet=quiet)
+
+
+@verb("patch")
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@target_argument
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it is a patch.")
+@json_option
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+@takes(ReadCopied)
+def patch_command(
+    a: Path, b: Path, target: Path, overwrite: bool, as_json: bool, quiet: bool, shared: dict[str, Any]
+) -> None:
+    """Write what makes checkpoint B of checkpoint A of the same model, whatever their formats and world sizes.
+
+    Both are known by their fingerprints: a patch is applied to A in any format, and to nothing else.
+    """
+    from zckpt.operations.patch import patch
+    from zckpt.report.packing import patched
+
+    found = patch(a, b, target, overwrite=overwrite, reporter=reporter("patch", quiet=quiet), **shared).as_dict()
+    _say(found, patched(found), as_json=as_json, quiet=quiet)
+
+
+@verb("apply")
+@click.argument("a", type=Place())
+@click.argument("patch", type=click.Path(path_type=Path))
+@target_argument
+@writing_options
+@takes(ReadCopied)
+def apply_command(
+    a: Path,
+    patch: Path,
+    target: Path,
+    as_json: bool,
+    quiet: bool,
+    shared: dict[str, Any],
+    **given: Any,  # noqa: ANN401  # what click gives
+) -> None:
+    """Write the files of the checkpoint that a PATCH makes of A, bit for bit those that it was made of."""
+    from zckpt.operations.patch import apply
+    from zckpt.report.packing import unpacked
+
+    found = apply(a, patch, target, reporter=reporter("apply", quiet=quiet), **given, **shared).as_dict()
+    _say(found, unpacked(found), as_json=as_json, quiet=quiet)

@@ -1,0 +1,242 @@
+"""A run's checkpoints as one store, in a fraction of the room; and their files again, bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+from zckpt.engine import Reporter, reporting
+from zckpt.errors import SourceError, UsageError, ZckptError
+from zckpt.formats import open_checkpoint
+from zckpt.formats.units import Unit
+from zckpt.operations.history import units_of
+from zckpt.operations.options import Copying, Place, Unpack, shares
+from zckpt.operations.prediction import Known, cuts_of
+from zckpt.state import Checkpoint
+from zckpt.storage.packed.index import Filed, Index
+from zckpt.storage.packed.mount import PackedMount
+from zckpt.storage.packed.store import PackedStore, is_store
+from zckpt.storage.packed.write import DEEPEST, Cut, Packing, files_of, writing
+from zckpt.storage.packed.write import Known as Chunks
+from zckpt.storage.remote import is_url
+
+FULL_EVERY = DEEPEST + 1
+
+LEAST_THREADS, MOST_THREADS = 2, 16
+
+
+@dataclass(frozen=True, slots=True)
+class PackedOne:
+    """A checkpoint that was packed: its name, the bytes of its files, and those that the store has grown by."""
+
+    name: str
+    nbytes: int
+    stored_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What `pack` did.
+
+    Parameters
+    ----------
+    store : str
+    packed : list of PackedOne
+        With `dry_run`: those that would be, whose `stored_nbytes` are not known: 0.
+    present : list of str
+        Checkpoints that the store had before.
+    dry_run : bool
+    notes : list of str
+        Checkpoints that no format reads, which are packed as files.
+    """
+
+    store: str
+    packed: list[PackedOne]
+    present: list[str]
+    dry_run: bool
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        total = sum(one.nbytes for one in self.packed), sum(one.stored_nbytes for one in self.packed)
+        return {**asdict(self), "nbytes": total[0], "stored_nbytes": total[1]}
+
+
+@shares(Copying)
+def pack(
+    source: Place,
+    store: Place,
+    *,
+    full_every: int = FULL_EVERY,
+    dry_run: bool = False,
+    **shared: Unpack[Copying],
+) -> Packed:
+    """Add the checkpoints of a run, of any formats, to a store, which is made if there is none; what is in it stays.
+
+    Parameters
+    ----------
+    source : path-like
+        A run's directory, or one checkpoint.
+    store : path-like
+        A directory.
+    full_every : int
+        Of so many checkpoints at most is read what one of them is: elements are kept as the difference to those of
+        the one before, and in full again after so many. At least 1.
+    dry_run : bool
+        Say what would be packed; write nothing.
+    **shared
+
+    Raises
+    ------
+    UsageError
+        The store has another checkpoint of a name.
+    SourceError
+        There is no checkpoint, or one cannot be read or changes meanwhile.
+    TargetError
+        The store cannot be written, or another run is packing into it.
+    """
+    _check(store, full_every)
+    run, place = Path(source), Path(store)
+    every = units_of(run)
+    if dry_run:
+        present = PackedStore(place).names()[0] if is_store(place) else {}
+        would = [PackedOne(_name(one, run), _nbytes(files_of(one.path)), 0) for one in every]
+        return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
+    with writing(place) as into:
+        return packed_into(into, [(_name(one, run), one) for one in every], full_every, shared["reporter"])
+
+
+def _check(store: Place, full_every: int) -> None:
+    if is_url(store):
+        raise UsageError("a store of checkpoints is a directory of a file system", path=store)
+    if not 1 <= full_every <= 200:
+        raise UsageError("full_every is a number from 1 to 200", found=full_every)
+
+
+def packed_into(
+    store: PackedStore, every: list[tuple[str, Unit]], full_every: int, reporter: Reporter | None
+) -> Packed:
+    """Pack checkpoints, by their names, that a store has not."""
+    names, wrong = store.names()
+    files = {name: files_of(unit.path) for name, unit in every}
+    for name, unit in every:
+        if name in names:
+            _check_same(store.index(names[name]), files[name], unit.path)
+    new = [(name, unit) for name, unit in every if name not in names]
+    done, notes = list[PackedOne](), list[str]()
+    chunks, base = Chunks(store), _last(store, names)
+    number = max([*names.values(), *wrong, 0])
+    try:
+        with reporting(reporter, sum(_nbytes(files[name]) for name, _ in new)) as progress:
+            for name, unit in new:
+                number += 1
+                states = _states(unit, notes)
+                numbers = {str(_at(unit.path, one)): count for count, one in enumerate(files[name])}
+                own = Known.of(number, states, numbers)
+                cuts = cuts_of(own, base.known if base is not None else None)
+                packing = Packing(
+                    store, chunks, number, unit.path, files[name], full_every - 1, progress.advance, threads()
+                )
+                stored = packing.write(name, partial(_cut, cuts, unit.path), {})
+                done.append(PackedOne(name, _nbytes(files[name]), stored))
+                chunks.named(number)
+                store.originals = {number: unit.path}
+                if base is not None:
+                    base.close()
+                base = _Base(own)
+    finally:
+        if base is not None:
+            base.close()
+    return Packed(str(store.path), done, [*names], dry_run=False, notes=notes)
+
+
+def _cut(cuts: Callable[[str], Sequence[Cut]], path: Path, file: str) -> Sequence[Cut]:
+    return cuts(str(file_at(path, file)))
+
+
+def threads() -> int:
+    """Return how many threads make chunks."""
+    return min(max(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+                   LEAST_THREADS), MOST_THREADS)  # fmt: skip
+
+
+def _name(unit: Unit, run: Path) -> str:
+    return unit.path.name if unit.path == run else unit.path.relative_to(run).as_posix()
+
+
+def _nbytes(files: tuple[Filed, ...]) -> int:
+    return sum(one.nbytes for one in files)
+
+
+def _at(path: Path, file: Filed) -> Path:
+    return file_at(path, file.name)
+
+
+def file_at(path: Path, name: str) -> Path:
+    """Return where a file of a checkpoint is, which may be that file."""
+    return path if path.is_file() else path / name
+
+
+def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
+    """Return what formats find in a checkpoint; what none reads is packed as files."""
+    found = {}
+    for state in unit.states:
+        try:
+            at = state.relative_to(unit.path).as_posix() if unit.path.is_dir() else "."
+            found[at] = open_checkpoint(state)
+        except ZckptError as error:
+            notes.append(f"{state} is packed as files: {error}")
+    return found
+
+
+def _check_same(index: Index, files: tuple[Filed, ...], path: Path) -> None:
+    """Raise UsageError if a checkpoint is not the one of its name that is in the store."""
+    if index.files != files:
+        raise UsageError(
+            "the store has another checkpoint of this name", path=path,
+            expected="files of the sizes and times that were packed", advice="pack it into another store",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """What the next checkpoint is predicted from, and the mount that it is read in."""
+
+    known: Known
+    mount: PackedMount | None = None
+
+    def close(self) -> None:
+        """Let go of the mount."""
+        if self.mount is not None:
+            self.mount.close()
+
+
+def _last(store: PackedStore, names: Mapping[str, int]) -> _Base | None:
+    """Return the last checkpoint of a store, as what predicts the next."""
+    if not names:
+        return None
+    name = max(names, key=lambda one: names[one])
+    index = store.index(names[name])
+    mount = PackedMount(store, name)
+    try:
+        states = dict[str, Checkpoint]()
+        for unit in [one for one in units_of_place(mount.path) if one.path == mount.path]:
+            states |= _states(unit, [])
+        numbers = {str(_at(mount.path, one)): count for count, one in enumerate(index.files)}
+        return _Base(Known.of(names[name], states, numbers), mount)
+    except BaseException:
+        mount.close()
+        raise
+
+
+def units_of_place(path: Path) -> list[Unit]:
+    """Return the checkpoints at or below a place; none where there is none."""
+    if path.is_file():
+        return [Unit(path, (path,))]
+    try:
+        return units_of(path)
+    except SourceError:
+        return []

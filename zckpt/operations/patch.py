@@ -1,0 +1,214 @@
+"""What changed from one checkpoint to another of the same model, whatever their formats: made, and applied.
+
+A patch is what a store has of one checkpoint, predicted from the tensors of another: each as a file of its elements in
+row-major order, read out of whatever format that is in. Both ends are proven by their fingerprints.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from zckpt.compare.digests import changes
+from zckpt.engine import reporting
+from zckpt.engine.copy import pieces_of, read_piece
+from zckpt.engine.targets import Hole
+from zckpt.errors import DamagedFileError, SourceError, UsageError, about
+from zckpt.formats import open_checkpoint
+from zckpt.operations.fingerprint import fingerprint
+from zckpt.operations.open import Source, opened
+from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
+from zckpt.operations.pack import file_at, threads
+from zckpt.operations.prediction import Known, as_tensors, cuts_of
+from zckpt.operations.unpack import Unpacked, write_files
+from zckpt.state import Extent, Slot
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.durable import written
+from zckpt.storage.files import Sources
+from zckpt.storage.ownership import Owned, called, check_target
+from zckpt.storage.packed.chunks import Bytes
+from zckpt.storage.packed.store import GIVEN, PATCH, PackedStore
+from zckpt.storage.packed.write import Packing, files_of, writing
+from zckpt.storage.room import write_errors
+
+NUMBER = GIVEN + 1
+
+DEEPEST = 2
+"""Of what is predicted from the other checkpoint, or from a master that is."""
+
+_OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.store\.json.*"))
+
+
+@dataclass(frozen=True, slots=True)
+class Patched:
+    """A patch that was made.
+
+    Parameters
+    ----------
+    target : str
+    base, result : str
+        Fingerprints of what it is applied to, and of what that becomes.
+    equal, changed : int
+        Tensors, and single values, that both have: weights, masters and state of the optimizer by themselves.
+    differences : list of str
+        Those that are not equal, or that one has alone.
+    nbytes, stored_nbytes : int
+        Of the files that it makes, and of it.
+    """
+
+    target: str
+    base: str
+    result: str
+    equal: int
+    changed: int
+    differences: list[str]
+    nbytes: int
+    stored_nbytes: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return asdict(self)
+
+
+@shares(ReadCopied)
+def patch(a: Source, b: Place, target: Place, *, overwrite: bool = False, **shared: Unpack[ReadCopied]) -> Patched:
+    """Write what makes checkpoint B of checkpoint A of the same model, of any formats and world sizes.
+
+    Parameters
+    ----------
+    a : path-like or Checkpoint
+        What whoever applies it has, in whatever format.
+    b : path-like
+        A directory, or a file: all files of it are what `apply` writes.
+    target : path-like
+        A directory that does not exist.
+    overwrite : bool
+        Replace a patch.
+    **shared
+        About A.
+
+    Raises
+    ------
+    UnsupportedError
+        One has state that no fingerprint covers.
+    SourceError
+        One cannot be read, or changes meanwhile.
+    TargetError
+        The target exists or cannot be written.
+    """
+    path, source = Path(target), Path(b)
+    check_target(path, overwrite=overwrite, owned=_OWNED)
+    base, result = opened(a, **shared), open_checkpoint(source)
+    copying = only(Copying, {**shared, "reporter": None})
+    prints = fingerprint(base, **copying), fingerprint(result, **copying)
+    files = files_of(source)
+    tensors, given = as_tensors({".": base}, GIVEN)
+    own = Known.of(NUMBER, {".": result}, {str(file_at(source, one.name)): count for count, one in enumerate(files)})
+    cuts = cuts_of(own, tensors)
+    nbytes = sum(one.nbytes for one in files)
+    details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
+    with (
+        write_errors(path),
+        written([path], overwrite=overwrite, owned=_OWNED) as [made],
+        reporting(shared["reporter"], nbytes) as progress,
+        writing(made, kind=PATCH) as store,
+    ):
+        store.given = partial(_elements, given)
+        packing = Packing(store, None, NUMBER, source, files, DEEPEST, progress.advance, threads())
+        stored = packing.write(source.name, lambda name: cuts(str(file_at(source, name))), details)
+    differ = changes(*prints)
+    every = {(name, entry) for one in prints for name, entries in one.entries.items() for entry in entries}
+    both = {(name, entry) for name, entries in prints[0].entries.items() for entry in entries
+            if entry in prints[1].entries.get(name, {})}  # fmt: skip
+    changed = {(one.name, one.entry) for one in differ} & both
+    shown = sorted(f"{entry} of {name}" for name, entry in changed | (every - both))
+    return Patched(str(path), prints[0].text, prints[1].text, len(both - changed), len(changed), shown, nbytes, stored)
+
+
+@shares(ReadCopied)
+def apply(
+    a: Source,
+    patch: Place,
+    target: Place,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    **shared: Unpack[ReadCopied],
+) -> Unpacked:
+    """Write the files of a checkpoint that a patch makes of another: those that it was made of, bit for bit.
+
+    Parameters
+    ----------
+    a : path-like or Checkpoint
+        What the patch was made from, in any format; told by its fingerprint.
+    patch : path-like
+    target : path-like
+        A directory, or a file where what was patched is one, that does not exist. It appears whole or not at all.
+    overwrite : bool
+        Replace a directory that has no other files than those, or a file.
+    dry_run : bool
+        Find out whether the patch is for A, and say what would be written; write nothing.
+    **shared
+        About A.
+
+    Raises
+    ------
+    UsageError
+        The patch is for another checkpoint.
+    SourceError
+        A or the patch is damaged.
+    TargetError
+        The target exists or cannot be written.
+    """
+    base = opened(a, **shared)
+    _, given = as_tensors({".": base}, GIVEN)
+    store, path = PackedStore(patch, kind=PATCH, given=partial(_elements, given)), Path(target)
+    index = store.index(NUMBER)
+    store.check_index(NUMBER)
+    expected, result = index.details.get("base"), index.details.get("result")
+    copying = only(Copying, {**shared, "reporter": None})
+    found = fingerprint(base, **copying).text
+    if found != expected:
+        raise UsageError(
+            "the patch is for another checkpoint", path=base.named, expected=expected, found=found,
+            advice="give the one that it was made from, in any format",
+        )  # fmt: skip
+
+    def prove(done: Path) -> None:
+        with about(path):
+            made = fingerprint(open_checkpoint(done), **copying).text
+        if made != result:
+            raise DamagedFileError("what the patch makes is not what it was made of", path=patch, expected=result,
+                                   found=made)  # fmt: skip
+
+    count = sum(one.kind == "file" for one in index.files)
+    nbytes = sum(one.nbytes for one in index.files)
+    if not dry_run:
+        write_files(store, {"": NUMBER}, path, overwrite=overwrite, reporter=shared["reporter"], prove=prove)
+    return Unpacked(str(path), [index.name], count, nbytes, dry_run)
+
+
+_LOCAL = threading.local()
+
+
+def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> Bytes:
+    """Return bytes of a tensor's elements in row-major order. Raises SourceError: they are not there, or unreadable."""
+    if number >= len(given):
+        raise SourceError("the patch is predicted from tensors that are not there", path=str(number))
+    slot = given[number]
+    size = itemsize(slot.dtype)
+    first, end = offset // size, -(-(offset + nbytes) // size)
+    if end > slot.numel:
+        raise SourceError("the patch is predicted from elements that are not there", path=slot.name)
+    data = np.empty((end - first) * size, np.uint8)
+    hole = Hole(0, slot.name, slot, Extent.flat(slot.shape, first, end - first), slot.dtype)
+    if not hasattr(_LOCAL, "sources"):
+        _LOCAL.sources = Sources()
+    for piece in pieces_of(hole, len(data)):
+        read_piece(piece, data.data, _LOCAL.sources)
+    return data[offset - first * size : offset - first * size + nbytes]

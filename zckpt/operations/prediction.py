@@ -1,0 +1,142 @@
+"""What predicts the bytes of a checkpoint's files: the same elements of the checkpoint before it, and masters.
+
+Both may be of any formats and world sizes: what is asked for is an extent of a slot of a parameter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zckpt.engine.plan import Copy, fill
+from zckpt.engine.targets import Hole
+from zckpt.errors import LayoutError
+from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span
+from zckpt.state.boxes import SpanIndexes
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.packed.chunks import AS_IT_IS, TO_BFLOAT16, TO_FLOAT16
+from zckpt.storage.packed.write import Cut, Prediction, Range
+
+CASTS = {"bfloat16": TO_BFLOAT16, "float16": TO_FLOAT16}
+
+LEAST_RANGE_NBYTES = 256
+"""Elements of one that lie in pieces in the other are predicted if the pieces are as large as this; a range is 24."""
+
+WIDTHS = (1, 2, 4, 8)
+
+Key = tuple[str, str, str]
+"""The path of a state in its checkpoint, a parameter, a slot."""
+
+
+@dataclass(slots=True)
+class Known:
+    """The slots of a checkpoint that lies in a store, or is going to.
+
+    Parameters
+    ----------
+    number : int
+    slots : dict of Key to Slot
+    numbers : mapping of str to int
+        The files' numbers, by the paths that spans have.
+    """
+
+    number: int
+    slots: dict[Key, Slot]
+    numbers: Mapping[str, int]
+    _indexes: SpanIndexes = field(default_factory=SpanIndexes)
+
+    @classmethod
+    def of(cls, number: int, states: Mapping[str, Checkpoint], numbers: Mapping[str, int]) -> Known:
+        """Return the slots of what formats find in a checkpoint, by where they find it."""
+        slots = {
+            (at, one.name, key): slot
+            for at, state in states.items()
+            for one in state.holders()
+            for key, slot in one.slots.items()
+        }
+        return cls(number, slots, numbers)
+
+    def ranges(self, key: Key, like: Slot, extent: Extent, dtype: str) -> tuple[Range, ...]:
+        """Return where the elements of an extent lie, in their order; none: not there, or in too small pieces."""
+        slot = self.slots.get(key)
+        if slot is None or slot.dtype != dtype or slot.shape != like.shape or slot.replicas or slot.factors:
+            return ()
+        try:
+            copies = fill(Hole(0, slot.name, slot, extent, dtype), self._indexes)
+        except LayoutError:
+            return ()
+        pieces = [piece for one in copies for piece in self._pieces(one, dtype)]
+        if sum(nbytes for *_, nbytes in pieces) != extent.numel * itemsize(dtype):
+            return ()
+        return tuple((self.number, file, offset, nbytes) for _, file, offset, nbytes in sorted(pieces))
+
+    def _pieces(self, copy: Copy, dtype: str) -> Iterable[tuple[int, int, int, int]]:
+        """Yield of a copy what lies end to end: where it belongs, the file, and where it is there."""
+        (source, *more), size = copy.sources, itemsize(dtype)
+        odd = more or copy.unresolved or copy.byteorder != "little" or copy.source_dtype != dtype
+        if odd or source.path == ZEROS or source.path not in self.numbers:
+            return
+        if source.strides[-1:] != (size,) or copy.strides[-1:] != (size,):
+            return
+        nbytes = copy.shape[-1] * size
+        if len(copy.shape) > 1 and nbytes < LEAST_RANGE_NBYTES:
+            return
+        at = [(copy.offset, source.offset)]
+        for count, there, here in zip(copy.shape[:-1], source.strides[:-1], copy.strides[:-1], strict=True):
+            at = [(to + n * here, offset + n * there) for to, offset in at for n in range(count)]
+        for to, offset in at:
+            yield to, self.numbers[source.path], offset, nbytes
+
+
+def cuts_of(own: Known, base: Known | None) -> Callable[[str], Sequence[Cut]]:
+    """Return what tells how a file of a checkpoint is cut, by its path; `base`: the one that is in the store."""
+    spans: dict[str, list[tuple[int, int, Key, Slot, Span]]] = {}
+    for key, slot in own.slots.items():
+        for every in slot.sets:
+            for span in every:
+                if span.path in own.numbers and span.extent.numel:
+                    low, high = span.reach
+                    spans.setdefault(span.path, []).append((low, high, key, slot, span))
+    for some in spans.values():
+        some.sort(key=lambda one: one[:2])
+
+    def cuts(path: str) -> list[Cut]:
+        found, at = [], 0
+        for low, high, key, slot, span in spans.pop(path, []):
+            if low >= at and itemsize(span.dtype) in WIDTHS:
+                found.append(Cut(low, high, itemsize(span.dtype), dict(_predictions(own, base, key, slot, span))))
+                at = high
+        return found
+
+    return cuts
+
+
+def _predictions(own: Known, base: Known | None, key: Key, slot: Slot, span: Span) -> Iterable[tuple[str, Prediction]]:
+    if not span.is_contiguous or span.byteorder != "little":
+        return
+    (at, name, slot_name), cast = key, CASTS.get(span.dtype)
+    master = (at, name, MASTER)
+    if slot_name == WEIGHT and cast is not None:
+        if ranges := own.ranges(master, slot, span.extent, "float32"):
+            yield "own", Prediction(cast, ranges)
+        if base is not None and (ranges := base.ranges(master, slot, span.extent, "float32")):
+            yield "base master", Prediction(cast, ranges)
+    if base is not None:
+        other = {MASTER: WEIGHT, WEIGHT: MASTER}.get(slot_name, slot_name)
+        ranges = base.ranges(key, slot, span.extent, span.dtype)
+        ranges = ranges or base.ranges((at, name, other), slot, span.extent, span.dtype)
+        if ranges:
+            yield "base", Prediction(AS_IT_IS, ranges)
+
+
+def as_tensors(states: Mapping[str, Checkpoint], number: int) -> tuple[Known, list[Slot]]:
+    """Return the slots of a checkpoint as if each was a file of its elements in row-major order, and these slots."""
+    every = Known.of(number, states, {})
+    slots, given = dict[Key, Slot](), list[Slot]()
+    for key, slot in sorted(every.slots.items(), key=lambda one: one[0]):
+        if itemsize(slot.dtype) in WIDTHS and slot.numel:
+            path = os.fsdecode(b"%d" % len(given))
+            slots[key] = replace(slot, spans=(Span(slot.whole, path, 0, slot.dtype),), replicas=(), factors=None)
+            given.append(slot)
+    return Known(number, slots, {str(n): n for n in range(len(given))}), given

@@ -1,0 +1,182 @@
+"""The files of checkpoints in a store, or of what a patch makes, bit for bit as they were packed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zckpt.engine import Reporter, reporting
+from zckpt.errors import SourceError
+from zckpt.operations.options import Place
+from zckpt.operations.pack import threads
+from zckpt.storage.durable import written
+from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.packed.chunks import CHUNK_NBYTES
+from zckpt.storage.packed.mount import place_in
+from zckpt.storage.packed.store import PackedStore
+from zckpt.storage.room import write_errors
+
+AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """What `unpack` wrote, or with `dry_run` would: the target, the checkpoints, how many files, and their bytes."""
+
+    target: str
+    checkpoints: list[str]
+    files: int
+    nbytes: int
+    dry_run: bool
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return asdict(self)
+
+
+def unpack(
+    store: Place,
+    target: Place,
+    *,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    reporter: Reporter | None = None,
+) -> Unpacked:
+    """Write the files of a checkpoint in a store, or of all of them, as they were: bytes, modes, times and links.
+
+    Parameters
+    ----------
+    store : path-like
+        `STORE/NAME`, or the store: then `target` gets a directory for each checkpoint.
+    target : path-like
+        A directory, or a file where the checkpoint is one, that does not exist. It appears whole or not at all.
+    overwrite : bool
+        Replace a directory that has no other files than those, or a file.
+    dry_run : bool
+        Say what would be written; write nothing.
+    reporter : Reporter, optional
+
+    Raises
+    ------
+    SourceError
+        There is no such checkpoint, or what it is made of is damaged.
+    TargetError
+        The target exists or cannot be written.
+    """
+    found = place_in(store)
+    if found is None:
+        raise SourceError(
+            "is no store of checkpoints", path=store, expected="what `zckpt pack` has made, or a name in it"
+        )
+    packed, path = PackedStore(found[0]), Path(target)
+    names, wrong = packed.names()
+    if not found[1]:
+        for error in wrong.values():
+            raise error
+    wanted = [found[1]] if found[1] in names else [n for n in names if not found[1] or n.startswith(f"{found[1]}/")]
+    if not wanted:
+        for error in wrong.values():
+            raise error
+        raise SourceError("no such checkpoint is in the store", path=store, expected=", ".join(names) or "none")
+    alone = wanted == [found[1]]
+    numbers = {"" if alone else name.removeprefix(f"{found[1]}/"): names[name] for name in wanted}
+    nbytes = sum(one.nbytes for number in numbers.values() for one in packed.index(number).files)
+    files = sum(one.kind == "file" for number in numbers.values() for one in packed.index(number).files)
+    done = Unpacked(str(path), wanted, files, nbytes, dry_run)
+    if not dry_run:
+        write_files(packed, numbers, path, overwrite=overwrite, reporter=reporter)
+    return done
+
+
+def write_files(
+    store: PackedStore,
+    numbers: dict[str, int],
+    path: Path,
+    *,
+    overwrite: bool,
+    reporter: Reporter | None,
+    prove: Callable[[Path], None] | None = None,
+) -> None:
+    """Write checkpoints, by where they go in the target.
+
+    `prove`: sees what has no name yet; what it raises leaves none.
+
+    Raises
+    ------
+    SourceError
+        What they are made of is damaged.
+    TargetError
+        The target exists or cannot be written.
+    """
+    is_file = [*numbers] == [""] and store.index(numbers[""]).is_file
+    every = {
+        os.path.join(front, one.name) if not store.index(number).is_file or front == "" else front  # noqa: PTH118
+        for front, number in numbers.items()
+        for one in store.index(number).files
+        if one.kind != "folder"
+    }
+    owned = None if is_file else Owned(lambda name: name in every)
+    nbytes = sum(one.nbytes for number in numbers.values() for one in store.index(number).files)
+    with write_errors(path):
+        check_target(path, overwrite=overwrite, owned=owned)
+        with (
+            written([path], overwrite=overwrite, owned=owned) as [partial],
+            reporting(reporter, nbytes) as progress,
+        ):
+            for front, number in numbers.items():
+                _write(store, number, partial / front if front else partial, progress.advance)
+            if prove is not None:
+                prove(partial)
+            for front, number in numbers.items():
+                _mark(store, number, partial / front if front else partial)
+
+
+def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:
+    index = store.index(number)
+    (path.parent if index.is_file else path).mkdir(parents=True, exist_ok=True)
+    for one in index.files:
+        at = path if index.is_file else path / one.name
+        if one.kind == "folder":
+            at.mkdir(exist_ok=True)
+        elif one.kind == "link":
+            at.symlink_to(one.target)
+        else:
+            with at.open("wb") as out:
+                os.truncate(out.fileno(), one.nbytes)
+    jobs = [
+        (count, offset, min(AT_ONCE_NBYTES, one.nbytes - offset))
+        for count, one in enumerate(index.files)
+        for offset in range(0, one.nbytes, AT_ONCE_NBYTES)
+    ]
+
+    def copy(job: Sequence[int]) -> int:
+        file, offset, nbytes = job
+        data = bytearray(nbytes)
+        store.read_into(number, file, offset, memoryview(data))
+        with (path if index.is_file else path / index.files[file].name).open("r+b") as out:
+            out.seek(offset)
+            out.write(data)
+        return nbytes
+
+    with ThreadPoolExecutor(threads(), thread_name_prefix="zckpt-unpack") as pool:
+        results = [pool.submit(copy, job) for job in jobs]
+        try:
+            for done in results:
+                advance(done.result())
+        finally:
+            for done in results:
+                done.cancel()
+
+
+def _mark(store: PackedStore, number: int, path: Path) -> None:
+    """Give files their modes and times, and directories after what is in them."""
+    index = store.index(number)
+    for one in sorted(index.files, key=lambda one: (one.kind == "folder", -one.name.count("/"))):
+        at = path if index.is_file else path / one.name
+        if one.kind != "link":
+            at.chmod(one.mode)
+        if one.kind != "link" or os.utime in os.supports_follow_symlinks:
+            os.utime(at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=one.kind != "link")

@@ -1,0 +1,222 @@
+"""A store on a disk, as who reads it sees it: which checkpoints it has, and the bytes of their files.
+
+Every chunk is held against its checksum whenever it is read. What is damaged is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+import zstandard
+
+from zckpt.codes import CHECKSUM
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.storage.files import is_file, json_object, opened
+from zckpt.storage.packed.chunks import AS_IT_IS, Bytes, Way, decode
+from zckpt.storage.packed.index import Index, damaged_index, read_index
+
+DOCUMENT = "store.json"
+
+STORE, PATCH = "zckpt store", "zckpt patch"
+"""What `DOCUMENT` says that a directory is."""
+
+VERSION = 1
+
+KEPT_NBYTES = 32 << 20
+"""Of chunks that were read last: who reads in small steps, or in another order, has them again."""
+
+GIVEN = 0
+"""The number of what a patch is predicted from: tensors of a checkpoint that is somewhere else."""
+
+Given = Callable[[int, int, int], Bytes]
+"""Returns bytes of what a patch is predicted from: number of the tensor, offset, number of bytes."""
+
+
+def document(kind: str) -> bytes:
+    """Return what `DOCUMENT` holds."""
+    return json.dumps({"zckpt": kind, "version": VERSION}).encode() + b"\n"
+
+
+def is_store(path: str | os.PathLike[str], kind: str = STORE) -> bool:
+    """Tell whether a directory is a store, or a patch; of any version."""
+    file = os.path.join(path, DOCUMENT)  # noqa: PTH118  # asked of every path that a verb gets
+    if not is_file(file):
+        return False
+    try:
+        return json_object(file, "store", most=1 << 16).get("zckpt") == kind
+    except SourceError:
+        return False
+
+
+class PackedStore:
+    """A store, or a patch.
+
+    Parameters
+    ----------
+    path : path-like
+    kind : str
+    given : callable, optional
+        What a patch is predicted from.
+
+    Raises
+    ------
+    SourceError
+        There is none, of a version that is known.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, kind: str = STORE, given: Given | None = None) -> None:
+        self.path = Path(path)
+        if not is_store(path, kind):
+            raise SourceError(f"is no {kind}", path=path, expected=f"a directory with {DOCUMENT}")
+        version = json_object(self.path / DOCUMENT, "store", most=1 << 16).get("version")
+        if version != VERSION:
+            raise UnsupportedError("of another version", path=path, expected=VERSION, found=version)
+        self.given = given
+        self.originals: dict[int, Path] = {}
+        """Where files may still lie as they were packed, by the number of their checkpoint."""
+        self._indexes: dict[int, Index] = {}
+        self._kept: OrderedDict[tuple[int, int], Bytes] = OrderedDict()
+        self._kept_nbytes = 0
+        self._lock = threading.Lock()
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all checkpoints, in the order in which they were packed."""
+        return sorted(int(one.stem) for one in self.path.glob("*.index") if one.stem.isdecimal())
+
+    def names(self) -> tuple[dict[str, int], dict[int, SourceError]]:
+        """Return the checkpoints' numbers by their names; and what is wrong with those whose index is damaged."""
+        found, wrong = dict[str, int](), dict[int, SourceError]()
+        for number in self.numbers():
+            try:
+                found[self.index(number).name] = number
+            except SourceError as error:
+                wrong[number] = error
+        return found, wrong
+
+    def index(self, number: int) -> Index:
+        """Return the index of a checkpoint. Raises SourceError: it cannot be read, or is damaged."""
+        if number not in self._indexes:
+            self._indexes[number] = read_index(self.index_path(number))
+        return self._indexes[number]
+
+    def index_path(self, number: int) -> Path:
+        """Return where the index of a checkpoint is."""
+        return self.path / f"{number:06d}.index"
+
+    def chunks_path(self, number: int) -> Path:
+        """Return where the chunks are that came with a checkpoint."""
+        return self.path / f"{number:06d}.chunks"
+
+    def read_into(self, number: int, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes of a file. Raises DamagedFileError: some chunk that they are made of is damaged."""
+        done = 0
+        for row, begin in self.index(number).rows_of(file, offset, len(buffer)):
+            chunk = self.chunk(number, row, begin)
+            part = chunk[max(offset - begin, 0) : offset + len(buffer) - begin]
+            buffer[done : done + len(part)] = part.data
+            done += len(part)
+        if done != len(buffer):
+            raise DamagedFileError(
+                "the file ends too early", path=self.named(number, file), expected=offset + len(buffer), found=done
+            )
+
+    def chunk(self, number: int, row: int, begin: int) -> Bytes:
+        """Return the bytes of a chunk that begins at byte `begin` of its file."""
+        with self._lock:
+            if (number, row) in self._kept:
+                self._kept.move_to_end((number, row))
+                return self._kept[number, row]
+        found = self._original(number, row, begin)
+        if found is None:
+            try:
+                found = self._decoded(number, row)
+            except (ValueError, OverflowError, IndexError, MemoryError, zstandard.ZstdError) as error:
+                raise self.damaged(number, row, begin, str(error)) from error
+            if not _is_right(found, self.index(number).rows[row]):
+                raise self.damaged(number, row, begin, "another checksum")
+        with self._lock:
+            if (number, row) not in self._kept:
+                self._kept[number, row] = found
+                self._kept_nbytes += len(found)
+            while self._kept_nbytes > KEPT_NBYTES:
+                self._kept_nbytes -= len(self._kept.popitem(last=False)[1])
+        return found
+
+    def _original(self, number: int, row: int, begin: int) -> Bytes | None:
+        """Return a chunk from where it was packed from, if it is there as it was."""
+        place = self.originals.get(number)
+        if place is None:
+            return None
+        index = self.index(number)
+        about = index.rows[row]
+        path = place if index.is_file else place / index.files[int(about["file"])].name
+        try:
+            with opened(path) as file:
+                found = np.frombuffer(file.read(begin, int(about["nbytes"])), np.uint8)
+        except SourceError:
+            return None
+        return found if _is_right(found, about) else None
+
+    def _decoded(self, number: int, row: int) -> Bytes:
+        index = self.index(number)
+        about = index.rows[row]
+        way = Way(int(about["op"]), int(about["width"]), int(about["cast"]))
+        nbytes, stored = int(about["nbytes"]), b""
+        if about["stored"]:
+            with opened(self.chunks_path(int(about["data"]))) as file:
+                stored = file.read(int(about["offset"]), int(about["stored"]))
+        if not about["count"]:
+            return decode(stored, way, nbytes, None)
+        ranges = index.ranges[int(about["first"]) : int(about["first"]) + int(about["count"])]
+        total = int(ranges["nbytes"].sum())
+        if total != nbytes * (1 if way.cast == AS_IT_IS else 2):
+            raise ValueError("a prediction of another size")
+        prediction, at = np.empty(total, np.uint8), 0
+        for other, file_number, offset, count in ranges.tolist():
+            part = prediction[at : at + count]
+            if other == GIVEN and self.given is not None:
+                part[:] = self.given(file_number, offset, count)
+            else:
+                if self.index(other).depth(file_number, offset, count) >= about["depth"]:
+                    raise ValueError("predicted from what is not before it")
+                self.read_into(other, file_number, offset, part.data)
+            at += count
+        return decode(stored, way, nbytes, prediction)
+
+    def named(self, number: int, file: int) -> Path:
+        """Return by what path a file of a checkpoint is called."""
+        index = self.index(number)
+        return self.path / index.name / ("" if index.is_file else index.files[file].name)
+
+    def damaged(self, number: int, row: int, begin: int, why: str) -> DamagedFileError:
+        """Return the error about a chunk that is not as it was written."""
+        about = self.index(number).rows[row]
+        return DamagedFileError(
+            f"bytes {begin} to {begin + int(about['nbytes'])} are damaged",
+            path=self.named(number, int(about["file"])),
+            expected=f"what was packed, from {self.chunks_path(int(about['data'])).name} at {int(about['offset'])}",
+            found=why,
+            advice="copy that file again from where the store came from; `zckpt verify` says what else needs it",
+            code=CHECKSUM,
+        )
+
+    def check_index(self, number: int) -> None:
+        """Raise SourceError if the ranges of an index lead to what is not there."""
+        index = self.index(number)
+        for other in np.unique(index.ranges["checkpoint"]).tolist():
+            if other == GIVEN and self.given is not None:
+                continue
+            if other > number:
+                raise damaged_index(self.index_path(number))
+
+
+def _is_right(data: Bytes, about: np.void) -> bool:
+    digest = xxhash.xxh3_128_intdigest(data.data)
+    return len(data) == about["nbytes"] and (digest >> 64, digest & (1 << 64) - 1) == (about["high"], about["low"])
