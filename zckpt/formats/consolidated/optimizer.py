@@ -23,7 +23,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
-from zckpt.formats.torch_files.quantised import keys_in_pieces
+from zckpt.formats.torch_files.quantised import description
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
@@ -183,7 +183,8 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
     `in_pieces`: whether it may have pieces of torchao's slots as `zckpt.save` writes them, which no optimizer takes as
     such. Raises UnsupportedError: state that no single parameter can hold, or only in pieces.
     """
-    pieces = [f"{key} of {one.name}" for one in _owners(checkpoint).values() for key in keys_in_pieces(one)]
+    states = ((key, one, value) for one in _owners(checkpoint).values() for key, value in one.state.items())
+    pieces = [f"{key} of {one.name}" for key, one, value in states if description(value) is not None]
     if pieces and not in_pieces:
         raise UnsupportedError(
             "holds torchao's codes in pieces of ranks, which torchao does not load from such a file",

@@ -29,11 +29,6 @@ Node = Mapping[object, object]
 EXTRA_STATE = "_extra_state"
 
 
-def is_nested(module: Node) -> bool:
-    """Tell whether some of a state dict is in dicts."""
-    return any(isinstance(value, dict) for value in module.values())
-
-
 def flattened(
     module: Node, known: Collection[str], *, is_listed: bool
 ) -> tuple[dict[object, object], dict[str, object]]:

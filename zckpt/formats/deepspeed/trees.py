@@ -18,7 +18,7 @@ from zckpt.formats.deepspeed.axes.auto_ep import auto_experts, auto_layers, list
 from zckpt.formats.deepspeed.axes.experts import is_expert, numbers_of_experts
 from zckpt.formats.deepspeed.axes.gpt_model import SHARED, arguments_in, with_degrees
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY
-from zckpt.formats.deepspeed.nested import is_nested, renested, unwrapped
+from zckpt.formats.deepspeed.nested import renested, unwrapped
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.aliases import aliases, joined
 from zckpt.formats.deepspeed.rare.muon import MOMENTUM, keeps_whole_matrices
@@ -206,7 +206,7 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
         listed, module = module, OrderedMapping()
         module.state = listed.state
         module.update({filed.get(str(name), name): value for name, value in listed.items()})
-    if isinstance(old, dict) and is_nested(old):
+    if isinstance(old, dict) and any(isinstance(value, dict) for value in old.values()):
         return renested(old, module, source.file)
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)

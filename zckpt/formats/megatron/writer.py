@@ -98,7 +98,8 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     source = Source.of(checkpoint, options, options.expert_parallel_size)
     tensors, kind = source.tensors, source.kind
-    keyed = keyed_names(tensors, options.transformer_impl or _implementation(checkpoint))
+    said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("transformer_impl")  # by the source
+    keyed = keyed_names(tensors, options.transformer_impl or (str(said) if said in (ENGINE, LOCAL) else None))
     filed = {name: by_itself(new) for name, new in keyed.items()}
     slots = {name: sorted({*one.slots} - {WEIGHT}) for name, one in source.trained.items()}
     kinds = {filed[name]: (slot.shape, (dtype, *slots.get(name, ()))) for name, (slot, dtype) in tensors.items()}
@@ -139,12 +140,6 @@ def lay_out(job: Job) -> TargetFiles:
         text_file(f"{source.folder}/{MARK}", json.dumps(mark)),
     ]
     return source.finished(files, held, {new: name for name, new in filed.items()})
-
-
-def _implementation(checkpoint: Checkpoint) -> str | None:
-    """Return whose layers a source's own arguments say that its model has."""
-    known = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("transformer_impl")
-    return str(known) if known in (ENGINE, LOCAL) else None
 
 
 def _stored_apart(checkpoint: Checkpoint) -> bool:

@@ -127,7 +127,10 @@ def _cut(
     has.
     """
     members, storages = describe(checkpoint)
-    stored = [_storage_entry(number, one) for number, one in enumerate(storages)]
+    stored = []
+    for number, one in enumerate(storages):  # all the bytes of each, little-endian
+        whole = slot_of_storage(one)
+        stored.append(Entry(storage_key(number), whole, whole.whole, "uint8", (one.storage.nbytes,)))
     used = {entry.key for entry in stored}
     slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
     assigned = cut([slot for *_, slot in slots], sum(entry.nbytes for entry in stored))
@@ -249,10 +252,3 @@ def _piece(file: int, extent: Extent, shape: Shape) -> tuple[tuple[str, object],
     if extent.numel != math.prod(extent.sizes):
         found += [("start", extent.start), ("numel", extent.numel)]
     return tuple(found)
-
-
-def _storage_entry(number: int, mentioned: Mentioned) -> Entry:
-    """Return the entry of a storage: all its bytes, little-endian."""
-    nbytes = mentioned.storage.nbytes
-    slot = slot_of_storage(mentioned)
-    return Entry(storage_key(number), slot, slot.whole, "uint8", (nbytes,))

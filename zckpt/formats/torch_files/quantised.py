@@ -241,11 +241,6 @@ def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter) -> dict[s
 # --- torchao
 
 
-def keys_in_pieces(parameter: Parameter) -> list[str]:
-    """Return the keys of a parameter's slots that ranks have saved in pieces."""
-    return [key for key, value in parameter.state.items() if description(value) is not None]
-
-
 def slots_of(key: str, parameter: Parameter) -> list[str]:
     """Return the names of the slots that are pieces of a quantised one; none of one that is a tensor of a file."""
     return [] if description(parameter.state.get(key)) is None else [f"{key}.{piece}" for piece in PIECES]
