@@ -23,8 +23,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
-from zckpt.formats.torch_files.quantised import description
-from zckpt.formats.torch_files.tensors import refuse_trees
+from zckpt.formats.torch_files.tensors import description, refuse_trees
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
