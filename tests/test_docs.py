@@ -19,6 +19,7 @@ from tests.cli.console import ROOT, environment, run
 from zckpt.cli import cli
 
 README = (ROOT / "README.md").read_text()
+VERBS, PYTHON = ((ROOT / "docs" / name).read_text() for name in ("verbs.md", "python.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PREPARED = """
 import torch
@@ -58,7 +59,7 @@ def mentioned(text: str) -> set[str]:
 
 
 def paragraph(beginning: str) -> str:
-    [found] = [one for one in README.split("\n\n") if one.startswith(beginning)]
+    [found] = [one for one in VERBS.split("\n\n") if one.startswith(beginning)]
     return " ".join(found.split())
 
 
@@ -99,8 +100,8 @@ def test_commands_in_the_docs_have_options_that_are_there(page):
                 assert mentioned(" ".join(words)) <= options(words[1]), line
 
 
-def test_every_verb_is_in_the_readme_and_has_the_options_that_are_said_to_be_common():
-    verbs = {re.match(r"zckpt ([\w-]+)", line)[1] for block in blocks(README, "sh") for line in block.splitlines()
+def test_every_verb_is_on_its_page_and_has_the_options_that_are_said_to_be_common():
+    verbs = {re.match(r"zckpt ([\w-]+)", line)[1] for block in blocks(VERBS, "sh") for line in block.splitlines()
              if line.startswith("zckpt ")}  # type: ignore[index]  # fmt: skip
     assert verbs == set(cli.commands)
     said = paragraph("Every verb: `--json`")
@@ -119,9 +120,9 @@ def test_every_verb_is_in_the_readme_and_has_the_options_that_are_said_to_be_com
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which the README's training, and then its tools, have run."""
+    """A directory in which the training of docs/python.md, and then its tools, have run."""
     directory = tmp_path_factory.mktemp("readme")
-    tools, _, training = blocks(README, "python")
+    tools, _, training = blocks(PYTHON, "python")
     assert "ZeroOptimizer(" in training
     assert 'zckpt.open("run/global_step500")' in tools
     (directory / "program.py").write_text(PREPARED + training + tools)
@@ -132,7 +133,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_readmes_training_and_tools_run(trained):
+def test_training_and_tools_in_python_run(trained):
     assert zckpt.diff(trained / "run/global_step500", trained / "run6/global_step500").equal
     assert (trained / "model.safetensors").is_file()
 

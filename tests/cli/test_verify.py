@@ -152,6 +152,6 @@ def test_shallow_run_needs_no_numpy_until_there_are_weights_to_compare():
 
 
 def test_help_names_the_exit_statuses():
-    text = CliRunner().invoke(verify_command, ["--help"]).output
+    text = CliRunner().invoke(verify_command, ["--help-all"]).output
     for word in ("--deep", "--against", "--json", "--html", "--tag", "--root", "--names", "1 unsound"):
         assert word in text

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import zckpt
 from tests.cli.console import FIXTURES, refused, succeeded
@@ -103,6 +104,23 @@ def test_files_are_checkpoints_by_themselves_and_not_of_one_directory(tmp_path):
     assert [(one.name, one.sound, one.latest) for one in found] == [
         ("step_5.safetensors", False, False), ("ckpt_20.pt", True, False), ("ckpt_100.pt", True, True),
     ]  # fmt: skip
+
+
+def test_a_directory_of_a_step_has_files_that_are_checkpoints_by_themselves(tmp_path):
+    for step in (1, 2):
+        (tmp_path / f"step{step}").mkdir()
+        torch.save({"model": {"w": torch.ones(step)}}, tmp_path / f"step{step}" / "model.pt")
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "step2" / "ema.pt")
+    assert names(tmp_path) == ["step1", "step2"]
+    (tmp_path / "epoch3").mkdir()
+    for step in (10, 20):  # which are of other steps than the directory, and so is each
+        torch.save({"model": {"w": torch.ones(step)}}, tmp_path / "epoch3" / f"ckpt_{step}.pt")
+    assert names(tmp_path) == ["step1", "step2", "epoch3/ckpt_10.pt", "epoch3/ckpt_20.pt"]
+    gone = {one.checkpoint.name for one in zckpt.prune(tmp_path, keep_last=1, settle=0).checkpoints if one.goes}
+    assert gone == {"step1", "epoch3/ckpt_10.pt"}
+    (tmp_path / "step1" / "notes.txt").write_text("mine")
+    gone = {one.checkpoint.name for one in zckpt.prune(tmp_path, keep_last=1, settle=0).checkpoints if one.goes}
+    assert gone == {"epoch3/ckpt_10.pt"}
 
 
 def test_what_is_left_of_a_checkpoint_is_listed_and_not_sound(tmp_path):

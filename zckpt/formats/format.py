@@ -203,7 +203,7 @@ class Format(Protocol):
     """What people call it, a few words."""
 
     reads: Sequence[tuple[str, str]] = ()
-    """What of it is read, for the table in the README: variants, and details of each. By default the title."""
+    """What of it is read, for the table of docs/supported.md: variants, and details of each. By default the title."""
 
     writes: str = ""
     """What `convert` makes of a target, one line; empty: it is not written."""

@@ -1,8 +1,9 @@
 """Which directories and files below a run are its checkpoints, each once, and what names one of them as the latest.
 
 A directory that is called by a step is one checkpoint, with all that is in it, if there is one in it: a Trainer's
-`checkpoint-500` with its `global_step500`, verl's `global_step_500` with `actor` and `critic`. Not if folders in it are
-called by other steps, as those of a run are that is called `step1`; but for one that has files of a training beside it.
+`checkpoint-500` with its `global_step500`, verl's `global_step_500` with `actor` and `critic`, a `step500` with a
+`model.pt`. Not if folders or such files in it are called by other steps, as those of a run are that is called `step1`;
+but for a folder that has files of a training beside it.
 
 Any other directory is one if a format finds its files in the directory itself, or in a folder beside which files of a
 training lie (`rng_state_0.pth`). Folders that none of these files is in are looked into for others: a final model lies
@@ -89,9 +90,12 @@ def is_named(unit: Path, directory: Path, text: str) -> bool:
 def _units(path: Path, depth: int, files: bool) -> Iterator[Unit]:
     folders = _folders(path)
     if (called(path.name) is not None or path.name.endswith(_WHOLE)) and _is_one(path, folders):
-        if states := _states(path, depth):
-            yield Unit(path, tuple(states))
-        return
+        states = _states(path, depth)
+        alone = [] if states or not files else [*_files(path)]
+        if all(called(one.name) in (None, called(path.name)) for one in alone):
+            if states or alone:
+                yield Unit(path, tuple(states or alone))
+            return
     seen = _seen(path)
     is_here = seen == path or (isinstance(seen, Path) and seen.is_dir() and _with_training(path, [seen]))
     own = _read_in(path) if is_here and folders else set()

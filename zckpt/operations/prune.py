@@ -269,6 +269,7 @@ def _strange(one: _Seen, also: Sequence[str]) -> str | None:
         if verified.checkpoint is not None:
             items = take_inventory(verified.checkpoint).items
             root = Path(verified.checkpoint.named)
+            root = root if root.is_dir() else root.parent
             known |= {root / item.file for item in items if not is_stranger(item, root)}
     others = []
     for path, _ in files_of(unit.path):

@@ -40,7 +40,7 @@ class Zckpt(Format):
 
     name = "zckpt"
     title = "zckpt"
-    reads = (("zckpt", "JSON and safetensors, no pickle; [specified](docs/formats.md#the-zckpt-format-version-2)"),)
+    reads = (("zckpt", "JSON and safetensors, no pickle; [specified](formats.md#the-zckpt-format-version-2)"),)
     writes = "zckpt's own: JSON and safetensors, no pickle"
     takes = frozenset({TAG})
     options = Options
