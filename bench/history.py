@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -91,13 +90,22 @@ def size(path: Path) -> int:
     return sum(one.stat().st_size for one in (path, *path.rglob("*")) if one.is_file())
 
 
+LAUNCHER = """
+import resource, subprocess, sys
+done = subprocess.run(["bash", "-c", sys.argv[1]], stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(done.returncode)
+"""
+"""A small process, since what a process is started with counts as that of its child."""
+
+
 def timed(command: str, *places: object) -> tuple[float, float]:
-    """Run a command of a shell; return seconds, and megabytes of memory of the largest process so far."""
+    """Run a command of a shell; return seconds, and megabytes of memory of its largest process."""
     quoted = [f"'{place}'" for place in places]
+    launched = [sys.executable, "-S", "-c", LAUNCHER, command.format(*quoted)]
     begin = time.perf_counter()
-    subprocess.run(["bash", "-c", command.format(*quoted)], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
-    seconds = time.perf_counter() - begin
-    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e3
+    done = subprocess.run(launched, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE)
+    return time.perf_counter() - begin, int(done.stdout) / 1e3
 
 
 def compare(run: Path, folder: Path) -> None:

@@ -132,6 +132,15 @@ def test_a_later_checkpoint_is_predicted_from_the_store_without_the_run(made, co
     assert contents(tmp_path / "again") == contents(tmp_path / "run" / "step-9")
 
 
+def test_one_checkpoint_may_have_another_name(tmp_path):
+    source = FIXTURES / "s2_bf16_dp2" / "global_step5"
+    zckpt.pack(source, tmp_path / "store", name="runs/first")
+    assert zckpt.diff(tmp_path / "store" / "runs" / "first", source).equal
+    for run, name in ((source, "../first"), (FIXTURES / "s2_bf16_dp2_multitag", "first")):
+        with refusing(zckpt.UsageError, "a name is of one checkpoint, and below the store"):
+            zckpt.pack(run, tmp_path / "store", name=name)
+
+
 def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
     shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-1")
     with refusing(zckpt.UsageError, "another checkpoint of this name"):

@@ -41,10 +41,11 @@ def _say(document: dict[str, Any], text: str, *, as_json: bool, quiet: bool) -> 
     metavar="K",
     help="Read K checkpoints at most to read one; a larger one takes less room.",
 )
+@click.option("--name", metavar="NAME", help="What RUN is called in STORE, if it is one checkpoint. Default: as it is.")
 @click.option("--dry-run", is_flag=True, help="Say what would be packed; write nothing.")
 @json_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
-def pack_command(run: Path, store: Path, full_every: int, dry_run: bool, as_json: bool, quiet: bool) -> None:
+def pack_command(run: Path, store: Path, as_json: bool, quiet: bool, **given: Any) -> None:  # noqa: ANN401  # what click gives
     """Add a run's checkpoints, of any formats, to a STORE, in a fraction of the room.
 
     STORE/NAME is a SOURCE of every verb. What is in STORE stays as it is, and so does RUN.
@@ -52,7 +53,7 @@ def pack_command(run: Path, store: Path, full_every: int, dry_run: bool, as_json
     from zckpt.operations.pack import pack
     from zckpt.report.packing import packed
 
-    found = pack(run, store, full_every=full_every, dry_run=dry_run, reporter=reporter("pack", quiet=quiet)).as_dict()
+    found = pack(run, store, reporter=reporter("pack", quiet=quiet), **given).as_dict()
     _say(found, packed(found), as_json=as_json, quiet=quiet)
 
 

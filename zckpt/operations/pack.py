@@ -16,7 +16,7 @@ from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
 from zckpt.state import Checkpoint
-from zckpt.storage.packed.index import Filed, Index
+from zckpt.storage.packed.index import Filed, Index, is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
 from zckpt.storage.packed.write import DEEPEST, Cut, Packing, files_of, writing
@@ -71,6 +71,7 @@ def pack(
     store: Place,
     *,
     full_every: int = FULL_EVERY,
+    name: str | None = None,
     dry_run: bool = False,
     **shared: Unpack[Copying],
 ) -> Packed:
@@ -85,6 +86,8 @@ def pack(
     full_every : int
         Of so many checkpoints at most is read what one of them is: elements are kept as the difference to those of
         the one before, and in full again after so many. At least 1.
+    name : str, optional
+        What one checkpoint is called in the store; by default as its directory or file within the run.
     dry_run : bool
         Say what would be packed; write nothing.
     **shared
@@ -92,7 +95,7 @@ def pack(
     Raises
     ------
     UsageError
-        The store has another checkpoint of a name.
+        The store has another checkpoint of a name; or several are given one name.
     SourceError
         There is no checkpoint, or one cannot be read or changes meanwhile.
     TargetError
@@ -101,12 +104,16 @@ def pack(
     _check(store, full_every)
     run, place = Path(source), Path(store)
     every = units_of(run)
+    if name is not None and (len(every) > 1 or not is_inside(name)):
+        found = f"{len(every)} checkpoints" if len(every) > 1 else name
+        raise UsageError("a name is of one checkpoint, and below the store", path=run, found=found)
+    called = {one.path: name or _name(one, run) for one in every}
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
-        would = [PackedOne(_name(one, run), _nbytes(files_of(one.path)), 0) for one in every]
+        would = [PackedOne(called[one.path], _nbytes(files_of(one.path)), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
-        return packed_into(into, [(_name(one, run), one) for one in every], full_every, shared["reporter"])
+        return packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
 
 
 def _check(store: Place, full_every: int) -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from zckpt.operations.places import at_path, place_of
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Model, Stateful
+from zckpt.storage.remote import is_url
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
 from zckpt.training.live import TpRules
@@ -70,6 +71,10 @@ class Checkpointer:
         handler can be set in the main thread only.
     fingerprint : bool
         Record the fingerprint of each checkpoint with it.
+    history : path-like, optional
+        A store, as `zckpt pack` makes one, that a thread of the first rank adds each checkpoint to when it has been
+        saved, before any is removed. While that fails, which is told, none is removed. A step that is saved again has
+        another name there, with the checkpoint's id.
     replicate : bool
         Keep what a save would write in memory after each step that is not saved, so that workers that are killed lose
         no step: in /dev/shm, which outlives them, and where there are several nodes, also in that of the next node.
@@ -87,7 +92,8 @@ class Checkpointer:
     Raises
     ------
     UsageError
-        `keep`, `every` or `replicate_every` is below 1, or there is no directory for what is kept in memory.
+        `keep`, `every` or `replicate_every` is below 1, there is no directory for what is kept in memory, or `history`
+        is a URL.
     TargetExistsError
         The directory is another program's, whose `latest` would be replaced.
     SourceError
@@ -103,12 +109,15 @@ class Checkpointer:
         async_: bool = False,
         on_sigterm: bool = True,
         fingerprint: bool = False,
+        history: str | os.PathLike[str] | None = None,
         replicate: bool = False,
         replicate_every: int = 1,
         replicate_in: str | os.PathLike[str] | None = None,
         tp_rules: TpRules = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if history is not None and is_url(history):
+            raise UsageError("a store of checkpoints is a directory of a file system", path=history)
         for what, number in (("keep", keep), ("every", every), ("replicate_every", replicate_every)):
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
@@ -118,6 +127,7 @@ class Checkpointer:
         self.every = every
         self.async_ = async_
         self.fingerprint = fingerprint
+        self.history = history
         self._tp_rules = tp_rules
         self.is_ending = False
         self._process_group = process_group
@@ -251,6 +261,7 @@ class Checkpointer:
 
         def prune() -> None:  # a failure has spoiled nothing, and the next save tries again
             try:
+                self._pack(record.saved)
                 self._place.prune(record, self.keep, self._told_of)
             except Exception as error:  # noqa: BLE001  # told by the thread that trains
                 self._told_of.append(
@@ -259,6 +270,21 @@ class Checkpointer:
 
         self._pruning = threading.Thread(target=prune, name="zckpt-prune")
         self._pruning.start()
+
+    def _pack(self, saved: Iterable[Written]) -> None:
+        """Add to the store of the run's history what it has not."""
+        if self.history is None:
+            return
+        from zckpt.operations.pack import pack
+
+        for one in saved:
+            path = self._place.checkpoint(one.name)
+            if unsound(path) is not None:
+                continue
+            try:
+                pack(path, self.history)
+            except UsageError:  # the store has what was saved of this step before
+                pack(path, self.history, name=f"{one.name}-{one.identity}")
 
     # --- resuming
 
