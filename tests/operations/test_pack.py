@@ -136,9 +136,9 @@ def test_one_checkpoint_may_have_another_name(tmp_path):
     source = FIXTURES / "s2_bf16_dp2" / "global_step5"
     zckpt.pack(source, tmp_path / "store", name="runs/first")
     assert zckpt.diff(tmp_path / "store" / "runs" / "first", source).equal
-    for run, name in ((source, "../first"), (FIXTURES / "s2_bf16_dp2_multitag", "first")):
+    for given, name in ((source, "../first"), (FIXTURES / "s2_bf16_dp2_multitag", "first")):
         with refusing(zckpt.UsageError, "a name is of one checkpoint, and below the store"):
-            zckpt.pack(run, tmp_path / "store", name=name)
+            zckpt.pack(given, tmp_path / "store", name=name)
 
 
 def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
