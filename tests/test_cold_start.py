@@ -54,7 +54,7 @@ LOADED: dict[str, set[str]] = {
     f"merge-adapter {SOURCE} {ADAPTER} merged.safetensors": ELEMENTS,
 } | {f"{verb} --help": PLUGINS if verb in ("convert", "reshard") else set() for verb in cli.commands}
 
-SHOWN_WITHOUT_FORMATS = 19
+SHOWN_WITHOUT_FORMATS = 20
 """Modules of zckpt, of some 250, of which no help that is not about formats loads more."""
 
 PROGRAM = """

@@ -90,7 +90,7 @@ def refused(status: int, *arguments: object, words: tuple[str, ...] = ()) -> str
     """Run a command that must fail with this status and one line; return the line."""
     done = run(*arguments)
     assert done.returncode == status, done.stderr
-    assert done.stdout == ""
+    assert done.stdout == "" if "--json" not in arguments else json.loads(done.stdout).keys() == {"error"}
     assert done.stderr.endswith("\n")
     assert len(done.stderr.splitlines()) == 1, done.stderr
     for word in words:

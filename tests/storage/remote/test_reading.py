@@ -24,8 +24,9 @@ from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, endless, free_port, hub
 from zckpt.engine.workers import running_on
 from zckpt.errors import Interrupted
+from zckpt.storage import stand_ins
 from zckpt.storage.journal import Purpose
-from zckpt.storage.remote import attempts, mount, web
+from zckpt.storage.remote import attempts, web
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
 
@@ -375,7 +376,7 @@ def test_what_is_opened_is_read_until_it_is_let_go(s3):
     assert torch.equal(checkpoint.read(name), here.read(name))
     assert zckpt.diff(checkpoint, SOURCE).equal
     assert zckpt.inspect(checkpoint).source.startswith("s3://bucket/run")
-    ((_, inside),) = mount._BASE
+    ((_, inside),) = stand_ins._BASE
     count = len(list(inside.iterdir()))
     del checkpoint
     gc.collect()
