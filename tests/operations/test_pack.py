@@ -141,6 +141,19 @@ def test_one_checkpoint_may_have_another_name(tmp_path):
             zckpt.pack(given, tmp_path / "store", name=name)
 
 
+def test_other_programs_resume_from_what_is_unpacked_and_nothing_is_pruned(tmp_path):
+    source, store = FIXTURES / "s2_bf16_dp2" / "global_step5", tmp_path / "store"
+    zckpt.pack(source, store)
+    for one in (store / "global_step5", zckpt.open(store / "global_step5")):
+        said = zckpt.resume_check(one, program="deepspeed")
+        assert (said.verdict, said.commands) == ("no", [f"zckpt unpack {store}/global_step5 TARGET"])
+        assert zckpt.resume_check(one, program="zckpt").resumes
+    zckpt.unpack(store / "global_step5", tmp_path / "global_step5")
+    assert zckpt.resume_check(tmp_path / "global_step5", program="deepspeed").resumes
+    with refusing(zckpt.UsageError, "nothing is removed from a store of checkpoints"):
+        zckpt.prune(store, keep_last=1)
+
+
 def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
     shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-1")
     with refusing(zckpt.UsageError, "another checkpoint of this name"):

@@ -125,5 +125,6 @@ def test_what_is_printed(tmp_path):
         "layer", "slot", "dtype", "numel", "min", "max", "mean", "std", "norm", "zeros", "nan", "inf",
     ]  # fmt: skip
     assert run("stats", FIXTURES / "s2_bf16_dp2", "--slots", "momentum").returncode == 2
+    assert run("stats", FIXTURES / "s2_bf16_dp2", "--csv", "--json").returncode == 2
     with refusing(zckpt.UsageError, "no slot is chosen: expected some of weight, master"):
         zckpt.stats(FIXTURES / "s2_bf16_dp2", slots=["momentum"])

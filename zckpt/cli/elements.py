@@ -10,6 +10,7 @@ import click
 from zckpt.cli.options import dequantize_option, json_option, names_option, source_argument, takes
 from zckpt.cli.streams import json_text, reporter, width
 from zckpt.cli.verbs import verb
+from zckpt.errors import UsageError
 from zckpt.operations.options import Compared, Salvaged
 
 
@@ -37,6 +38,8 @@ def stats_command(
 
     Every element is read once. --json also has a histogram of each, by power of two.
     """
+    if as_csv and as_json:
+        raise UsageError("--csv and --json are two forms", expected="one of them")
     from zckpt.operations.stats import stats
     from zckpt.report.figures import comma_separated, render
 

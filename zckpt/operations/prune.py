@@ -28,6 +28,7 @@ from zckpt.state import as_float
 from zckpt.state.brief import Brief
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
+from zckpt.storage.packed.store import is_store
 from zckpt.storage.remote import is_url
 
 SHOWN = 3
@@ -154,6 +155,12 @@ def prune(
     if is_url(run):
         raise UsageError("checkpoints in a store are not removed", path=run, expected="a directory of a file system")
     top = Path(run)
+    if is_store(top):
+        raise UsageError(
+            "nothing is removed from a store of checkpoints, of which later ones need earlier ones",
+            path=run,
+            advice="unpack what is to stay, and pack that",
+        )
     every = units_of(top)
     around = Around.of(top, every)
     seen = [_Seen(one, *look(one, around, deep=deep)) for one in every]

@@ -26,6 +26,8 @@ from zckpt.operations.resume_check.programs import OWN_NAMES, PROGRAMS, Make, Pr
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
+from zckpt.storage.remote.mount import PACKED
+from zckpt.storage.stand_ins import is_remote, place
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -135,6 +137,9 @@ def resume_check(
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
     found = replace(found, yours=about.yours or None)
+    if program != "zckpt" and _scheme(checkpoint) == PACKED:
+        said = f"it is in a store of checkpoints, and {about.title} looks for its files"
+        return replace(found, why=[said], commands=[f"zckpt unpack {quote(checkpoint.named)} TARGET"])
     way = next((one for one in about.ways if one.mark(facts)), None)
     lacks = [said for need in about.holds if (said := need(facts)) is not None]
     if way is None:
@@ -145,6 +150,8 @@ def resume_check(
     mismatch = _of_model(facts, strict=way.strict)
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
     doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
+    if program != "zckpt" and _scheme(checkpoint) is not None:
+        doubts.append("it is not on a file system, and whether it is read from there is not known: copy it first")
     words = _words(facts)
     found = replace(found, call=way.call.format(**words), given=way.given.format(**words) or None)
     if reasons:
@@ -157,6 +164,12 @@ def resume_check(
         gone.insert(0, {"part": WEIGHTS, "why": f"{mismatch[0]}, and stay as the model was made"})
     verdict = UNKNOWN if doubts else PARTLY if gone else WHOLE
     return replace(found, verdict=verdict, comes_back=back, not_back=gone, why=doubts)
+
+
+def _scheme(checkpoint: Checkpoint) -> str | None:
+    """Return the scheme of the store that a checkpoint is in; None: it is on a file system."""
+    path = Path(checkpoint.source if checkpoint.places is None else checkpoint.places[0])
+    return place(path).parts[2] if is_remote(path) else None
 
 
 def _lost(facts: Facts) -> str | None:
