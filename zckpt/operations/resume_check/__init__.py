@@ -138,8 +138,8 @@ def resume_check(
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
     found = replace(found, yours=about.yours or None)
     if program != "zckpt" and _scheme(checkpoint) == PACKED:
-        said = f"it is in a store of checkpoints, and {about.title} looks for its files"
-        return replace(found, why=[said], commands=[f"zckpt unpack {quote(checkpoint.named)} TARGET"])
+        stored = f"it is in a store of checkpoints, and {about.title} looks for its files"
+        return replace(found, why=[stored], commands=[f"zckpt unpack {quote(checkpoint.named)} TARGET"])
     way = next((one for one in about.ways if one.mark(facts)), None)
     lacks = [said for need in about.holds if (said := need(facts)) is not None]
     if way is None:
