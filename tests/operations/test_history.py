@@ -172,6 +172,16 @@ def test_the_document_is_what_is_printed(tmp_path):
     assert done["checkpoints"][0]["saved"].endswith("+00:00")
 
 
+def test_a_page_is_written_whole_or_not_at_all(tmp_path):
+    run = put(tmp_path / "run", global_step5=TAG)
+    page = tmp_path / "page.html"
+    assert succeeded("list", run, "--html", page).stdout == succeeded("list", run).stdout
+    assert "global_step5" in page.read_text()
+    refused(4, "list", run, "--html", page, words=("--overwrite",))
+    refused(3, "list", tmp_path / "none", "--html", tmp_path / "none.html", words=("no directory",))
+    assert not (tmp_path / "none.html").exists()
+
+
 def test_a_directory_without_checkpoints_is_refused(tmp_path):
     refused(3, "list", tmp_path, words=("no checkpoint",))
     refused(3, "list", tmp_path / "none", words=("no directory",))

@@ -97,3 +97,24 @@ def verification(
 def layout_map(checkpoint: zckpt.Checkpoint, **options: Any) -> dict[str, Any]:
     """What pages and pictures of a map are drawn from."""
     return zckpt.map(checkpoint, **options).as_dict()
+
+
+def recorded(name: str, step: int | None, **other: Any) -> dict[str, Any]:
+    return {
+        "path": f"run/{name}", "name": name, "step": step, "saved": "2026-11-24T15:58:00+00:00", "nbytes": 4_210_000,
+        "format": "deepspeed", "world_size": 8, "sound": True, "why": None, "latest": False, "named_by": [],
+        "fingerprint": None, "equal": [],
+    } | other  # fmt: skip
+
+
+def history() -> dict[str, Any]:
+    """Two series, one with steps and one without; one that is not sound, of no format; a hostile name."""
+    every = [
+        recorded("a/step100", 100),
+        recorded("a/step200", 200, sound=False, why="ZC-101: <b>missing", format=None, world_size=None, nbytes=0),
+        recorded("a/step300", 300, latest=True, named_by=["a/latest"]),
+        recorded("final", None, equal=["a/step300"]),
+        recorded(HOSTILE_NAME, None, named_by=["link"]),
+    ]
+    left = ["run/.step400.zckpt-partial"]
+    return {"run": "runs/base", "checkpoints": every, "nbytes": 16_840_000, "leftovers": left}

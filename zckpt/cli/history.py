@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from zckpt.cli.options import Place, json_option, takes
-from zckpt.cli.streams import json_text, reporter
+from zckpt.cli.options import Place, json_option, page_options, takes
+from zckpt.cli.streams import check_file, json_text, reporter, write_file
 from zckpt.cli.verbs import verb
 from zckpt.errors import TargetError
 from zckpt.operations.options import Copying
@@ -23,9 +23,19 @@ run_argument = click.argument("run", type=Place())
 @click.option("--deep", is_flag=True, help="Read every byte of each, to tell whether it is sound.")
 @click.option("--fingerprint", is_flag=True, help="Compute the fingerprints that are not recorded, to tell equal ones.")
 @json_option
+@page_options
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @takes(Copying)
-def list_command(run: Path, deep: bool, fingerprint: bool, as_json: bool, quiet: bool, shared: dict[str, Any]) -> None:
+def list_command(
+    run: Path,
+    deep: bool,
+    fingerprint: bool,
+    as_json: bool,
+    html: Path | None,
+    overwrite: bool,
+    quiet: bool,
+    shared: dict[str, Any],
+) -> None:
     """List the checkpoints of a run, of whatever formats: step, date, size, ranks, which are sound, which is latest.
 
     Reads structure and a sample of the weights of each; with --deep every byte.
@@ -33,8 +43,13 @@ def list_command(run: Path, deep: bool, fingerprint: bool, as_json: bool, quiet:
     from zckpt.operations.history import history
     from zckpt.report.history import render
 
-    found = history(run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared)
-    click.echo(json_text(found.as_dict()) if as_json else render(found.as_dict()))
+    check_file(html, overwrite=overwrite)
+    found = history(run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared).as_dict()
+    if html is not None:
+        from zckpt.report.page.history import history_page
+
+        write_file(html, history_page(found), overwrite=overwrite)
+    click.echo(json_text(found) if as_json else render(found))
 
 
 @verb("prune")

@@ -232,3 +232,9 @@ def _option(same: list[tuple[str, Option]]) -> click.Option:
         callback=lambda _context, _option, value: None if value is None else first.kind(value),
         help=text,
     )
+
+
+page_options = together(
+    click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."),
+    click.option("--overwrite", is_flag=True, help="Replace FILE if it exists."),
+)

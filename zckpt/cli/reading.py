@@ -16,24 +16,19 @@ from zckpt.cli.options import (
     dequantize_option,
     json_option,
     names_option,
+    page_options,
     source_argument,
     takes,
-    together,
 )
-from zckpt.cli.streams import json_text, paint, reporter, width
+from zckpt.cli.streams import check_file, json_text, paint, reporter, width, write_file
 from zckpt.cli.verbs import verb
-from zckpt.errors import TargetError, UsageError, without_controls
+from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 PICTURES = (".svg", ".png")
-
-page_options = together(
-    click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."),
-    click.option("--overwrite", is_flag=True, help="Replace FILE if it exists."),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +54,11 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
         quiet: bool = False,
         **given: Any,  # noqa: ANN401  # what click gives
     ) -> int:
-        _check_file(html, overwrite=overwrite)
+        check_file(html, overwrite=overwrite)
         shown = command(quiet=quiet, **given)
         _say_what_is_cached(shown.checkpoints, direct=given["shared"].get("direct", False), quiet=quiet)
         if html is not None:
-            _write_file(html, shown.page(), overwrite=overwrite)
+            write_file(html, shown.page(), overwrite=overwrite)
         if as_json:
             click.echo(json_text(shown.document))
         elif not quiet:
@@ -71,25 +66,6 @@ def _shows(command: Callable[..., _Shown]) -> Callable[..., int]:
         return shown.status
 
     return run
-
-
-def _check_file(file: Path | None, *, overwrite: bool) -> None:
-    """Raise TargetError if a page, or a picture, cannot be written, before the work for it is done."""
-    from zckpt.storage.ownership import check_target
-
-    if file is not None:
-        check_target(file, overwrite=overwrite)
-
-
-def _write_file(file: Path, content: str | bytes, *, overwrite: bool) -> None:
-    """Write a page or a picture, whole or not at all."""
-    from zckpt.storage.durable import written
-
-    with written([file], overwrite=overwrite) as [partial]:
-        try:
-            partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        except OSError as error:
-            raise TargetError("cannot be written", path=file, found=error.strerror) from error
 
 
 def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quiet: bool) -> None:
@@ -271,12 +247,12 @@ def fingerprint_command(
             expected="--output FILE, not --write",
         )
     target = output or (digests_path(checkpoint) if write else None)
-    _check_file(target, overwrite=overwrite)
+    check_file(target, overwrite=overwrite)
     others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
     found = fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others)
     _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=quiet)
     if target is not None:
-        _write_file(target, bytes_of(found), overwrite=overwrite)
+        write_file(target, bytes_of(found), overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)
 
 
@@ -375,12 +351,12 @@ def map_command(
         raise UsageError("nowhere to draw the map", expected="a TARGET in .svg or .png, or --json")
     if target is not None and target.suffix.lower() not in PICTURES:
         raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name in .svg or .png")
-    _check_file(target, overwrite=overwrite)
+    check_file(target, overwrite=overwrite)
     document = map_of(source, slots=slots or None, **shared).as_dict()
     if target is not None:
         from zckpt.report.picture import png, svg
 
-        _write_file(target, (svg if target.suffix.lower() == ".svg" else png)(document), overwrite=overwrite)
+        write_file(target, (svg if target.suffix.lower() == ".svg" else png)(document), overwrite=overwrite)
     if as_json:
         click.echo(json_text(document))
 

@@ -10,12 +10,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 import click
 
 from zckpt.engine import Reporter, SilentReporter
-from zckpt.errors import CONTROLS
+from zckpt.errors import CONTROLS, TargetError
 
 
 class CannotPrintError(Exception):
@@ -159,3 +160,22 @@ class BarReporter:
 def reporter(what: str, *, quiet: bool) -> Reporter:
     """Return a bar if standard error is a terminal and `quiet` is false, else a silent reporter."""
     return SilentReporter() if quiet or not sys.stderr.isatty() else BarReporter(what)
+
+
+def check_file(file: Path | None, *, overwrite: bool) -> None:
+    """Raise TargetError if a page, or a picture, cannot be written, before the work for it is done."""
+    from zckpt.storage.ownership import check_target
+
+    if file is not None:
+        check_target(file, overwrite=overwrite)
+
+
+def write_file(file: Path, content: str | bytes, *, overwrite: bool) -> None:
+    """Write a page or a picture, whole or not at all."""
+    from zckpt.storage.durable import written
+
+    with written([file], overwrite=overwrite) as [partial]:
+        try:
+            partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        except OSError as error:
+            raise TargetError("cannot be written", path=file, found=error.strerror) from error

@@ -3,6 +3,7 @@
 Here is what a page says, from a plain document: of `zckpt diff --html`, of two checkpoints or a series of them, and of
 one checkpoint, of `zckpt inspect --html` and `zckpt verify --html`.
 
+history.py   the page of `zckpt list --html`
 markup.py    a page's one file, with scripts and data; text and tables as HTML
 assets/      the style sheet and the scripts
 """

@@ -28,6 +28,7 @@ SCRIPTS = {
     "diff": ("format", "search", "table", "heat", "page"),
     "series": ("format", "search", "table", "curves", "series", "page"),
     "verify": ("format", "search", "table", *_MAP, "page"),
+    "history": ("format", "search", "table", "page"),
 }
 """The scripts of each kind of page, in the order in which they use each other."""
 

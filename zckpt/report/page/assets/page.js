@@ -185,6 +185,8 @@ const pages = {
     startSeries(payload);
   },
 
+  history() {},
+
   verify() {
     startFindings();
     if (!payload.map) return;
