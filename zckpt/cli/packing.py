@@ -75,12 +75,24 @@ def unpack_command(store: Path, target: Path, overwrite: bool, dry_run: bool, as
 @click.argument("a", type=Place())
 @click.argument("b", type=Place())
 @target_argument
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it is a patch.")
-@json_option
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+@click.option(
+    "--to",
+    type=click.Choice(["zckpt", "slime"]),
+    default="zckpt",
+    show_default=True,
+    help="slime: the bytes of weights that changed, as it publishes them; TARGET is called weight_v000001, ...",
+)
+@click.option("--encoding", type=click.Choice(["xor", "overwrite"]), default="xor", help="Of slime. Default: xor.")
+@writing_options
 @takes(ReadCopied)
 def patch_command(
-    a: Path, b: Path, target: Path, overwrite: bool, as_json: bool, quiet: bool, shared: dict[str, Any]
+    a: Path,
+    b: Path,
+    target: Path,
+    as_json: bool,
+    quiet: bool,
+    shared: dict[str, Any],
+    **given: Any,  # noqa: ANN401  # what click gives
 ) -> None:
     """Write what makes checkpoint B of checkpoint A of the same model, whatever their formats and world sizes.
 
@@ -89,7 +101,7 @@ def patch_command(
     from zckpt.operations.patch import patch
     from zckpt.report.packing import patched
 
-    found = patch(a, b, target, overwrite=overwrite, reporter=reporter("patch", quiet=quiet), **shared).as_dict()
+    found = patch(a, b, target, reporter=reporter("patch", quiet=quiet), **given, **shared).as_dict()
     _say(found, patched(found), as_json=as_json, quiet=quiet)
 
 
@@ -108,7 +120,10 @@ def apply_command(
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
 ) -> None:
-    """Write the files of the checkpoint that a PATCH makes of A, bit for bit those that it was made of."""
+    """Write the files of the checkpoint that a PATCH makes of A, bit for bit those that it was made of.
+
+    PATCH may be a version that slime has published, weight_v000003, and A the model at any version before.
+    """
     from zckpt.operations.patch import apply
     from zckpt.report.packing import unpacked
 

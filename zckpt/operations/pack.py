@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,8 +23,6 @@ from zckpt.storage.packed.write import Known as Chunks
 from zckpt.storage.remote import is_url
 
 FULL_EVERY = DEEPEST + 1
-
-LEAST_THREADS, MOST_THREADS = 2, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +141,7 @@ def packed_into(
                 numbers = {str(_at(unit.path, one)): count for count, one in enumerate(files[name])}
                 own = Known.of(number, states, numbers)
                 cuts = cuts_of(own, base.known if base is not None else None)
-                packing = Packing(
-                    store, chunks, number, unit.path, files[name], full_every - 1, progress.advance, threads()
-                )
+                packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance)
                 stored = packing.write(name, partial(_cut, cuts, unit.path), {})
                 done.append(PackedOne(name, _nbytes(files[name]), stored))
                 chunks.named(number)
@@ -162,12 +157,6 @@ def packed_into(
 
 def _cut(cuts: Callable[[str], Sequence[Cut]], path: Path, file: str) -> Sequence[Cut]:
     return cuts(str(file_at(path, file)))
-
-
-def threads() -> int:
-    """Return how many threads make chunks."""
-    return min(max(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-                   LEAST_THREADS), MOST_THREADS)  # fmt: skip
 
 
 def _name(unit: Unit, run: Path) -> str:

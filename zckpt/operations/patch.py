@@ -15,18 +15,20 @@ from pathlib import Path
 import numpy as np
 
 from zckpt.compare.digests import changes
-from zckpt.engine import reporting
+from zckpt.engine import Reporter, reporting
 from zckpt.engine.copy import pieces_of, read_piece
 from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
 from zckpt.formats import open_checkpoint
+from zckpt.formats.safetensors.deltas import ENCODINGS, XOR, is_delta, version_of
+from zckpt.operations.deltas import apply_published, pairs, publish
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
-from zckpt.operations.pack import file_at, threads
+from zckpt.operations.pack import file_at
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
 from zckpt.operations.unpack import Unpacked, write_files
-from zckpt.state import Extent, Slot
+from zckpt.state import Checkpoint, Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
@@ -35,6 +37,8 @@ from zckpt.storage.packed.chunks import Bytes
 from zckpt.storage.packed.store import GIVEN, PATCH, PackedStore
 from zckpt.storage.packed.write import Packing, files_of, writing
 from zckpt.storage.room import write_errors
+
+ZCKPT, SLIME = FORMS = ("zckpt", "slime")
 
 NUMBER = GIVEN + 1
 
@@ -52,13 +56,14 @@ class Patched:
     ----------
     target : str
     base, result : str
-        Fingerprints of what it is applied to, and of what that becomes.
+        Fingerprints of what it is applied to, and of what that becomes; of slime's, versions.
     equal, changed : int
         Tensors, and single values, that both have: weights, masters and state of the optimizer by themselves.
     differences : list of str
         Those that are not equal, or that one has alone.
     nbytes, stored_nbytes : int
-        Of the files that it makes, and of it.
+        Of the files, or tensors, that it makes, and of it; with `dry_run` 0.
+    dry_run : bool
     """
 
     target: str
@@ -69,6 +74,7 @@ class Patched:
     differences: list[str]
     nbytes: int
     stored_nbytes: int
+    dry_run: bool = False
 
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
@@ -76,7 +82,17 @@ class Patched:
 
 
 @shares(ReadCopied)
-def patch(a: Source, b: Place, target: Place, *, overwrite: bool = False, **shared: Unpack[ReadCopied]) -> Patched:
+def patch(
+    a: Source,
+    b: Place,
+    target: Place,
+    *,
+    to: str = ZCKPT,
+    encoding: str = XOR,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    **shared: Unpack[ReadCopied],
+) -> Patched:
     """Write what makes checkpoint B of checkpoint A of the same model, of any formats and world sizes.
 
     Parameters
@@ -87,47 +103,79 @@ def patch(a: Source, b: Place, target: Place, *, overwrite: bool = False, **shar
         A directory, or a file: all files of it are what `apply` writes.
     target : path-like
         A directory that does not exist.
+    to : str
+        "zckpt"; or "slime": the bytes of weights that changed, as slime publishes a version (`weight_v000003`).
+    encoding : str
+        Of slime: "xor", or "overwrite", which may be applied twice.
     overwrite : bool
         Replace a patch.
+    dry_run : bool
+        Say what differs; write nothing.
     **shared
         About A.
 
     Raises
     ------
+    UsageError
+        An option does not exist, or is not of that form.
     UnsupportedError
-        One has state that no fingerprint covers.
+        One has state that no fingerprint covers; or, of slime's form, they have not the same weights.
     SourceError
         One cannot be read, or changes meanwhile.
     TargetError
         The target exists or cannot be written.
     """
     path, source = Path(target), Path(b)
-    check_target(path, overwrite=overwrite, owned=_OWNED)
+    if to not in FORMS or encoding not in ENCODINGS or (to == ZCKPT and encoding != XOR):
+        raise UsageError("no such form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
     base, result = opened(a, **shared), open_checkpoint(source)
+    if to == SLIME:
+        return _published(base, result, path, encoding, overwrite, dry_run, shared["reporter"])
+    check_target(path, overwrite=overwrite, owned=_OWNED)
     copying = only(Copying, {**shared, "reporter": None})
     prints = fingerprint(base, **copying), fingerprint(result, **copying)
-    files = files_of(source)
-    tensors, given = as_tensors({".": base}, GIVEN)
-    own = Known.of(NUMBER, {".": result}, {str(file_at(source, one.name)): count for count, one in enumerate(files)})
-    cuts = cuts_of(own, tensors)
-    nbytes = sum(one.nbytes for one in files)
-    details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
-    with (
-        write_errors(path),
-        written([path], overwrite=overwrite, owned=_OWNED) as [made],
-        reporting(shared["reporter"], nbytes) as progress,
-        writing(made, kind=PATCH) as store,
-    ):
-        store.given = partial(_elements, given)
-        packing = Packing(store, None, NUMBER, source, files, DEEPEST, progress.advance, threads())
-        stored = packing.write(source.name, lambda name: cuts(str(file_at(source, name))), details)
     differ = changes(*prints)
     every = {(name, entry) for one in prints for name, entries in one.entries.items() for entry in entries}
     both = {(name, entry) for name, entries in prints[0].entries.items() for entry in entries
             if entry in prints[1].entries.get(name, {})}  # fmt: skip
     changed = {(one.name, one.entry) for one in differ} & both
     shown = sorted(f"{entry} of {name}" for name, entry in changed | (every - both))
-    return Patched(str(path), prints[0].text, prints[1].text, len(both - changed), len(changed), shown, nbytes, stored)
+    files = files_of(source)
+    nbytes, stored = sum(one.nbytes for one in files), 0
+    if not dry_run:
+        tensors, given = as_tensors({".": base}, GIVEN)
+        own = Known.of(
+            NUMBER, {".": result}, {str(file_at(source, one.name)): count for count, one in enumerate(files)}
+        )
+        cuts = cuts_of(own, tensors)
+        details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
+        with (
+            write_errors(path),
+            written([path], overwrite=overwrite, owned=_OWNED) as [made],
+            reporting(shared["reporter"], nbytes) as progress,
+            writing(made, kind=PATCH) as store,
+        ):
+            store.given = partial(_elements, given)
+            packing = Packing(store, None, NUMBER, source, files, DEEPEST, progress.advance)
+            stored = packing.write(source.name, lambda name: cuts(str(file_at(source, name))), details)
+    return Patched(
+        str(path), prints[0].text, prints[1].text, len(both - changed), len(changed), shown, nbytes, stored, dry_run
+    )
+
+
+def _published(
+    base: Checkpoint, result: Checkpoint, path: Path, encoding: str, overwrite: bool, dry_run: bool,
+    reporter: Reporter | None,
+) -> Patched:  # fmt: skip
+    """Write a version as slime does."""
+    tensors = pairs(base, result)
+    changed, stored = publish(tensors, _whole, path, encoding, overwrite=overwrite, dry_run=dry_run, reporter=reporter)
+    nbytes = sum(slot.nbytes for _, _, slot in tensors)
+    version = version_of(path)
+    before, after = (f"weight_v{number:06d}" for number in (version - 1, version))
+    return Patched(
+        str(path), before, after, len(tensors) - len(changed), len(changed), changed, nbytes, stored, dry_run
+    )
 
 
 @shares(ReadCopied)
@@ -145,8 +193,10 @@ def apply(
     Parameters
     ----------
     a : path-like or Checkpoint
-        What the patch was made from, in any format; told by its fingerprint.
+        What the patch was made from, in any format; told by its fingerprint. For what slime publishes: the directory of
+        a model at any version before, by default 0.
     patch : path-like
+        Or a version that slime has published: those between are beside it.
     target : path-like
         A directory, or a file where what was patched is one, that does not exist. It appears whole or not at all.
     overwrite : bool
@@ -165,9 +215,14 @@ def apply(
     TargetError
         The target exists or cannot be written.
     """
-    base = opened(a, **shared)
+    base, path = opened(a, **shared), Path(target)
+    if is_delta(Path(patch)):
+        done = apply_published(
+            base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
+        )
+        return Unpacked(str(path), *done, dry_run)
     _, given = as_tensors({".": base}, GIVEN)
-    store, path = PackedStore(patch, kind=PATCH, given=partial(_elements, given)), Path(target)
+    store = PackedStore(patch, kind=PATCH, given=partial(_elements, given))
     index = store.index(NUMBER)
     store.check_index(NUMBER)
     expected, result = index.details.get("base"), index.details.get("result")
@@ -191,6 +246,10 @@ def apply(
     if not dry_run:
         write_files(store, {"": NUMBER}, path, overwrite=overwrite, reporter=shared["reporter"], prove=prove)
     return Unpacked(str(path), [index.name], count, nbytes, dry_run)
+
+
+def _whole(slot: Slot) -> Bytes:
+    return _elements((slot,), 0, 0, slot.nbytes)
 
 
 _LOCAL = threading.local()

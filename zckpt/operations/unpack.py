@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
 from zckpt.operations.options import Place
-from zckpt.operations.pack import threads
+from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target
 from zckpt.storage.packed.chunks import CHUNK_NBYTES
@@ -161,14 +161,9 @@ def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int],
             out.write(data)
         return nbytes
 
-    with ThreadPoolExecutor(threads(), thread_name_prefix="zckpt-unpack") as pool:
-        results = [pool.submit(copy, job) for job in jobs]
-        try:
-            for done in results:
-                advance(done.result())
-        finally:
-            for done in results:
-                done.cancel()
+    with closing(ahead(copy, jobs)) as copies:
+        for done in copies:
+            advance(done)
 
 
 def _mark(store: PackedStore, number: int, path: Path) -> None:

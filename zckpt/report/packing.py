@@ -35,10 +35,10 @@ def patched(document: Document) -> str:
     kept = document["stored_nbytes"], document["nbytes"]
     some = listed(document["differences"], most=SHOWN_DIFFERENCES)
     differ = f"{count(document['changed'], 'tensor')} changed, {document['equal']} equal"
-    return "\n".join([
-        f"wrote {document['target']}: {size(kept[0])} for {size(kept[1])} ({share(*kept)})",
-        f"{differ}: {some}" if some else differ,
-    ])  # fmt: skip
+    done = f"wrote {document['target']}: {size(kept[0])} for {size(kept[1])} ({share(*kept)})"
+    if document["dry_run"]:
+        done = f"would write {document['target']}, which makes {size(kept[1])}"
+    return "\n".join([done, f"{differ}: {some}" if some else differ])
 
 
 def share(part: int, whole: int) -> str:

@@ -2,6 +2,7 @@
 
 file      a file's header, read and written, and a directory with an index
 shards    pieces of tensors without an index
+deltas    the bytes that changed, as slime publishes them
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ class Safetensors(Format):
     def find(self, search: Search) -> Found | NearMiss | None:
         """Tell a file by its header, a directory by its names; other formats keep more next to such a model."""
         from zckpt.formats.native.files import is_rank_file
-        from zckpt.formats.safetensors import file, shards
+        from zckpt.formats.safetensors import deltas, file, shards
 
         if is_rank_file(search.path):
             return NearMiss("is one rank's file of a checkpoint of zckpt", f"give its directory, {search.path.parent}")
+        if deltas.is_delta(search.path if search.path.is_dir() else search.path.parent):
+            about = "is a version of a model's weights as slime publishes it: what changed since the one before"
+            return NearMiss(about, "`zckpt apply MODEL VERSION TARGET` writes the model at that version")
         if search.path.is_dir() and shards.is_sharded(search.path):
             return Found("shards", sure=False)
         if file.is_safetensors(search.path):
@@ -38,9 +42,10 @@ class Safetensors(Format):
 
     def is_checkpoint(self, directory: Path) -> bool:
         """Tell a directory as Hugging Face lays it out; shards by themselves are pieces of another."""
+        from zckpt.formats.safetensors.deltas import is_delta
         from zckpt.formats.safetensors.file import is_safetensors
 
-        return is_safetensors(directory)
+        return is_safetensors(directory) and not is_delta(directory)
 
     def read(self, found: Found, search: Search) -> Checkpoint:
         """Read the headers, and those of the optimizer that `consolidate` has put into a directory.

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError
+from zckpt.storage.ahead import ahead
 from zckpt.storage.disk import sync
 from zckpt.storage.files import entries_of, opened
 from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, XOR, ZEROS, Bytes, Way, encode, is_zero
@@ -232,7 +231,6 @@ class Packing:
         How deep a chunk may be that is predicted from another checkpoint.
     advance : callable
         Hears of bytes that are done.
-    threads : int
     """
 
     store: PackedStore
@@ -242,7 +240,6 @@ class Packing:
     files: tuple[Filed, ...]
     deepest: int
     advance: Callable[[int], None]
-    threads: int
 
     def write(self, name: str, cuts: Callable[[str], Sequence[Cut]], details: dict[str, object]) -> int:
         """Pack a checkpoint; return what its chunks and its index take, in bytes.
@@ -253,8 +250,12 @@ class Packing:
         chunks, rows, ranges = self.store.chunks_path(self.number), list[npt.NDArray[np.void]](), list[Range]()
         jobs = (job for number, one in enumerate(self.files) for job in self._jobs(number, one, cuts))
         try:
-            with write_errors(self.store.path), chunks.open("xb") as out:
-                for made in self._run(jobs):
+            with (
+                write_errors(self.store.path),
+                chunks.open("xb") as out,
+                closing(ahead(self._make, jobs)) as made_ones,
+            ):
+                for made in made_ones:
                     rows.append(self._placed(made, out, ranges))
                 out.flush()
                 os.fsync(out.fileno())
@@ -271,21 +272,6 @@ class Packing:
             if not self.store.index_path(self.number).exists():
                 chunks.unlink(missing_ok=True)
             raise
-
-    def _run(self, jobs: Iterable[_Job]) -> Iterator[_Made]:
-        """Make chunks on threads, a few ahead, in order."""
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="zckpt-pack") as pool:
-            waiting: deque[Future[_Made]] = deque()
-            try:
-                for job in jobs:
-                    waiting.append(pool.submit(self._make, job))
-                    if len(waiting) > 2 * self.threads:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                for one in waiting:
-                    one.cancel()
 
     def _jobs(self, number: int, file: Filed, cuts: Callable[[str], Sequence[Cut]]) -> Iterator[_Job]:
         """Yield the chunks of a file: neighbours of a kind together, what is between them, what is large in several."""

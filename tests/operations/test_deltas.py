@@ -1,0 +1,254 @@
+"""Versions of weights as slime publishes them, written here as its documentation says; read, applied and made."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import refused, run, succeeded
+from tests.refusals import refusing
+from zckpt.formats.safetensors import deltas
+
+Tensors = dict[str, torch.Tensor]
+SUMS = {"xxh3-128": xxhash.xxh3_128_hexdigest, "adler32": lambda data: f"{zlib.adler32(data):08x}"}
+CHANGED = ("a.weight", "b.weight", "steps")
+
+
+def model(version: int) -> Tensors:
+    """A model of odd sizes, several types, an empty tensor; some elements change with each version."""
+    random = torch.Generator().manual_seed(0)
+    made = {
+        "a.weight": torch.randn(300, 17, generator=random).bfloat16(),
+        "b.weight": torch.randn(5001, generator=random),
+        "frozen": torch.randn(40, generator=random).half(),
+        "nothing": torch.zeros(0),
+        "steps": torch.arange(7),
+    }
+    for one in range(1, version + 1):
+        for name in CHANGED:
+            made[name].view(-1)[one :: 7 * one] += one
+    return made
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def write(folder: Path, tensors: Tensors) -> Path:
+    """A directory of two shards, with a file that is not the model's."""
+    folder.mkdir(parents=True)
+    where = {}
+    for number, some in enumerate((["a.weight", "steps"], ["b.weight", "frozen", "nothing"]), 1):
+        file = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in some}, folder / file)
+        where |= dict.fromkeys(some, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def publish(folder: Path, version: int, encoding: str, algorithm: str, about: dict[str, str] | None = None) -> Path:
+    """What slime writes of a version."""
+    made, sums = {}, {}
+    for name, new in model(version).items():
+        after, before = raw(new), raw(model(version - 1)[name])
+        if np.array_equal(after, before):
+            continue
+        where = np.flatnonzero(after != before).astype("<u4")
+        pairs = [np.array([len(where)], "<u4").view(np.uint8), where.view(np.uint8), after[where]]
+        plain = after ^ before if encoding == "xor" else np.concatenate(pairs)
+        made[name] = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(plain.tobytes()), np.uint8)
+        sums[name] = SUMS[algorithm](after.tobytes())
+    out = folder / f"weight_v{version:06d}"
+    out.mkdir(parents=True)
+    (out / "model-00000-of-00001.safetensors").write_bytes(save(made, metadata=sums))
+    metadata = {
+        "version": f"{version:06d}", "base_version": f"{version - 1:06d}", "delta_encoding": encoding,
+        "compression_format": "zstd", "checksum_format": algorithm,
+    } | (about or {})  # fmt: skip
+    where = dict.fromkeys(made, "model-00000-of-00001.safetensors")
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": where}))
+    return out
+
+
+def is_version(folder: Path, version: int) -> bool:
+    found: Tensors = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    wanted = model(version)
+    return found.keys() == wanted.keys() and all(
+        one.dtype == wanted[name].dtype and np.array_equal(raw(one), raw(wanted[name])) for name, one in found.items()
+    )
+
+
+@pytest.fixture(params=["xor", "overwrite"])
+def encoding(request) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("algorithm", SUMS)
+def test_versions_are_applied_in_order_to_what_inference_began_with(encoding, algorithm, tmp_path):
+    base = write(tmp_path / "base", model(0))
+    last = [publish(tmp_path / "run", version, encoding, algorithm) for version in (1, 2, 3)][-1]
+    before = {one.name: one.read_bytes() for one in base.iterdir()}
+    done = zckpt.apply(base, last, tmp_path / "out")
+    assert done.checkpoints == ["weight_v000001", "weight_v000002", "weight_v000003"]
+    assert is_version(tmp_path / "out", 3)
+    assert (tmp_path / "out" / "config.json").read_text() == "{}"
+    assert {one.name: one.read_bytes() for one in base.iterdir()} == before
+    zckpt.apply(base, tmp_path / "run" / "weight_v000001", tmp_path / "one")
+    assert is_version(tmp_path / "one", 1)
+
+
+def test_a_model_of_a_version_needs_only_later_ones(encoding, tmp_path):
+    whole = write(tmp_path / "run" / "weight_v000002", model(2))
+    last = publish(tmp_path / "run", 3, encoding, "xxh3-128")
+    assert zckpt.apply(whole, last, tmp_path / "out").checkpoints == ["weight_v000003"]
+    assert is_version(tmp_path / "out", 3)
+    copied = write(tmp_path / "local", model(2))
+    (copied / ".weight_sync").mkdir()
+    (copied / ".weight_sync" / "state.json").write_text('{"version": "000002"}')
+    zckpt.apply(copied, last, tmp_path / "again")
+    assert is_version(tmp_path / "again", 3)
+    base = write(tmp_path / "base", model(0))
+    refused(3, "apply", base, last, tmp_path / "none", words=("version 2 is a whole model", "weight_vNNNNNN"))
+    (copied / ".weight_sync" / "state.json").write_text('{"version": "000003"}')
+    refused(3, "apply", copied, last, tmp_path / "none", words=("for another version",))
+
+
+def test_another_model_is_refused_and_nothing_is_written(tmp_path):
+    last = publish(tmp_path / "run", 1, "xor", "xxh3-128")
+    other = write(tmp_path / "base", model(2))
+    refused(3, "apply", other, last, tmp_path / "out", words=("a.weight is not what was published", "version 0"))
+    refused(3, "apply", other, last, tmp_path / "out", "--dry-run", words=("a.weight is not what was published",))
+    short = {name: one for name, one in model(0).items() if name != "b.weight"}
+    save_file(short, tmp_path / "short.safetensors")
+    refused(3, "apply", tmp_path / "short.safetensors", last, tmp_path / "out", words=("a directory of safetensors",))
+    (tmp_path / "short").mkdir()
+    save_file(short, tmp_path / "short" / "model.safetensors")
+    refused(3, "apply", tmp_path / "short", last, tmp_path / "out", words=("has no tensor b.weight",))
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["base", "run", "short", "short.safetensors"]
+
+
+def test_what_is_made_is_what_slime_would_publish(encoding, tmp_path):
+    for version in range(3):
+        write(tmp_path / str(version), model(version))
+    zckpt.convert(tmp_path / "2", tmp_path / "dcp", to="dcp")
+    for version, after in ((1, tmp_path / "1"), (2, tmp_path / "dcp")):
+        done = zckpt.patch(
+            tmp_path / str(version - 1), after, tmp_path / f"weight_v{version:06d}", to="slime", encoding=encoding
+        )
+        assert (done.equal, done.changed, done.differences) == (2, 3, sorted(CHANGED))
+        slime = publish(tmp_path / "slime", version, encoding, "xxh3-128")
+        ours, theirs = (deltas.read_delta(one) for one in (tmp_path / slime.name, slime))
+        assert (ours.version, ours.base, ours.encoding, ours.sums) == (version, version - 1, encoding, theirs.sums)
+        assert {name: slot.shape for name, slot in ours.changed.items()} == {
+            name: slot.shape for name, slot in theirs.changed.items()
+        }
+    zckpt.apply(tmp_path / "0", tmp_path / "weight_v000002", tmp_path / "out")
+    assert is_version(tmp_path / "out", 2)
+
+
+def test_large_versions_are_several_files(tmp_path, monkeypatch):
+    write(tmp_path / "0", model(0)), write(tmp_path / "1", model(1))
+    monkeypatch.setattr("zckpt.operations.deltas.SHARD_NBYTES", 100)
+    made = tmp_path / "weight_v000001"
+    assert zckpt.patch(tmp_path / "0", tmp_path / "1", made, to="slime", dry_run=True).dry_run
+    assert not made.exists()
+    zckpt.patch(tmp_path / "0", tmp_path / "1", made, to="slime")
+    assert len([*made.glob("model-0000?-of-0000?.safetensors")]) > 1
+    zckpt.apply(tmp_path / "0", made, tmp_path / "out")
+    assert is_version(tmp_path / "out", 1)
+
+
+def test_equal_models_make_a_version_that_changes_nothing(tmp_path):
+    base = write(tmp_path / "0", model(0))
+    assert zckpt.patch(base, base, tmp_path / "weight_v000001", to="slime").changed == 0
+    zckpt.apply(base, tmp_path / "weight_v000001", tmp_path / "out")
+    assert is_version(tmp_path / "out", 0)
+
+
+def test_what_cannot_be_published_is_refused(tmp_path):
+    base = write(tmp_path / "0", model(0))
+    refused(2, "patch", base, base, tmp_path / "p", "--to", "slime", words=("weight_v000001",))
+    refused(2, "patch", base, base, tmp_path / "p", "--encoding", "overwrite", words=("no such form",))
+    other = write(tmp_path / "1", model(0) | {"b.weight": torch.zeros(3)})
+    refused(5, "patch", base, other, tmp_path / "weight_v000001", "--to", "slime", words=("b.weight is not the same",))
+
+
+def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
+    version = publish(tmp_path / "run", 1, "xor", "xxh3-128")
+    for path in (version, version / "model-00000-of-00001.safetensors"):
+        refused(3, "inspect", path, words=("as slime publishes it", "zckpt apply"))
+    write(tmp_path / "run" / "whole", model(0))
+    assert [one["name"] for one in json.loads(succeeded("list", tmp_path / "run", "--json").stdout)["checkpoints"]] == [
+        "whole"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"version": "x"}, "unreadable index"),
+        ({"base_version": "000001"}, "a base before 1"),
+        ({"compression_format": "lz4"}, "of a form that is not known"),
+        ({"delta_encoding": "sum"}, "of a form that is not known"),
+        ({"checksum_format": "crc"}, "unknown checksums"),
+    ],
+)
+def test_forms_that_are_not_known_are_refused(about, words, tmp_path):
+    version = publish(tmp_path / "run", 1, "xor", "xxh3-128", about)
+    base = write(tmp_path / "0", model(0))
+    with refusing(zckpt.ZckptError, words):
+        zckpt.apply(base, version, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_flip_gives_a_wrong_model(encoding, tmp_path):
+    base = write(tmp_path / "0", model(0))
+    version = publish(tmp_path / "run", 1, encoding, "xxh3-128")
+    file = version / "model-00000-of-00001.safetensors"
+    whole = file.read_bytes()
+    wrong = refusals = 0
+    for at in range(0, len(whole), max(len(whole) // 60, 1)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        done = run("apply", base, version, tmp_path / f"out{at}", "-q")
+        refusals += done.returncode == 3
+        wrong += done.returncode == 0 and not is_version(tmp_path / f"out{at}", 1)
+    assert wrong == 0
+    assert refusals > 40
+
+
+@given(st.binary(max_size=60), st.data(), st.sampled_from(deltas.ENCODINGS))
+def test_what_is_encoded_is_applied(before, data, encoding):
+    after = data.draw(st.binary(min_size=len(before), max_size=len(before)))
+    old, new = (np.frombuffer(one, np.uint8).copy() for one in (before, after))
+    stored = deltas.encode(old, new, encoding)
+    if stored is None:
+        assert before == after
+        return
+    empty = deltas.Delta(Path(), 1, 0, encoding, "xxh3-128", {}, {})
+    empty._change(old, stored)
+    assert old.tobytes() == after
+
+
+@given(st.binary(max_size=60), st.binary(max_size=40), st.sampled_from(deltas.ENCODINGS))
+def test_noise_is_refused_or_stays_in_the_tensor(noise, before, encoding):
+    old = np.frombuffer(before, np.uint8).copy()
+    delta = deltas.Delta(Path(), 1, 0, encoding, "xxh3-128", {}, {})
+    with suppress(ValueError, zstandard.ZstdError):
+        delta._change(old, zstandard.compress(noise))
+    assert len(old) == len(before)
