@@ -109,7 +109,7 @@ def test_every_verb_is_on_its_page_and_has_the_options_that_are_said_to_be_commo
     opens = [name for name in cli.commands if any(p.name in ("source", "sources") for p in cli.commands[name].params)]
     where = {"--tag", "--root", "--names", "--tp-rules"}
     assert all(where <= options(name) for name in opens)
-    of_files = {"pack", "unpack", "apply"}  # which copy no elements into another form
+    of_files = {"pack", "unpack", "patch", "apply"}  # which copy no elements into another form
     writes = [name for name in cli.commands if "--dry-run" in options(name) and name not in of_files]
     common = set.intersection(*(options(name) for name in writes)) - where - {"--json", "-q"}
     assert mentioned(said.split("Those that write also have")[1].split(";")[0]) == common

@@ -20,7 +20,8 @@ from zckpt.engine.copy import pieces_of, read_piece
 from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
 from zckpt.formats import open_checkpoint
-from zckpt.formats.safetensors.deltas import ENCODINGS, XOR, is_delta, version_of
+from zckpt.formats.safetensors.deltas import ENCODINGS, XOR, version_of
+from zckpt.formats.safetensors.file import is_delta
 from zckpt.operations.deltas import apply_published, pairs, publish
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.open import Source, opened

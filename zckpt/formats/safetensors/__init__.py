@@ -27,11 +27,11 @@ class Safetensors(Format):
     def find(self, search: Search) -> Found | NearMiss | None:
         """Tell a file by its header, a directory by its names; other formats keep more next to such a model."""
         from zckpt.formats.native.files import is_rank_file
-        from zckpt.formats.safetensors import deltas, file, shards
+        from zckpt.formats.safetensors import file, shards
 
         if is_rank_file(search.path):
             return NearMiss("is one rank's file of a checkpoint of zckpt", f"give its directory, {search.path.parent}")
-        if deltas.is_delta(search.path if search.path.is_dir() else search.path.parent):
+        if file.is_delta(search.path if search.path.is_dir() else search.path.parent):
             about = "is a version of a model's weights as slime publishes it: what changed since the one before"
             return NearMiss(about, "`zckpt apply MODEL VERSION TARGET` writes the model at that version")
         if search.path.is_dir() and shards.is_sharded(search.path):
@@ -42,8 +42,7 @@ class Safetensors(Format):
 
     def is_checkpoint(self, directory: Path) -> bool:
         """Tell a directory as Hugging Face lays it out; shards by themselves are pieces of another."""
-        from zckpt.formats.safetensors.deltas import is_delta
-        from zckpt.formats.safetensors.file import is_safetensors
+        from zckpt.formats.safetensors.file import is_delta, is_safetensors
 
         return is_safetensors(directory) and not is_delta(directory)
 

@@ -27,7 +27,7 @@ import zstandard
 
 from zckpt.codes import CHECKSUM
 from zckpt.errors import DamagedFileError, MissingPackageError, SourceError, UnsupportedError
-from zckpt.formats.safetensors.file import INDEX_NAME, MAXIMUM_INDEX_NBYTES, indexed_files, read_header
+from zckpt.formats.safetensors.file import INDEX_NAME, MAXIMUM_INDEX_NBYTES, indexed_files, is_delta, read_header
 from zckpt.state import Slot
 from zckpt.storage.files import is_file, json_object, opened
 
@@ -38,10 +38,6 @@ NAME = re.compile(r"weight_v([0-9]{6,18})")
 
 STATE = Path(".weight_sync", "state.json")
 """Where an inference engine notes which version its copy of the model is."""
-
-MARK = b'"delta_encoding"'
-MARKED_NBYTES = 4096
-"""The index begins with what it is, whoever sorts its keys."""
 
 MOST_POSITIONS = 1 << 32
 
@@ -123,15 +119,6 @@ def checksum(algorithm: str) -> Callable[[Bytes], str]:
             "its checksums are of blake3, which is not installed", advice="pip install blake3"
         ) from error
     return lambda data: str(blake3(data.data).hexdigest())
-
-
-def is_delta(path: Path) -> bool:
-    """Tell a directory that has the change from one version to the next."""
-    index = path / INDEX_NAME
-    if not is_file(index):
-        return False
-    with opened(index) as file:
-        return MARK in file.at(0, min(MARKED_NBYTES, file.nbytes))
 
 
 def read_delta(path: Path) -> Delta:

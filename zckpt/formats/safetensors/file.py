@@ -54,6 +54,9 @@ MAXIMUM_HEADER_NBYTES = 100_000_000
 MAXIMUM_DIMENSIONS = 64
 """Of a tensor: torch stops there, and a shape of millions would be multiplied out again and again."""
 
+DELTA, DELTA_NBYTES = b'"delta_encoding"', 4096
+"""What the index of a change begins with, within so many bytes, whoever sorts its keys."""
+
 MAXIMUM_INDEX_NBYTES = 1 << 30
 """Of an index: one of a million tensors has a tenth of it."""
 
@@ -147,6 +150,15 @@ def is_safetensors(path: Path) -> bool:
     with opened(path) as file:
         head = file.at(0, min(9, file.nbytes))
     return len(head) == 9 and head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= file.nbytes
+
+
+def is_delta(path: Path) -> bool:
+    """Tell a directory that has what changed in a model, and no model; `deltas` says the form."""
+    index = path / INDEX_NAME
+    if not is_file(index):
+        return False
+    with opened(index) as file:
+        return DELTA in file.at(0, min(DELTA_NBYTES, file.nbytes))
 
 
 def source_file(
