@@ -67,12 +67,12 @@ def test_a_checkpoint_shows_itself_in_two_lines():
     opened = zckpt.open(FIXTURES / "s2_bf16_dp4")
     nbytes = sum(path.stat().st_size for path in (FIXTURES / "s2_bf16_dp4" / "global_step5").iterdir())
     assert repr(opened).splitlines() == [
-        f"<OpenedCheckpoint '{FIXTURES}/s2_bf16_dp4/global_step5': deepspeed 0.19.8, ZeRO stage 2, dp=4 tp=1 pp=1 ep=1",
+        f"<OpenedCheckpoint '{FIXTURES}/s2_bf16_dp4/global_step5': deepspeed 0.19.8, ZeRO stage 2, dp=4",
         f" parameters=21 elements=1,850 files=5 bytes={nbytes:,} step=5>",
     ]
     strange = zckpt.Checkpoint("a\nb'\x1b[31m", "torch", "\n2\x1b", parameters={})
     assert repr(strange).splitlines() == [
-        '<Checkpoint "a\\nb\'\\x1b[31m": torch 2\ufffd, dp=1 tp=1 pp=1 ep=1',
+        '<Checkpoint "a\\nb\'\\x1b[31m": torch 2\ufffd, 1 rank',
         " parameters=0 elements=0 files=0 bytes=0>",
     ]
 

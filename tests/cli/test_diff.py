@@ -45,6 +45,20 @@ def test_equal_is_zero_and_different_is_one(changed, tmp_path):
     assert run("diff", SOURCE, changed, "--parameters", "fc1.*").returncode == 1
 
 
+def test_weights_are_told_first_and_how_much_of_each_slot_differs(changed, tmp_path):
+    rewrite(changed, "fc1.weight", "weight", 3, lambda x: x + 1)
+    lines = run("diff", SOURCE, changed, "--limit", "2").stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("slot"))
+    slots = {line.split()[0]: line.split()[1:3] for line in lines[at + 1 : at + 4]}
+    equal = len(told(SOURCE, changed)[1]["equal_slots"])
+    assert list(slots) == ["weight", "master", "exp_avg"]
+    assert [one[0] for one in slots.values()] == ["1", "1", "1"]
+    assert sum(int(one[1]) for one in slots.values()) < equal
+    table = lines[next(number for number, line in enumerate(lines) if line.startswith("parameter")) :]
+    assert [line.split()[:2] for line in table[1:3]] == [["fc1.weight", "weight"], ["fc1.weight", "master"]]
+    assert "  and 1 more; --limit 3 or --json lists all" in lines
+
+
 def test_document_has_all_figures(changed):
     status, document = told(SOURCE, changed)
     assert status == 1

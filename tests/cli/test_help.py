@@ -55,6 +55,20 @@ def test_other_words_for_verbs():
     assert (wrong.returncode, wrong.stderr.count("consolidate")) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("reshard", "Missing SOURCE, TARGET and --world-size"),
+        ("convert x", "Missing TARGET and --to"),
+        ("prune", "Missing RUN and --keep-last"),
+        ("reshard x y", "Missing option '--world-size'"),
+        ("diff", "Missing argument 'A B'"),
+    ],
+)
+def test_all_that_is_missing_is_named_at_once(words, said):
+    assert run(*words.split()).stderr.startswith(f"zckpt: {said}")
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_of_a_shell(shell):
     assert "_ZCKPT_COMPLETE" in succeeded("completion", shell).stdout

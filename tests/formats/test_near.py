@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES, copy, refused, run
+from tests.refusals import refusing
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 123456\n"
 
@@ -137,3 +139,32 @@ def test_what_another_verb_does_is_named(tmp_path):
     refused(5, "strip", FIXTURES / "other" / "mcore_bf16_plain_tp2" / "ckpt", tmp_path / "out", "--optimizer",
             words=("zckpt consolidate",))  # fmt: skip
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.tar", b"\0" * 257 + b"ustar  \0" + b"\0" * 400),
+        ("run.tar.gz", b"\x1f\x8b\x08\0"),
+        ("run.zst", b"(\xb5/\xfd\0"),
+        ("run.zip", b"PK\3\4"),
+    ],
+)
+def test_an_archive_is_told_as_one(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with refusing(zckpt.SourceError, "is an archive; unpack it"):
+        zckpt.open(tmp_path / name)
+
+
+def test_what_is_not_there_is_answered_with_what_may_be_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoint-500").mkdir()
+    for path, words in {
+        "checkpoint-50": "did you mean checkpoint-500?",
+        "runs/a/step": "there is ., and not runs in it",
+        str(tmp_path / "checkpoint-500" / "a" / "b"): f"there is {tmp_path}/checkpoint-500, and not a in it",
+        "gpt2": "hf download gpt2",
+        "meta-llama/Llama-3-8B": "hf download meta-llama/Llama-3-8B",
+    }.items():
+        with refusing(zckpt.SourceError, re.escape(words)):
+            zckpt.open(path)

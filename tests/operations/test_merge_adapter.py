@@ -47,6 +47,13 @@ def test_what_peft_merges(name, tmp_path):
     assert done.verified == sum(tensor.nbytes for tensor in found.values())
 
 
+def test_a_model_and_an_adapter_that_are_swapped_are_told(tmp_path):
+    source = ADAPTERS / "plain"
+    with refusing(zckpt.UsageError, "is an adapter.*swap them"):
+        zckpt.merge_adapter(source, source / "base.safetensors", tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
 @pytest.mark.parametrize("name", ["plain", "saved", "embedding", "experts", "dora", "lora_bias", "tokens"])
 def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
     whole = ADAPTERS / name / "whole.safetensors"

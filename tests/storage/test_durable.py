@@ -183,10 +183,18 @@ def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(director
 
 
 @pytest.mark.parametrize("directory", [False, True])
-def test_parent_that_is_missing_is_refused_with_advice(directory, tmp_path):
-    with pytest.raises(TargetError, match="create it first"):
-        write(copying(tmp_path, "t"), tmp_path / "missing/t", directory=directory)
+def test_directories_above_are_made_and_stay_only_if_the_target_does(directory, tmp_path):
+    with pytest.raises(RuntimeError):
+        write(
+            copying(tmp_path, "t"),
+            tmp_path / "one/two/t",
+            directory=directory,
+            reporter=Raises("advance", RuntimeError()),
+        )
     assert listing(tmp_path) == []
+    write(copying(tmp_path, "t"), tmp_path / "one/two/t", directory=directory)
+    assert listing(tmp_path / "one") == ["two"]
+    assert listing(tmp_path / "one/two") == ["t"]
 
 
 @pytest.mark.parametrize("directory", [False, True])

@@ -126,6 +126,7 @@ def inspect_command(
 )
 @json_option
 @page_options
+@click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows of each table.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
 @dequantize_option
 @takes(Compared)
@@ -138,6 +139,7 @@ def diff_command(
     parameters: tuple[str, ...],
     ignore: str | None,
     series: bool,
+    limit: int,
     quiet: bool,
     shared: dict[str, Any],
     shared_b: dict[str, Any],
@@ -163,7 +165,12 @@ def diff_command(
 
         moved = series_of(sources, **common)
         found = moved.as_dict()
-        return _Shown(moved.checkpoints, found, lambda: render_series(found, width=width()), lambda: series_page(found))
+        return _Shown(
+            moved.checkpoints,
+            found,
+            lambda: render_series(found, width=width(), limit=limit),
+            lambda: series_page(found),
+        )
     if len(sources) != 2:
         raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
     from zckpt.operations.diff import diff
@@ -172,7 +179,7 @@ def diff_command(
 
     done = diff(sources[0], sources[1], **two, **common)
     document = done.as_dict()
-    text = lambda: render(document, width=width(), paint=paint())  # noqa: E731
+    text = lambda: render(document, width=width(), paint=paint(), limit=limit)  # noqa: E731
     return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
 
 

@@ -190,6 +190,20 @@ class Verb(click.Command):
                          help="Show all options, and exit.")
         )  # fmt: skip
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take what is given; all that is needed and is not there is named at once."""
+        given = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.MissingParameter:
+            found, *_ = self.make_parser(ctx).parse_args(given)
+            asked = {one.name or "": one for one in self.get_params(ctx) if one.required}
+            needed = [one for name, one in asked.items() if name not in found or one.value_is_missing(found[name])]
+            if len(needed) < 2:
+                raise
+            names = [one.opts[0] if isinstance(one, click.Option) else one.make_metavar(ctx) for one in needed]
+            raise click.UsageError(f"Missing {', '.join(names[:-1])} and {names[-1]}", ctx) from None
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options that most need; all of them with --help-all."""
         records: list[tuple[str, str]] = []

@@ -79,10 +79,11 @@ def open_checkpoint(
     try:
         path.stat()
     except (OSError, ValueError) as error:
+        from zckpt.formats.near import meant
         from zckpt.storage.durable import interrupted
 
-        why = getattr(error, "strerror", str(error))
-        raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
+        why, advice = getattr(error, "strerror", str(error)), interrupted(path) or meant(path)
+        raise SourceError("cannot be opened", path=path, found=why, advice=advice) from error
     misses: list[NearMiss] = []
     with salvaging(wanted=salvage) as lost:
         found_by, found = recognise(search, misses)

@@ -174,6 +174,11 @@ class Adapter:
         )
 
 
+def holds_adapter(path: Path) -> bool:
+    """Tell a directory of PEFT by its configuration."""
+    return any((path / one).is_file() for one in (CONFIG_NAME, VERL_NAME))
+
+
 def read_adapter(
     path: Path, opened: Callable[[Path], Checkpoint], config: Path | None = None, name: str | None = None
 ) -> Adapter:
@@ -201,7 +206,7 @@ def read_adapter(
     """
     if path.is_dir():
         folders = {one.parent.name: one.parent for one in sorted(path.glob(f"*/{CONFIG_NAME}"))}
-        own = {"default": path} if any((path / one).is_file() for one in (CONFIG_NAME, VERL_NAME)) else {}
+        own = {"default": path} if holds_adapter(path) else {}
         again = re.compile("checkpoint-.*|lora_adapter")  # a Trainer's last steps beside it, verl's copy of it
         several = own | {one: its for one, its in folders.items() if not (own and again.fullmatch(one))}
         if len(several) > 1 and name not in several:
@@ -211,7 +216,7 @@ def read_adapter(
     file = next((path / one for one in MODEL_NAMES if (path / one).is_file()), None)
     checkpoint = opened(file or path)
     where = config or (path if path.is_dir() else path.parent)
-    if config is None and not any((where / one).is_file() for one in (CONFIG_NAME, VERL_NAME)):
+    if config is None and not holds_adapter(where):
         where = Path(checkpoint.source) if Path(checkpoint.source).is_dir() else where  # a run's last step
     if where.is_dir():
         where /= VERL_NAME if (where / VERL_NAME).is_file() and not (where / CONFIG_NAME).is_file() else CONFIG_NAME

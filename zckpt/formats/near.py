@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, listed
@@ -20,6 +21,11 @@ from zckpt.storage.files import entries_of, is_file, read_head
 HEAD_NBYTES = 512
 
 LFS = b"version https://git-lfs.github.com/spec/"
+
+ARCHIVES, TAR_OFFSET = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"(\xb5/\xfd", b"7z\xbc\xaf", b"Rar!"), 257
+"""First bytes of archives, and of what is compressed; and where a tar says what it is."""
+
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 SHOWN_NAMES = 6
 
@@ -103,12 +109,26 @@ def explained(error: SourceError, search: Search, misses: Sequence[NearMiss]) ->
         return found.error(at)
     if at != search.path or at is None or at.is_dir():
         return error
-    found = _of_other(at) if isinstance(error, UnknownFormatError) else None
+    found = _of_other(at) if isinstance(error, UnknownFormatError) or is_archive(at) else None
     if found is not None:
         return found.error(at)
     if misses:
         error.advice = f"it {misses[0].message}" + (f": {misses[0].advice}" if misses[0].advice else "")
     return error
+
+
+def meant(path: Path) -> str | None:
+    """Say what may be meant by a path that is not there: something of a near name, or a model of a hub."""
+    above = next((one for one in path.parents if one.is_dir()), None)
+    if above == path.parent:
+        near = get_close_matches(path.name, [entry.name for entry in _entries(above)], n=1)
+        if near:
+            return f"did you mean {above / near[0]}?"
+    if _HUB.fullmatch(str(path)):
+        return f"if it is a model of the Hugging Face Hub, download it first: hf download {path}"
+    if above is None or above == path.parent:
+        return None
+    return f"there is {above}, and not {path.relative_to(above).parts[0]} in it"
 
 
 def pointer(path: Path) -> NearMiss | None:
@@ -121,10 +141,20 @@ def pointer(path: Path) -> NearMiss | None:
 def _of_other(path: Path) -> NearMiss | None:
     """Tell a file of another program."""
     head = _head(path)
+    if is_archive(path):
+        return NearMiss("is an archive", "unpack it, and give what was in it")
     for first, name, what in _FILES:
         if head.startswith(first) and (not name or re.fullmatch(name, path.name)):
             return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
     return None
+
+
+def is_archive(path: Path) -> bool:
+    """Tell a file that others are packed in, by its first bytes; a zip, which torch writes too, by its name."""
+    head = _head(path)
+    return head.startswith(ARCHIVES) or head[TAR_OFFSET:].startswith(b"ustar") or (
+        head.startswith(b"PK\3\4") and path.suffix.lower() == ".zip"
+    )  # fmt: skip
 
 
 def _of_others(path: Path) -> NearMiss | None:

@@ -20,6 +20,7 @@ from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import reach_of
 from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
+from zckpt.storage.ownership import nearest
 from zckpt.storage.room import Room, check_room, read_rate, room, write_rate
 from zckpt.storage.stand_ins import is_remote
 
@@ -144,7 +145,7 @@ def check_fits(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool
     made = len(names) + (0 if is_file else directories(names, target))
     left = left_by(names if is_file else [target])
     nbytes, files = max(plan.write_nbytes - left.nbytes, 0), max(made - (left.files or 0), 0)
-    check_room(target.parent, nbytes, files, replaced=os.path.lexists(target))
+    check_room(nearest(target), nbytes, files, replaced=os.path.lexists(target))
 
 
 def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, memory: int) -> Foresight:
@@ -154,14 +155,14 @@ def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, m
     """
     try:
         check_fits(plan, names, target, is_file=is_file)
-        found: Room | None = None if is_remote(target) else room(target.parent)
+        found: Room | None = None if is_remote(target) else room(nearest(target))
     except TargetError:
         raise
     except OSError:  # its directory is not there, or of no file system that says
         found = None
     reads = reads_of(plan.files)
     read = read_rate(_sample(reads)) if reads else None
-    write = write_rate(target.parent, min(SAMPLE_NBYTES, plan.write_nbytes)) if found and plan.write_nbytes else None
+    write = write_rate(nearest(target), min(SAMPLE_NBYTES, plan.write_nbytes)) if found and plan.write_nbytes else None
     seconds = None if write is None else plan.write_nbytes / write + (plan.read_nbytes / read if read else 0.0)
     return Foresight(
         num_files=len(names),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from zckpt.engine.low_rank import Kept, LowRank, Norms
 from zckpt.engine.means import Sum
 from zckpt.engine.scan import refuse_endless
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
-from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
+from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, holds_adapter, read_adapter, without_adapters
 from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
@@ -115,6 +116,8 @@ def merge_adapter(
     """
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, quantize=quantize)
     own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
+    if isinstance(base, (str, os.PathLike)) and holds_adapter(Path(base)) and not holds_adapter(Path(adapter)):
+        raise UsageError("is an adapter", path=base, expected="the model, and then the adapter", advice="swap them")
     how = How.of("merge-adapter", shared, **asdict(chosen), **own, dequantize=dequantize)
     sources = [opened(base, **shared)]
 

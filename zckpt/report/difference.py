@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from zckpt.errors import shortened
 from zckpt.report.text import Document, about, count, fitted, printable, size, table
@@ -19,26 +20,29 @@ Paint = Callable[[str, str], str]
 Rows = list[Document]
 
 
-def render(document: Document, *, width: int, paint: Paint | None = None) -> str:
-    """Return a document as text that fits `width` columns; `paint` colours what it comes to."""
+def render(document: Document, *, width: int, paint: Paint | None = None, limit: int = SHOWN_ROWS) -> str:
+    """Return a document as text that fits `width` columns; `paint` colours what it comes to, `limit` bounds tables."""
     document = printable(document)
     lines = [f"{side}  {document[side]['source']}: {about(document[side])}" for side in ("a", "b")]
-    compared, different = document["compared"], document["different"]
+    compared = document["compared"]
+    different = sorted(document["different"], key=lambda one: one["slot"] != "weight")  # then as it is
+    listed = partial(_listed, limit=limit)
     what = f"{count(compared['parameters'], 'parameter')}, {count(compared['slots'], 'slot')}, "
     lines.append(f"compared: {what}{count(compared['elements'], 'element')}, {size(compared['nbytes'])} of each")
     for side in ("a", "b"):
         only = document[f"only_in_{side}"]
-        names = (f"  {one['name']}" + (f" {one['slot']}" if one["slot"] else "") for one in only[:SHOWN_ROWS])
-        lines += _listed(only, f"only in {side}: {len(only):,}", names)
-    lines += _listed(different, f"different: {count(len(different), 'slot')}", _different(different, width))
+        names = (f"  {one['name']}" + (f" {one['slot']}" if one["slot"] else "") for one in only[:limit])
+        lines += listed(only, f"only in {side}: {len(only):,}", names)
+    lines += _by_slot(different, document["equal_slots"]) if different else []
+    lines += listed(different, f"different: {count(len(different), 'slot')}", _different(different[:limit], width))
     if document["metadata"]:
         values = ("a", "b")
         rows = [
             (one["key"], *(v if v is None or isinstance(v, str) else repr(v) for v in map(one.get, values)))
-            for one in document["metadata"][:SHOWN_ROWS]
+            for one in document["metadata"][:limit]
         ]
         first, *rest = (fitted(line, width) for line in table(("setting", *values), rows))
-        lines += _listed(document["metadata"], first, rest)
+        lines += listed(document["metadata"], first, rest)
     lines += [f"warning: {text}" for text in document["warnings"]]
     kinds = {"different": "slots", "only_in_a": "only in a", "only_in_b": "only in b", "metadata": "settings"}
     found = ", ".join(f"{len(document[key]):,} {text}" for key, text in kinds.items() if document[key])
@@ -47,17 +51,32 @@ def render(document: Document, *, width: int, paint: Paint | None = None) -> str
     return "\n".join(lines)
 
 
-def _listed(found: Rows, first: str, lines: Iterable[str]) -> list[str]:
+def _listed(found: Rows, first: str, lines: Iterable[str], *, limit: int = SHOWN_ROWS) -> list[str]:
     """Return what is said of all rows, of which there are lines for some."""
-    more = [f"  and {len(found) - SHOWN_ROWS:,} more; --json lists all"] if len(found) > SHOWN_ROWS else []
+    more = (
+        [f"  and {len(found) - limit:,} more; --limit {len(found)} or --json lists all"] if len(found) > limit else []
+    )
     return ["", first, *lines, *more] if found else []
+
+
+def _by_slot(different: Rows, equal: Rows) -> list[str]:
+    """Return how much differs in each slot, weights first, then as they are."""
+    slots = dict.fromkeys(["weight", *(one["slot"] for one in different)])
+    rows = []
+    for slot in slots:
+        own, same = ([one for one in some if one["slot"] == slot] for some in (different, equal))
+        known = [one for one in own if one["num_different"] is not None]
+        elements = sum(one["num_different"] for one in known), sum(one["numel"] for one in (*known, *same))
+        worst = max((float(one["rel_l2"]) for one in known if one["rel_l2"] is not None), default=None)
+        rows.append((slot, len(own), len(same), f"{elements[0] / max(elements[1], 1):.2%}", worst and f"{worst:.3g}"))
+    header = ("slot", "different", "equal", "elements", "worst rel L2")
+    return ["", *table(header, [row for row in rows if row[1] or row[2]], right=(1, 2, 3, 4))]
 
 
 def _different(found: Rows, width: int) -> list[str]:
     header = ("slot", "different", "share", "rel L2", "max abs", "max rel", "cosine", "ULP", "")
-    shown = found[:SHOWN_ROWS]
-    figures = table(header, map(_row, shown), right=tuple(range(1, len(header) - 1)))
-    names = ["parameter", *(one["name"] for one in shown)]
+    figures = table(header, map(_row, found), right=tuple(range(1, len(header) - 1)))
+    names = ["parameter", *(one["name"] for one in found)]
     room = max(min(max(map(len, names)), width - max(map(len, figures)) - 2), NAME_WIDTH)
     lines = (f"{shortened(name, room):<{room}}  {line}" for name, line in zip(names, figures, strict=True))
     return [fitted(line, width) for line in lines]
@@ -78,7 +97,7 @@ def _row(one: Document) -> tuple[object, ...]:
     return (one["slot"], one["num_different"], share, *figures, one["max_ulp"], note.strip())
 
 
-def render_series(document: Document, *, width: int) -> str:
+def render_series(document: Document, *, width: int, limit: int = SHOWN_ROWS) -> str:
     """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
 
     def figure(value: object) -> str:
@@ -89,8 +108,9 @@ def render_series(document: Document, *, width: int) -> str:
     rows = sorted(
         document["series"], key=lambda one: -max((float(v) for v in one["change"] if v is not None), default=0)
     )
-    cells = [(one["slot"], *map(figure, one["change"][1:]), one["name"]) for one in rows[:SHOWN_ROWS]]
+    cells = [(one["slot"], *map(figure, one["change"][1:]), one["name"]) for one in rows[:limit]]
     table_ = table(("slot", *steps[1:], "parameter"), cells, right=tuple(range(1, len(steps))))
-    _, *lines = _listed(rows, "L2 norm of the change since the checkpoint before, relative to the norm there", table_)
+    title = "L2 norm of the change since the checkpoint before, relative to the norm there"
+    _, *lines = _listed(rows, title, table_, limit=limit)
     first = f"{len(document['sources'])} checkpoints, from {document['sources'][0]['source']}"
     return "\n".join(fitted(line, width) for line in [first, *lines])

@@ -67,7 +67,8 @@ def _heading(document: Document) -> list[str]:
         words = ((key, said[value] if isinstance(value, bool) else value) for key, value in values.items())
         return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in words)
 
-    topology = " ".join(f"{key}={value}" for key, value in document["topology"].items())
+    degrees = " ".join(f"{key}={value}" for key, value in document["topology"].items() if value > 1)
+    ranks = count(document["world_size"], "rank")
     version = f" {document['format_version']}" if document["format_version"] else ""
     stage = "" if document["zero_stage"] is None else f", ZeRO stage {document['zero_stage']}"
     facts = [
@@ -75,7 +76,7 @@ def _heading(document: Document) -> list[str]:
         ("format", f"{document['format']}{version}{stage}"),
         ("details", listed({key: value for key, value in document["details"].items() if key != "origin"})),
         ("origin", listed(document["details"].get("origin", {}))),
-        ("topology", f"{topology} ({count(document['world_size'], 'rank')})"),
+        ("topology", f"{degrees} ({ranks})" if degrees else ranks),
         ("step", document["step"]),
         ("loss scale", document["loss_scale"]),
         (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
@@ -355,10 +355,11 @@ class Checkpoint:
         """Return two lines: what was read, of which format and topology; and how much is in it."""
         owners = self.owners
         ranks = self.topology
+        words = f"{self.world_size} rank" + "s" * (self.world_size != 1)
         first = [
             " ".join(filter(None, (self.format, self.format_version))),
             *([] if self.zero_stage is None else [f"ZeRO stage {self.zero_stage}"]),
-            f"dp={ranks.dp} tp={ranks.tp} pp={ranks.pp} ep={ranks.ep}",
+            " ".join(f"{axis}={n}" for axis, n in asdict(ranks).items() if n > 1) or words,
         ]
         second = {
             "parameters": len(owners),

@@ -39,6 +39,7 @@ from zckpt.storage.ownership import (
     check_target,
     check_unfinished,
     claimed,
+    directories_above,
     held,
     is_abandoned,
     is_named,
@@ -86,6 +87,7 @@ def written(
             with _list_of(target):
                 _naming_name(target).unlink()
     with ExitStack() as stack:
+        stack.enter_context(directories_above(last))
         try:
             for target, partial in zip(targets, partials, strict=True):
                 known = None if os.path.lexists(journal_name(target)) else owned

@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,17 +92,35 @@ def check_target(target: Path, *, overwrite: bool, owned: Owned | None = None) -
 
     `overwrite`: replace what may be replaced; `owned`: a directory is to be written, and this is what it may replace;
     None: a file is to be written. Raises TargetExistsError: it is there, and `overwrite` is false or it is nothing that
-    may be replaced; TargetError: it has no name of its own, or its parent is not a directory that exists.
+    may be replaced; TargetError: it has no name of its own, or cannot be in a directory.
     """
     if target.name in ("", ".."):
         raise TargetError("cannot be written", path=target, expected="a name", advice="name a file or directory in it")
-    if not target.parent.is_dir():
-        raise TargetError(
-            "cannot be written", path=target, expected=f"a directory {target.parent}", advice="create it first"
-        )
+    if not (above := nearest(target)).is_dir():
+        raise TargetError("cannot be written", path=target, expected=f"a directory {above}", found="something else")
     if not overwrite and os.path.lexists(target):
         raise TargetExistsError("exists already", path=target, advice="choose another name or give --overwrite")
     check_replaceable(target, owned)
+
+
+def nearest(target: Path) -> Path:
+    """Return the directory that a target is in, or the first above it that there is."""
+    return next((above for above in target.parents if os.path.lexists(above)), target.parent)
+
+
+@contextmanager
+def directories_above(target: Path) -> Iterator[None]:
+    """Make the directories that a target is in; on failure remove those that were not there, if nothing is in them."""
+    made = [above for above in target.parents if not os.path.lexists(above)]
+    try:
+        for one in reversed(made):
+            one.mkdir(exist_ok=True)
+        yield
+    except BaseException:
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+        raise
 
 
 def check_replaceable(target: Path, owned: Owned | None = None) -> None:

@@ -141,7 +141,7 @@ def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
     """
     with write_errors(path):
         if not path.is_dir():
-            path.mkdir()
+            path.mkdir(parents=True)
             sync(path.parent)
         if not os.path.lexists(path / DOCUMENT):
             if any(not one.name.startswith(f".{DOCUMENT}") for one in path.iterdir()):
