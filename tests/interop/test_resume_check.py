@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -138,3 +139,27 @@ def test_a_status_says_whether_all_comes_back():
     assert (other.returncode, "zckpt reshard" in other.stdout) == (1, True)
     assert run("resume-check", source, "--for", "nobody").returncode == 2
     assert run("resume-check", source, "--for", "deepspeed", "--world-size", 0).returncode == 2
+
+
+def test_a_model_is_told_by_its_configuration(tmp_path):
+    source = FIXTURES / "other" / "trainer_ds2_gpt2" / "checkpoint-4"
+    config = json.loads((source / "config.json").read_text())
+    assert zckpt.resume_check(source, program="deepspeed", model=source / "config.json").verdict != "no"
+    (tmp_path / "config.json").write_text(json.dumps(config | {"n_layer": config["n_layer"] + 1}))
+    found = zckpt.resume_check(source, program="deepspeed", model=tmp_path)
+    assert found.verdict == "no"
+    assert any("tensors that the checkpoint has not" in one for one in found.why)
+    for wrong, words in (({"architectures": ["Nothing"]}, "no model of transformers"), ({"n_head": 7}, "can be made")):
+        (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+        with pytest.raises(zckpt.UsageError, match=words):
+            zckpt.resume_check(source, program="deepspeed", model=tmp_path)
+
+
+def test_what_a_program_makes_of_a_url_is_not_known():
+    import fsspec
+
+    fsspec.filesystem("memory").put(str(FIXTURES / "s2_bf16_dp2"), "/checked", recursive=True)
+    found = zckpt.resume_check("memory://checked", program="deepspeed")
+    assert (found.verdict, found.as_dict()["verdict"]) == ("unknown", "unknown")
+    assert "copy it first" in found.why[0]
+    assert zckpt.resume_check("memory://checked", program="zckpt").verdict in ("whole", "partly")

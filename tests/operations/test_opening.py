@@ -159,7 +159,7 @@ def test_names_that_were_given_are_those_of_what_is_written(tmp_path):
 def test_every_verb_of_the_command_line_has_the_same_options_for_where(name):
     options = {one for parameter in cli.commands[name].params for one in parameter.opts}
     assert {"--tag", "--root", "--names", "--tp-rules"} <= options
-    assert "--drop" in options or "--dry-run" not in options or name == "apply"  # which writes all files, or none
+    assert "--drop" in options or "--dry-run" not in options or name in ("patch", "apply")  # of all files, or none
 
 
 def test_command_line_of_a_diff_opens_each_side_with_its_own_words(tmp_path):
