@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from zckpt.operations.merge_adapter import Merged, merge_adapter
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.pack import Packed, pack
+    from zckpt.operations.parting import Parting, parting
     from zckpt.operations.patch import Patched, apply, patch
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
@@ -111,6 +112,7 @@ _HOMES = {
     "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
     "zckpt.operations.pack": ("Packed", "pack"),
+    "zckpt.operations.parting": ("Parting", "parting"),
     "zckpt.operations.patch": ("Patched", "apply", "patch"),
     "zckpt.operations.prune": ("Pruned", "prune"),
     "zckpt.operations.reshard": ("reshard",),
@@ -161,6 +163,7 @@ __all__ = [
     "Packed",
     "ParamGroup",
     "Parameter",
+    "Parting",
     "Patched",
     "PickleError",
     "Pruned",
@@ -207,6 +210,7 @@ __all__ = [
     "open",
     "optim",
     "pack",
+    "parting",
     "patch",
     "prune",
     "reshard",

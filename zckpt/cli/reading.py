@@ -159,6 +159,17 @@ def diff_command(
     if series:
         if any(two.values()):
             raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
+        from zckpt.operations.parting import is_run, parting
+
+        if len(sources) == 2 and all(map(is_run, sources)):
+            from zckpt.report.difference import render_parting
+
+            if common.pop("names") or common.pop("tp_rules"):
+                raise UsageError("two runs are compared by what their checkpoints say of names")
+            parted = parting(*sources, **common).as_dict()
+            return _Shown(
+                [], parted, lambda: render_parting(parted, limit=limit), _no_page, int(bool(parted["changed"]))
+            )
         from zckpt.operations.series import series as series_of
         from zckpt.report.difference import render_series
         from zckpt.report.page import series_page
@@ -181,6 +192,10 @@ def diff_command(
     document = done.as_dict()
     text = lambda: render(document, width=width(), paint=paint(), limit=limit)  # noqa: E731
     return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
+
+
+def _no_page() -> str:
+    raise UsageError("there is no page of two runs; give two checkpoints, or those of one run")
 
 
 @verb("resume-check")

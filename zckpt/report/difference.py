@@ -97,6 +97,31 @@ def _row(one: Document) -> tuple[object, ...]:
     return (one["slot"], one["num_different"], share, *figures, one["max_ulp"], note.strip())
 
 
+def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:
+    """Return what is found of two runs as text."""
+    document = printable(dict(document))
+    by_name: dict[str, list[str]] = {}
+    for one in document["changed"]:
+        by_name.setdefault(one["name"], []).append(one["entry"] or "there in one only")
+    said = f"equal at step {document['equal']:,}" if document["equal"] is not None else "equal at no step"
+    if document["different"] is not None:
+        said += f", different at step {document['different']:,}: {count(len(by_name), 'parameter')}"
+    shown = [f"  {name}  {', '.join(entries)}" for name, entries in [*by_name.items()][:limit]]
+    alone = [
+        f"only in {side}: {count(len(document[f'only_in_{side}']), 'step')}"
+        for side in "ab"
+        if document[f"only_in_{side}"]
+    ]
+    common = f"{count(len(document['steps']), 'step')} of both, {document['steps'][0]:,} to {document['steps'][-1]:,}"
+    first = [f"a  {document['a']}", f"b  {document['b']}", common, *alone, ""]
+    more = (
+        [f"  and {len(by_name) - limit:,} more; --limit {len(by_name)} or --json lists all"]
+        if len(by_name) > limit
+        else []
+    )
+    return "\n".join([*first, said, *shown, *more])
+
+
 def render_series(document: Document, *, width: int, limit: int = SHOWN_ROWS) -> str:
     """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
 

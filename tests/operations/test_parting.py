@@ -1,0 +1,91 @@
+"""At which step two runs part, of any formats; and what is said where it cannot be told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, refused, run
+from tests.refusals import refusing
+
+
+def model(step: int, since: int = 99) -> dict[str, torch.Tensor]:
+    made = {"a.weight": torch.full((3, 5), float(step)), "b.weight": torch.arange(7.0) + step}
+    if step >= since:
+        made["b.weight"][step % 7] += 1
+    return made
+
+
+def put(run_: Path, steps: range, since: int = 99) -> Path:
+    for step in steps:
+        (run_ / f"step-{step}").mkdir(parents=True)
+        save_file(model(step, since), run_ / f"step-{step}" / "model.safetensors")
+    return run_
+
+
+@pytest.mark.parametrize("since", range(1, 9))
+def test_the_step_is_found_wherever_it_is(since, tmp_path):
+    a, b = put(tmp_path / "a", range(1, 8)), put(tmp_path / "b", range(1, 9), since)
+    found = zckpt.parting(a, b)
+    expected = [{"name": "b.weight", "entry": "weight"}] if since < 8 else []
+    assert (found.equal, found.different) == (since - 1 or None, since if since < 8 else None)
+    assert (found.changed, found.steps, found.only_in_a, found.only_in_b) == (expected, [*range(1, 8)], [], [8])
+
+
+def test_formats_may_differ_and_slots_are_chosen(tmp_path):
+    for name, format_ in (("a", None), ("b", "dcp")):
+        for step, fixture in ((1, "s2_bf16_dp2"), (2, "s2_bf16_dp4" if name == "a" else "s2_bf16_dp2_lion")):
+            at = tmp_path / name / f"step-{step}"
+            if format_ is None:
+                shutil.copytree(FIXTURES / fixture / "global_step5", at)
+            else:
+                at.parent.mkdir(exist_ok=True)
+                zckpt.convert(FIXTURES / fixture, at, to=format_)
+    found = zckpt.parting(tmp_path / "a", tmp_path / "b")
+    assert (found.equal, found.different) == (1, 2)
+    assert {one["entry"] for one in found.changed} >= {"exp_avg_sq", "master"}
+    only = zckpt.parting(tmp_path / "a", tmp_path / "b", slots=["exp_avg_sq"], parameters=["fc1.weight"])
+    assert only.changed == [{"name": "fc1.weight", "entry": "exp_avg_sq"}]
+
+
+def test_the_command_line_says_where_and_its_status_whether(tmp_path):
+    a, b = put(tmp_path / "a", range(1, 5)), put(tmp_path / "b", range(1, 4), 3)
+    done = run("diff", "--series", a, b)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "equal at step 2, different at step 3: 1 parameter\n  b.weight  weight\n" in done.stdout
+    assert "only in a: 1 step" in done.stdout
+    told = run("diff", "--series", a, b, "--json")
+    assert json.loads(told.stdout) == zckpt.parting(a, b).as_dict()
+    assert run("diff", "--series", a, a).returncode == 0
+    assert run("diff", "--series", a, b, "--parameters", "a.*").returncode == 0
+    refused(2, "diff", "--series", a, b, "--html", tmp_path / "page.html", words=("no page of two runs",))
+    assert run("diff", "--series", a / "step-1", b / "step-1").stdout.startswith("2 checkpoints")
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path):
+    a, b = put(tmp_path / "a", range(1, 3)), put(tmp_path / "b", range(5, 7))
+    with refusing(zckpt.UsageError, "no step in common: expected 1, 2, found 5, 6"):
+        zckpt.parting(a, b)
+    put(tmp_path / "several" / "x", range(1, 3)), put(tmp_path / "several" / "y", range(1, 3))
+    with refusing(zckpt.SourceError, "two checkpoints of step 1"):
+        zckpt.parting(a, tmp_path / "several")
+    with refusing(zckpt.SourceError, "no directory"):
+        zckpt.parting(a, tmp_path / "none")
+
+
+def test_models_of_one_checkpoint_are_compared_each(tmp_path):
+    for name in ("a", "b"):
+        for step in (1, 2):
+            for part in ("actor", "critic"):
+                at = tmp_path / name / f"global_step_{step}" / part
+                at.mkdir(parents=True)
+                save_file(model(step, 2 if (name, part) == ("b", "critic") else 99), at / "model.safetensors")
+    found = zckpt.parting(tmp_path / "a", tmp_path / "b")
+    assert (found.equal, found.different) == (1, 2)
+    assert found.changed == [{"name": "critic: b.weight", "entry": "weight"}]

@@ -1,0 +1,137 @@
+"""At which step two runs part, and where: their checkpoints of the same steps, held against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zckpt.compare.digests import changes
+from zckpt.errors import SourceError, UsageError
+from zckpt.formats import open_checkpoint
+from zckpt.formats.units import Unit, units
+from zckpt.operations.diff.match import Filter
+from zckpt.operations.fingerprint import fingerprint
+from zckpt.operations.history import units_of
+from zckpt.operations.options import Copying, Place, Unpack, shares
+from zckpt.state.brief import Brief
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Parting(Brief):
+    """Where two runs part.
+
+    Parameters
+    ----------
+    a, b : str
+        The runs.
+    steps : list of int
+        That both have a checkpoint of.
+    only_in_a, only_in_b : list of int
+    equal : int or None
+        The last step at which they are equal; None: at none.
+    different : int or None
+        The first at which they are not; None: they are equal at all.
+    changed : list of dict
+        What differs then: `name`, and `entry`: `weight`, `master`, a slot or a value of the optimizer; None: all of it.
+    """
+
+    a: str
+    b: str
+    steps: list[int]
+    only_in_a: list[int]
+    only_in_b: list[int]
+    equal: int | None
+    different: int | None
+    changed: list[dict[str, str | None]]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return asdict(self)
+
+
+def is_run(path: Place) -> bool:
+    """Tell a directory with several checkpoints that are called by steps."""
+    found = units(Path(path)) if Path(path).is_dir() else ()
+    return sum(one.number is not None for one in found) > 1
+
+
+@shares(Copying)
+def parting(
+    a: Place, b: Place, *, slots: Sequence[str] = (), parameters: Sequence[str] = (), **shared: Unpack[Copying]
+) -> Parting:
+    """Find the step at which two runs part, whatever their formats and world sizes.
+
+    Steps are halved, since runs that have parted do not meet again: of n common steps, some log2(n) are read.
+
+    Parameters
+    ----------
+    a, b : path-like
+        Directories of runs.
+    slots, parameters : sequence of str
+        As for `diff`.
+    **shared
+
+    Raises
+    ------
+    UsageError
+        They have no step in common.
+    SourceError
+        There is no run, several checkpoints of a run are of one step, or one cannot be read.
+    """
+    ours, theirs = (_by_step(Path(run)) for run in (a, b))
+    steps = sorted(ours.keys() & theirs.keys())
+    if not steps:
+        raise UsageError("the runs have no step in common", path=b, expected=_listed(ours), found=_listed(theirs))
+    chosen = Filter(tuple(slots), tuple(parameters))
+
+    def differences(step: int) -> list[dict[str, str | None]]:
+        mine, other = _states(ours[step]), _states(theirs[step])
+        found: list[dict[str, str | None]] = [{"name": model, "entry": None} for model in mine.keys() ^ other.keys()]
+        for model in mine.keys() & other.keys():
+            prints = (fingerprint(open_checkpoint(one[model]), **shared) for one in (mine, other))
+            found += [
+                {"name": f"{model}: {one.name}" if len(mine) > 1 else one.name, "entry": one.entry}
+                for one in changes(*prints)
+                if chosen.takes(one.name) and (one.entry is None or chosen.takes_slot(one.entry))
+            ]
+        return sorted(found, key=lambda one: str(one["name"]))
+
+    low, high, changed = 0, len(steps), list[dict[str, str | None]]()
+    while low < high:
+        middle = (low + high) // 2
+        found = differences(steps[middle])
+        if found:
+            high, changed = middle, found
+        else:
+            low = middle + 1
+    alone = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    equal, different = steps[low - 1] if low else None, steps[low] if low < len(steps) else None
+    return Parting(str(a), str(b), steps, *alone, equal, different, changed)
+
+
+def _by_step(run: Path) -> dict[int, Unit]:
+    """Return the checkpoints of a run by the steps that their names say."""
+    found: dict[int, Unit] = {}
+    for one in units_of(run):
+        step = one.number
+        if step is None or not one.states:
+            continue
+        if step in found:
+            raise SourceError(
+                f"two checkpoints of step {step}", path=run, found=f"{found[step].path} and {one.path}",
+                advice="give the directory of one series",
+            )  # fmt: skip
+        found[step] = one
+    return found
+
+
+def _states(unit: Unit) -> dict[str, Path]:
+    """Return the models of a checkpoint, by where they are in it."""
+    if len(unit.states) == 1:
+        return {"": unit.states[0]}
+    return {one.relative_to(unit.path).as_posix(): one for one in unit.states}
+
+
+def _listed(found: dict[int, Unit]) -> str:
+    return ", ".join(map(str, sorted(found))) or "no steps"
