@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 # Tests start many processes: what they import is compiled once, whatever the caller's setting.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all check bench compatibility fixtures clean
+.PHONY: demo test test-all check docs bench compatibility fixtures clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,11 @@ check: $(VENV)/.development
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# The site, in build/docs. A dead link, or a page in no place, is an error.
+docs: $(VENV)/.development
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Each says itself whether its targets hold; one that misses does not keep the others from running.
 bench: $(VENV)/.development

@@ -310,7 +310,7 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
 
             return called(function, verb, arguments, {**defaults, **given})
 
-        verb.__signature__ = signature.replace(parameters=[*own, *shown, *[rest] * more])  # type: ignore[attr-defined]
+        verb.__signature__ = signature.replace(parameters=[*own, *shown, *[rest.replace(name="options")] * more])  # type: ignore[attr-defined]
         if verb.__doc__ is not None:
             text = "\n    ".join(f"{name}\n        {one.text}" for name, one in options.items())
             verb.__doc__ = verb.__doc__.replace("**shared", text, 1)
