@@ -6,7 +6,6 @@ row-major order, read out of whatever format that is in. Both ends are proven by
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -253,9 +252,6 @@ def _whole(slot: Slot) -> Bytes:
     return _elements((slot,), 0, 0, slot.nbytes)
 
 
-_LOCAL = threading.local()
-
-
 def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> Bytes:
     """Return bytes of a tensor's elements in row-major order. Raises SourceError: they are not there, or unreadable."""
     if number >= len(given):
@@ -267,8 +263,7 @@ def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> B
         raise SourceError("the patch is predicted from elements that are not there", path=slot.name)
     data = np.empty((end - first) * size, np.uint8)
     hole = Hole(0, slot.name, slot, Extent.flat(slot.shape, first, end - first), slot.dtype)
-    if not hasattr(_LOCAL, "sources"):
-        _LOCAL.sources = Sources()
-    for piece in pieces_of(hole, len(data)):
-        read_piece(piece, data.data, _LOCAL.sources)
+    with Sources() as sources:
+        for piece in pieces_of(hole, len(data)):
+            read_piece(piece, data.data, sources)
     return data[offset - first * size : offset - first * size + nbytes]

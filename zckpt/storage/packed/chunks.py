@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ MOST_NBYTES = 1 << 24
 LEVEL = 1
 """Of zstd: planes of floats are noise, or runs of few values, and higher levels gain a hundredth for twice the time."""
 
-SAMPLE_NBYTES = 1 << 16
+SAMPLE_NBYTES = 1 << 14
 """By so much of a chunk it is told which of several ways makes it smallest."""
 
 _LOCAL = threading.local()
@@ -47,15 +47,15 @@ def is_zero(data: Bytes) -> bool:
     return not data[:64].any() and not data.any()
 
 
-def encode(data: Bytes, width: int, predictions: Sequence[tuple[int, Bytes]]) -> tuple[Way, int, bytes]:
+def encode(data: Bytes, width: int, predictions: Iterable[tuple[int, Bytes]]) -> tuple[Way, int, bytes]:
     """Return the way that makes a chunk smallest, which prediction it takes, and what is stored.
 
     `width`: bytes of an element, of which the chunk has a whole number; `predictions`: what is done to each first, and
-    its bytes, as many as that makes of the chunk.
+    its bytes, as many as that makes of the chunk. After one that is right no more are asked for.
     """
-    cast_ones = [(cast, _casted(one, cast)) for cast, one in predictions]
-    ways = [(Way(LITERAL, width), 0)]
-    for number, (cast, one) in enumerate(cast_ones):
+    cast_ones, ways = list[tuple[int, Bytes]](), [(Way(LITERAL, width), 0)]
+    for number, (cast, prediction) in enumerate(predictions):
+        cast_ones.append((cast, one := _casted(prediction, cast)))
         if np.array_equal(one, data):
             return Way(XOR, width, cast), number, _compressor().compress(bytes(len(data)))
         ways += [(Way(op, width, cast), number) for op in ((XOR, DIFFERENCE) if width > 1 else (XOR,))]

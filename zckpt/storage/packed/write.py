@@ -322,7 +322,7 @@ class Packing:
         way, stored, ranges, depth = Way(ZEROS, 1), b"", tuple[Range, ...](), 0
         if not is_zero(data):
             some = [one for one in job.predictions if job.nbytes >= LEAST_PREDICTED and self._depth(one) is not None]
-            way, which, stored = encode(data, job.width, [(one.cast, self._predicted(one)) for one in some])
+            way, which, stored = encode(data, job.width, ((one.cast, self._predicted(one)) for one in some))
             if way.op >= XOR:
                 ranges, depth = some[which].ranges, (self._depth(some[which]) or 0) + 1
         row = np.zeros((), ROW)
