@@ -28,7 +28,12 @@ from zckpt.optim import ZeroOptimizer
 
 CHECKPOINTS, CONTEXT, BATCH = 20, 64, 8
 
-ENVIRONMENT = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "RESTIC_PASSWORD": "x", "BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes"}
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONDONTWRITEBYTECODE": "",
+    "RESTIC_PASSWORD": "x",
+    "BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes",
+}
 
 
 class Model(nn.Module):
