@@ -16,7 +16,9 @@ from tests.report.documents import layout_map
 from tests.report.synthetic import HOSTILE, flat, large
 from zckpt.formats import open_checkpoint
 from zckpt.operations.inspect import inspect
+from zckpt.operations.stats import stats
 from zckpt.report.page import diff_page, inspect_page, series_page, verify_page
+from zckpt.report.page.figures import stats_page
 from zckpt.report.page.history import history_page
 from zckpt.report.page.markup import embedded
 from zckpt.state import Checkpoint
@@ -52,6 +54,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "verify without a map": lambda: verify_page(documents.verification(FINDINGS)),
     "sound": lambda: verify_page(documents.verification([], deep=False), layout_map(llama())),
     "history": lambda: history_page(documents.history()),
+    "stats": lambda: stats_page(stats(LLAMA).as_dict()),
 }
 
 
@@ -300,6 +303,7 @@ NAMED = {
     "diff": ["heading 'Change by layer'", "grid 'Tensors that differ'", "table 'Largest relative L2 change"],
     "series": ["heading 'Curves'", "grid 'Parameters and slots"],
     "verify": ["heading 'Findings'", "group 'Severities shown'", "article"],
+    "stats": ["heading 'By layer'", "grid 'Figures by layer and slot'", "searchbox 'Find a tensor'"],
     "history": [
         "heading 'What was saved when'",
         "img '3 checkpoints in a, step 100 to step 300",
@@ -499,6 +503,55 @@ def test_findings_are_marked_in_the_map(show):
     }"""
     assert show(PAGES["verify"]()).page.evaluate(red) > 20
     assert show(PAGES["sound"]()).page.evaluate(red) == 0
+
+
+def test_figures_are_those_of_the_command_and_a_row_shows_its_histogram(show):
+    document = stats(LLAMA).as_dict()
+    opened = show(stats_page(document))
+    page = opened.page
+    shown = page.locator("#histogram table")
+    assert "All tensors" in shown.inner_text()
+    row = next(one for one in document["slots"] if one["slot"] == "master" and one["numel"] > 100)
+    search(opened, f"{row['name']} master")
+    opened.page.keyboard.press("Enter")
+    opened.settle()
+    assert f"master of {row['name']}" in shown.inner_text()
+    counts = [int(cell.replace(",", "")) for cell in shown.locator("td.right:nth-child(3)").all_inner_texts()]
+    assert counts == [*row["magnitudes"].values()] + [row["zeros"]] * bool(row["zeros"])
+    page.locator("#layers tbody tr[data-index]").nth(5).click()
+    layer = document["layers"][5]
+    assert f"{layer['slot']} of {layer['name']}" in shown.inner_text()
+    counts = [int(cell.replace(",", "")) for cell in shown.locator("td.right:nth-child(3)").all_inner_texts()]
+    assert sum(counts) == layer["numel"]
+    opened.assert_clean()
+
+
+def test_what_is_not_finite_is_said_first(show):
+    document = stats(LLAMA).as_dict()
+    document["slots"][3] |= {"nan": 2, "mean": "nan", "norm": "nan"}
+    page = show(stats_page(document)).page
+    assert "1 tensor of 80 hold NaN" in page.locator(".verdict.bad").inner_text()
+
+
+def test_a_table_is_saved_as_it_is_sorted(show):
+    document = documents.diff()
+    opened = show(diff_page(document))
+    with opened.page.expect_download() as told:
+        opened.page.get_by_role("button", name="Save as CSV: Tensors that differ").click()
+    text = Path(told.value.path()).read_text()
+    lines = text.splitlines()
+    assert told.value.suggested_filename.endswith(".csv")
+    assert len(lines) == len(document["different"]) + 1
+    assert lines[0].startswith("Name,Slot,")
+    assert '"</script><script>document.title=""taken""</script>.weight"' in text
+    assert "NaN" in text
+
+
+@pytest.mark.parametrize("query", ["layers.*.q_proj", "layers.1*proj", "ayers.?.self"])
+def test_a_wildcard_may_be_anywhere(query, show):
+    opened = show(PAGES["inspect"]())
+    search(opened, query)
+    assert re.match(r"[1-9]\d* of ", opened.page.locator("#search-answer").inner_text())
 
 
 def test_a_run_is_drawn_along_its_steps_by_what_is_sound(show):

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from zckpt.cli.options import dequantize_option, json_option, names_option, source_argument, takes
-from zckpt.cli.streams import json_text, reporter, width
+from zckpt.cli.options import dequantize_option, json_option, names_option, page_options, source_argument, takes
+from zckpt.cli.streams import check_file, json_text, reporter, width, write_file
 from zckpt.cli.verbs import verb
 from zckpt.errors import UsageError
 from zckpt.operations.options import Compared, Salvaged
@@ -21,6 +21,7 @@ from zckpt.operations.options import Compared, Salvaged
 @click.option("--layers", is_flag=True, help="A row for each slot of a layer: of names that are alike to their number.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print a line of comma-separated values for each row.")
 @json_option
+@page_options
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @dequantize_option
 @takes(Compared)
@@ -30,6 +31,8 @@ def stats_command(
     layers: bool,
     as_csv: bool,
     as_json: bool,
+    html: Path | None,
+    overwrite: bool,
     quiet: bool,
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
@@ -43,7 +46,12 @@ def stats_command(
     from zckpt.operations.stats import stats
     from zckpt.report.figures import comma_separated, render
 
+    check_file(html, overwrite=overwrite)
     document = stats(source, reporter=reporter("stats", quiet=quiet), **given, **shared).as_dict()
+    if html is not None:
+        from zckpt.report.page.figures import stats_page
+
+        write_file(html, stats_page(document), overwrite=overwrite)
     if as_json:
         click.echo(json_text(document))
     elif as_csv:

@@ -4,6 +4,7 @@ Here is what a page says, from a plain document: of `zckpt diff --html`, of two 
 one checkpoint, of `zckpt inspect --html` and `zckpt verify --html`.
 
 history.py   the page of `zckpt list --html`
+figures.py   the page of `zckpt stats --html`
 markup.py    a page's one file, with scripts and data; text and tables as HTML
 assets/      the style sheet and the scripts
 """

@@ -29,6 +29,7 @@ SCRIPTS = {
     "series": ("format", "search", "table", "curves", "series", "page"),
     "verify": ("format", "search", "table", *_MAP, "page"),
     "history": ("format", "search", "table", "page"),
+    "stats": ("format", "search", "table", "heat", "figures", "page"),
 }
 """The scripts of each kind of page, in the order in which they use each other."""
 

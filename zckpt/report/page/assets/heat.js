@@ -113,27 +113,32 @@ function addedHistogram(different) {
 }
 
 function drawHistogram(host, different, title) {
-  const counts = addedHistogram(different);
-  const total = counts.reduce((sum, [, count]) => sum + count, 0);
+  drawCounts(host, addedHistogram(different), { title, heading: "Decade", base: "1e", none: "There are no relative differences to count here." });
+}
+
+/** Counts of elements by power of a base, as bars: [power, count], and after them counts by name. */
+function drawCounts(host, counts, { title, heading, base, none, more = [] }) {
+  const total = [...counts, ...more].reduce((sum, [, count]) => sum + count, 0);
   if (!total) {
-    host.replaceChildren(element("p", { class: "quiet" }, "There are no relative differences to count here."));
+    host.replaceChildren(element("p", { class: "quiet" }, none));
     return;
   }
-  const most = Math.max(...counts.map(([, count]) => count));
-  const rows = counts.map(([decade, count]) => {
+  const named = [...counts.map(([power, count]) => [`${base}${String(power).replace("-", "−")}`, count]), ...more];
+  const most = Math.max(...named.map(([, count]) => count));
+  const rows = named.map(([name, count]) => {
     const bar = element("span", { class: "bar" });
     bar.style.width = `${(100 * count) / most}%`;
     bar.hidden = !count;
     return element(
       "tr",
       {},
-      element("th", { scope: "row" }, `1e${String(decade).replace("-", "−")}`),
+      element("th", { scope: "row" }, name),
       element("td", { class: "bars", "aria-hidden": "true" }, bar),
       element("td", { class: "right" }, whole(count)),
       element("td", { class: "right quiet" }, share(count, total)),
     );
   });
-  const head = ["Decade", "", "Elements", "Share"].map((text, i) =>
+  const head = [heading, "", "Elements", "Share"].map((text, i) =>
     element("th", { scope: "col", class: i > 1 ? "right" : null, "aria-hidden": text ? null : "true" }, text),
   );
   host.replaceChildren(

@@ -187,6 +187,10 @@ const pages = {
 
   history() {},
 
+  stats() {
+    startFigures(payload);
+  },
+
   verify() {
     startFindings();
     if (!payload.map) return;

@@ -2,13 +2,13 @@
 
 const SEARCH_DELAY = 60; // milliseconds, so that typing does not wait for drawing
 
-/** Return a function of a name: all words are in it, whatever their case; * and ? stand for any text and character. */
+/** Return a function of a name: all words are in it, whatever their case; in a word, * and ? stand for any text and character. */
 function matcher(query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
   const tests = words.map((word) => {
     if (!/[*?]/.test(word)) return (name) => name.includes(word);
     const pattern = word.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*+/g, ".*").replace(/\?/g, ".");
-    const expression = new RegExp(`^${pattern}$`);
+    const expression = new RegExp(pattern);
     return (name) => expression.test(name);
   });
   return (name) => tests.every((test) => test(name));

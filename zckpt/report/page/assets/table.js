@@ -44,7 +44,9 @@ class RowTable {
     );
     this.note = element("p", { class: "quiet printed" });
     this.scroll = element("div", { class: "scroll" }, this.table);
-    host.replaceChildren(this.scroll, this.note);
+    const save = element("button", { type: "button", class: "plain-button save-table", "aria-label": `Save as CSV: ${caption}` }, "Save as CSV");
+    save.addEventListener("click", () => this.save(caption));
+    host.replaceChildren(this.scroll, element("div", { class: "table-foot" }, this.note, save));
     this.scroll.addEventListener("scroll", () => this.draw(false), { passive: true });
     this.table.addEventListener("keydown", (event) => this.key(event));
     this.body.addEventListener("click", (event) => {
@@ -59,6 +61,23 @@ class RowTable {
     window.addEventListener("beforeprint", () => print(true));
     window.addEventListener("afterprint", () => print(false));
     if ("ResizeObserver" in window) new ResizeObserver(() => this.draw(true)).observe(this.scroll);
+  }
+
+  /** All rows as comma-separated values: numbers as they are, other cells as they are shown. */
+  csv() {
+    const quoted = (value) => (/[",\r\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value);
+    const plain = (column, row) => {
+      const value = column.value ? column.value(row) : null;
+      return quoted(typeof value === "number" ? String(value) : column.text(row));
+    };
+    const lines = [this.columns.map((column) => quoted(column.title)), ...this.rows.map((row) => this.columns.map((column) => plain(column, row)))];
+    return `${lines.map((line) => line.join(",")).join("\n")}\n`;
+  }
+
+  save(name) {
+    const link = element("a", { href: URL.createObjectURL(new Blob([this.csv()], { type: "text/csv" })), download: `${name}.csv` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
 
   heading(column, index) {
