@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def test_counts_and_bytes_add_up(name):
     own = [one for one in document["parameters"] if one["tied_to"] is None]
     assert document["num_parameters"] == len(own)
     assert document["num_elements"] == sum(math.prod(one["shape"]) for one in own)
+    assert document["num_trainable_elements"] == sum(math.prod(one["shape"]) for one in own if not one["frozen"])
+    newest = max(Path(file["path"]).stat().st_mtime for file in document["files"])
+    assert abs(datetime.fromisoformat(document["saved"]).timestamp() - newest) <= 1
     listed = {Path(file["path"]) for file in document["files"]}
     on_disk = set((FIXTURES / name / document["details"]["tag"]).iterdir())
     assert listed == on_disk

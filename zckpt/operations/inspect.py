@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from zckpt.formats.account import take_inventory
@@ -15,6 +19,7 @@ from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.brief import Brief
+from zckpt.storage.stand_ins import is_remote
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
@@ -34,7 +39,9 @@ class Inspection(Brief):
     world_size : int
     step : int or None
     loss_scale : object
-    num_parameters, num_elements, num_frozen : int
+    saved : str or None
+        When one of its files was last written, as a date of ISO 8601 in UTC; None: of what is in a store.
+    num_parameters, num_elements, num_trainable_elements, num_frozen : int
         Each parameter once, tied names and buffers aside.
     num_tied, num_buffers : int
     slots : dict
@@ -70,9 +77,11 @@ class Inspection(Brief):
     topology: dict[str, int]
     world_size: int
     step: int | None
+    saved: str | None
     loss_scale: object
     num_parameters: int
     num_elements: int
+    num_trainable_elements: int
     num_frozen: int
     num_tied: int
     num_buffers: int
@@ -133,10 +142,12 @@ def inspect(
     owners = checkpoint.owners
     return Inspection(
         **_values(checkpoint, ("source", "format", "format_version", "zero_stage", "world_size", "step")),
+        saved=_saved(checkpoint),
         topology=asdict(checkpoint.topology),
         loss_scale=jsonable(checkpoint.loss_scale),
         num_parameters=len(owners),
         num_elements=sum(p.numel for p in owners),
+        num_trainable_elements=sum(p.numel for p in owners if not p.frozen),
         num_frozen=sum(p.frozen for p in owners),
         num_tied=len(checkpoint.parameters) - len(owners),
         num_buffers=len(checkpoint.buffers),
@@ -171,6 +182,16 @@ def inspect(
         warnings=list(checkpoint.warnings),
         inventory=inventory.as_dict() if include_inventory else None,
     )
+
+
+def _saved(checkpoint: Checkpoint) -> str | None:
+    times = [0.0]
+    for file in checkpoint.files:
+        if is_remote(Path(file.path)):
+            return None
+        with suppress(OSError):
+            times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands
+    return datetime.fromtimestamp(max(times), timezone.utc).isoformat(timespec="seconds") if max(times) else None
 
 
 def _slots(checkpoint: Checkpoint) -> dict[str, object]:

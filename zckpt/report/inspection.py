@@ -70,6 +70,7 @@ def _heading(document: Document) -> list[str]:
     degrees = " ".join(f"{key}={value}" for key, value in document["topology"].items() if value > 1)
     ranks = count(document["world_size"], "rank")
     version = f" {document['format_version']}" if document["format_version"] else ""
+    trainable = f" ({document['num_trainable_elements']:,} trainable)" if document["num_frozen"] else ""
     stage = "" if document["zero_stage"] is None else f", ZeRO stage {document['zero_stage']}"
     facts = [
         ("source", document["source"]),
@@ -78,10 +79,12 @@ def _heading(document: Document) -> list[str]:
         ("origin", listed(document["details"].get("origin", {}))),
         ("topology", f"{degrees} ({ranks})" if degrees else ranks),
         ("step", document["step"]),
+        ("saved", document["saved"] and f"{document['saved'][:16].replace('T', ' ')} UTC"),
         ("loss scale", document["loss_scale"]),
         (
             "model",
-            f"{count(document['num_parameters'], 'parameter')}, {count(document['num_elements'], 'element')}, "
+            f"{count(document['num_parameters'], 'parameter')}, {count(document['num_elements'], 'element')}"
+            f"{trainable}, "
             f"{document['num_frozen']} frozen, {document['num_tied']} tied, "
             f"{count(document['num_buffers'], 'buffer')}",
         ),
