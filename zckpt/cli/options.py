@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zckpt.cli.verbs import Near, Verb
+from zckpt.cli.verbs import Near, Verb, chosen_format
 from zckpt.errors import UsageError
 from zckpt.operations.options import Shared, options_of
 from zckpt.storage.remote import is_url
@@ -187,7 +187,7 @@ class FormatCommand(Verb):
         for one in formats():
             for option in options_of(getattr(one, self.stated)):
                 every.setdefault(option.name, []).append((one.name, option))
-        return list(map(_option, every.values()))
+        return [_option(one, has_to=self.stated == ConvertCommand.stated) for one in every.values()]
 
 
 class ReshardCommand(FormatCommand):
@@ -214,24 +214,50 @@ class ConvertCommand(FormatCommand):
         return [to, *super().made()]
 
 
-def _option(same: list[tuple[str, Option]]) -> click.Option:
-    """Return an option of one or several formats."""
-    texts: dict[str, list[str]] = {}
-    for name, option in same:
-        default = "" if option.default is None else f" Default: {option.default}."
-        texts.setdefault(option.help + default, []).append(name)
-    text = " ".join(f"{one} ({', '.join(names)})" for one, names in texts.items())
+class FormatOption(click.Option):
+    """An option of one or several formats: its help is that of the format which `--to` names, if that is given."""
+
+    texts: Mapping[str, str]
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return its line of the help; None: the format that is named has no such option."""
+        chosen = chosen_format(ctx)
+        if chosen is None:
+            return super().get_help_record(ctx)
+        if chosen not in self.texts:
+            return None
+        general, self.help = self.help, self.texts[chosen]
+        record = super().get_help_record(ctx)
+        self.help = general
+        return record
+
+
+def _option(same: list[tuple[str, Option]], *, has_to: bool) -> click.Option:
+    """Return an option of one or several formats; `has_to`: `--to FORMAT --help` says more of it."""
+    texts = {
+        name: option.help + ("" if option.default is None else f" Default: {option.default}.") for name, option in same
+    }
+    several = {text: [name for name, its in texts.items() if its == text] for text in texts.values()}
+    if has_to and len(several) > 1:
+        text = f"Differs by format: see --to FORMAT --help. ({', '.join(texts)})"
+    else:
+        text = " ".join(f"{one} ({', '.join(names)})" for one, names in several.items())
     first = same[0][1]
+    made: FormatOption
     if first.kind is bool:
-        return click.Option([f"--{first.flag}/--{first.opposite or f'no-{first.flag}'}"], default=None, help=text)
+        made = FormatOption([f"--{first.flag}/--{first.opposite or f'no-{first.flag}'}"], default=None, help=text)
+        made.texts = texts
+        return made
     choices = list(dict.fromkeys(str(choice) for _, option in same for choice in option.choices))
-    return click.Option(
+    made = FormatOption(
         [f"--{first.flag}"],
         type=Near(choices) if choices else first.kind,
         metavar=first.metavar,
         callback=lambda _context, _option, value: None if value is None else first.kind(value),
         help=text,
     )
+    made.texts = texts
+    return made
 
 
 page_options = together(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,17 @@ RARE = frozenset({
 COMMON = frozenset({"to", "world_size", "stage", "dtype"})
 """Of the options that formats state, those that most need."""
 
-_ALL = "zckpt.help_all"
+_ALL, _WORDS = "zckpt.help_all", "zckpt.words"
+
+
+def chosen_format(ctx: click.Context) -> str | None:
+    """Return the format that `--to` names, of a help that is asked for before options are taken."""
+    words = ctx.meta.get(_WORDS, [])
+    found = [after for word, after in pairwise(words) if word == "--to"]
+    found += [word.removeprefix("--to=") for word in words if word.startswith("--to=")]
+    known = next((one.type for one in ctx.command.params if one.name == "to"), None)
+    choices = known.choices if isinstance(known, click.Choice) else ()
+    return next((one for one in choices if found and str(one) == found[-1].lower()), None)
 
 
 class Verb(click.Command):
@@ -192,7 +203,7 @@ class Verb(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Take what is given; all that is needed and is not there is named at once."""
-        given = [*args]
+        given = ctx.meta[_WORDS] = [*args]
         try:
             return super().parse_args(ctx, args)
         except click.MissingParameter:
@@ -212,7 +223,8 @@ class Verb(click.Command):
             record = one.get_help_record(ctx) if isinstance(one, click.Option) else None
             if record is None:
                 continue
-            is_rare = one.name in RARE or (one.name in self.of_formats and one.name not in COMMON)
+            of_many = one.name in self.of_formats and one.name not in COMMON and chosen_format(ctx) is None
+            is_rare = (one.name in RARE and one.name not in self.of_formats) or of_many
             if is_rare and not ctx.meta.get(_ALL):
                 left += 1
             else:
