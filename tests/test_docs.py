@@ -118,6 +118,13 @@ def test_every_verb_is_on_its_page_and_has_the_options_that_are_said_to_be_commo
     assert mentioned(said.split("Those that write also have")[1].split(";")[0]) == common
 
 
+def test_what_the_page_on_security_promises_is_tested():
+    found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
+    assert len(found) > 25
+    for file, name in found:
+        assert f"\ndef {name}(" in (ROOT / file).read_text(), (file, name)
+
+
 # --- what is shown
 
 
