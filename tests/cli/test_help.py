@@ -61,7 +61,9 @@ def test_the_help_for_a_format_has_what_that_format_takes_in_its_own_words():
             " ".join(succeeded("convert", *to, flag).stdout.split()).replace("- ", "-")
             for to in ((), ("--to", "dcp"), ("--to=Megatron",))
         )
-        assert "--world-size N Differs by format: see --to FORMAT --help. (zckpt, fsdp-rank-files, deepspeed," in general
+        assert (
+            "--world-size N Differs by format: see --to FORMAT --help. (zckpt, fsdp-rank-files, deepspeed," in general
+        )
         assert "--world-size N Files to spread it over; any number of ranks loads it. Default: 1. --" in dcp
         assert "--world-size N Files to spread it over; any parallelism loads it. Default: 1. --" in megatron
         assert ("--keys" in dcp, "--keys" in megatron) == (True, False)
