@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
 from zckpt.engine.checking import Sum, crc_of
-from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile, end_of
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import METADATA_KEY, read_header
 from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
@@ -305,7 +305,7 @@ def mismatches(path: str) -> Iterator[DamagedFileError]:
     """Yield an error for each tensor of a rank's file that is damaged; errors are those of `recorded`."""
     with Sources() as sources:
         for one in recorded(path):
-            found = crc_of(path, one.offset, one.offset + one.nbytes, (), sources) if one.nbytes else 0
+            found = crc_of(path, one.offset, end_of(one), (), sources) if one.nbytes else 0
             if found != one.crc32:
                 yield DamagedFileError(
                     f"{one.name} is damaged", path=path, expected=f"CRC-32 {one.crc32:08x}", found=f"{found:08x}"
