@@ -41,7 +41,7 @@ from zckpt.formats.megatron.buckets import (
 )
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, Common
+from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried, read_scalars
@@ -284,7 +284,7 @@ class _Chain:
         self._guess, self._groups, self._parameters = guess, buffers[chain], checkpoint.parameters
         self._of_experts = chain == max(buffers) if len(buffers) > 1 else None  # None: of all parameters
         names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-        tp, ep, expert_tp = (n if type(n := arguments.get(name)) is int and n > 0 else None for name in names)
+        tp, ep, expert_tp = (size_of(arguments, name) for name in names)
         self._tp = self._ep = 1
         if len(self._groups) > 1:
             if tp is None:

@@ -89,9 +89,10 @@ def _named(names: Iterable[str]) -> dict[str, str]:
     """Return names by what they are in the bare model."""
     found: dict[str, str] = {}
     for name in names:
-        if _bare(name) in found:
-            raise DamagedFileError(f"two tensors are {_bare(name)}", found=f"{name} and {found[_bare(name)]}")
-        found[_bare(name)] = name
+        bare = _bare(name)
+        if bare in found:
+            raise DamagedFileError(f"two tensors are {bare}", found=f"{name} and {found[bare]}")
+        found[bare] = name
     return found
 
 

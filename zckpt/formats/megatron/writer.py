@@ -34,9 +34,9 @@ from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
 from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
 from zckpt.formats.megatron.names import by_itself
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of, states_by
 from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
-from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, shards_of, text_file
+from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, origin_of, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
@@ -45,15 +45,13 @@ from zckpt.state.views import narrow, reshape
 CUT = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}
 """How the distributed optimizer cuts its state: as the model's; each slice flattened, of which here each is a whole."""
 
-APART, STACKED = "apart", "stacked"
-LAYERS = "layers"
+LAYERS, APART = "layers", "apart"
 """Under which `Checkpoint.details` say that the files have each layer under keys of its own."""
 
 EMPTY = [None]
 """The state of a module that has none."""
 
 _MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
-_ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 
 
 @dataclass(slots=True)
@@ -81,12 +79,10 @@ class Items:
         Of a gated layer it has to be two: its halves are loaded one by one, and two of one chunk are not.
         """
         self.flattened[key] = (*at.sizes, *slot.shape)
-        numel, flat = slot.numel // parts, reshape(slot, (slot.numel,))
-        axes = len(slot.shape)
+        whole = reshape(slot, (*(parts, *(1,) * len(slot.shape))[:-1], slot.numel // parts))
         for part in range(parts):
-            own = reshape(narrow(flat, 0, part * numel, numel), (*(1,) * axes, numel))
-            shape, index = (parts, *(1,) * axes)[:axes], (part, *(0,) * axes)[:axes]
-            self.add(key, at, ((*shape, numel), (*index, 0)), own, dtype, label)
+            index = (part, *(0,) * len(slot.shape))
+            self.add(key, at, (whole.shape, index), narrow(whole, 0, part, 1), dtype, label)
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -103,7 +99,8 @@ def lay_out(job: Job) -> TargetFiles:
     filed = {name: by_itself(new) for name, new in keyed.items()}
     slots = {name: sorted({*one.slots} - {WEIGHT}) for name, one in source.trained.items()}
     kinds = {filed[name]: (slot.shape, (dtype, *slots.get(name, ()))) for name, (slot, dtype) in tensors.items()}
-    apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
+    stored = checkpoint.details.get(LAYERS), origin_of(checkpoint).get(LAYERS)  # as the source's own files had them
+    apart = APART in stored or None if options.layers is None else options.layers == APART
     places = placed(kinds, apart=apart)
     items = Items()
     for name, (slot, dtype) in tensors.items():
@@ -137,26 +134,16 @@ def lay_out(job: Job) -> TargetFiles:
     files = [
         *_items(items, source.folder, options.world_size),
         torch_writer.lay_out(f"{source.folder}/{COMMON}", tree),
-        text_file(f"{source.folder}/{MARK}", json.dumps(mark)),
+        TargetFile.of(f"{source.folder}/{MARK}", json.dumps(mark).encode()),
     ]
     return source.finished(files, held, {new: name for name, new in filed.items()})
-
-
-def _stored_apart(checkpoint: Checkpoint) -> bool:
-    """Tell whether a source's own files had each layer under its own keys."""
-    origin = checkpoint.details.get("origin")
-    return any(isinstance(one, Mapping) and one.get(LAYERS) == APART for one in (checkpoint.details, origin))
 
 
 def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items) -> set[str]:
     """Add objects: the source's, and the empty state of modules; return the keys of metadata that they are."""
     for at in places.values():
-        module, attention = _MODULE.fullmatch(at.key), _ATTENTION.fullmatch(at.key)
         shard = f"shard_{'.'.join(map(str, at.index or (0,)))}_{'.'.join(map(str, at.sizes or (1,)))}"
-        if module is not None:
-            items.objects[f"{module[1]}.{EXTRA_STATE}/{shard}"] = EMPTY
-        if attention is not None:
-            items.objects[f"{attention[1]}.core_attention.{EXTRA_STATE}/{shard}"] = EMPTY
+        items.objects |= {f"{state}/{shard}": EMPTY for state in states_by(at.key, _MODULE)}
     every = {name: shards for name, value in checkpoint.metadata.items() if (shards := shards_of(value))}
     for name, shards in every.items():
         for shard, node in shards.items():

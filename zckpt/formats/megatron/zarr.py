@@ -21,7 +21,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
 from zckpt.formats.dcp.items import Items, ObjectItem
-from zckpt.formats.megatron.directory import Place
+from zckpt.formats.megatron.directory import Place, missing
 from zckpt.formats.megatron.torch_dist import read_by
 from zckpt.formats.torch_files.tensors import TensorItem, describe
 from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
@@ -91,9 +91,7 @@ def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
     for index in product(*map(range, grid)):
         name = ".".join(map(str, index)) or "0"
         if name not in there:
-            raise ShardError(f"file {name} is missing", path=folder, expected=f"{count} chunks of an array",
-                             advice="the save did not finish, or the file was not copied",
-                             code=MISSING_FILE)  # fmt: skip
+            raise missing(f"file {name} is missing", folder, f"{count} chunks of an array")
         file = folder / name
         if file.stat().st_size != nbytes:
             raise DamagedFileError("is not of the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
