@@ -56,7 +56,7 @@ def read(place: Place) -> Checkpoint:
     tree = dict(root)
     model = branch(tree.get(MODEL))
     if not model or not all(isinstance(item, TensorItem) for item in model.values()):
-        raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(map(str, root))))
+        raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(root)))
     shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
     whole = _model(model)
     tree[MODEL] = whole
@@ -118,7 +118,7 @@ def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str 
     every = [content] if META in content else [branch(part) or {} for part in several]
     if not every or (several and len(several) != len(content)):
         raise UnsupportedError("holds an optimizer of a kind that is not known",
-                               expected=f"{STATE} and {META}", found=listed(list(map(str, content))))  # fmt: skip
+                               expected=f"{STATE} and {META}", found=listed(list(content)))  # fmt: skip
     state: dict[str | int, Node] = {}
     groups: dict[bytes, tuple[Branch, list[str]]] = {}
     others: dict[str | int, Node] = {}
@@ -148,7 +148,7 @@ def _state(state: Branch, shapes: Shapes, copies: list[Duplicate]) -> dict[str |
     for one in stored(names):
         parts = [branch(state[names[part]]) or {} for part in one.parts]
         if any(part.keys() != parts[0].keys() for part in parts):
-            raise LayoutError(f"the state of {one.key} is not whole", expected=listed(list(map(str, parts[0]))))
+            raise LayoutError(f"the state of {one.key} is not whole", expected=listed(list(parts[0])))
         own: dict[str | int, Node] = {}
         for slot in parts[0]:
             items = [part[slot] for part in parts]

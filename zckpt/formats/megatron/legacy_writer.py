@@ -290,21 +290,18 @@ def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | 
     members = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
     layout = lay_out_buckets(members, bucket_numel)
     starts = layout.starts()
-    contents: dict[str, list[SlotContent]] = {}
-    types: dict[str, set[str]] = {}
+    parts: dict[str, list[tuple[str, SlotContent]]] = {}
     for one in its:
         for key, slot, dtype, label in model.states(one, rank.tp):
-            filed = PARAM if key == MASTER else key
-            contents.setdefault(filed, []).append(SlotContent(starts[one.local], slot, label))
-            types.setdefault(filed, set()).add(dtype)
-    mixed = next((key for key, kinds in types.items() if len(kinds) > 1), None)
-    if mixed is not None:
-        raise UnsupportedError(f"{mixed} is of several types, and a buffer has one",
-                               found=sorted(types[mixed]))  # fmt: skip
-    tensors: dict[object, object] = {
-        key: view(new_storage(next(iter(types[key])), layout.numel, parts), (layout.numel,))
-        for key, parts in contents.items()
-    }
+            content = SlotContent(starts[one.local], slot, label)
+            parts.setdefault(PARAM if key == MASTER else key, []).append((dtype, content))
+    tensors: dict[object, object] = {}
+    for key, its_parts in parts.items():
+        dtypes = sorted({dtype for dtype, _ in its_parts})
+        if len(dtypes) > 1:
+            raise UnsupportedError(f"{key} is of several types, and a buffer has one", found=dtypes)
+        storage = new_storage(dtypes[0], layout.numel, [content for _, content in its_parts])
+        tensors[key] = view(storage, (layout.numel,))
     return {**tensors, UNPADDED: layout.numel}
 
 

@@ -127,7 +127,7 @@ def _rank_file(tp: int, pp: int, ep: int, folder: Path, file: TorchFile) -> Rank
     chunks = sorted((int(match[1] or 0), key) for key, match in keys.items() if match is not None)
     if not chunks or [number for number, _ in chunks] != list(range(len(chunks))):
         raise DamagedFileError("unexpected content", path=file.path, expected="the rank's model under `model`",
-                               found=listed([str(key) for key in content]))  # fmt: skip
+                               found=listed(list(content)))  # fmt: skip
     names = tuple(key for _, key in chunks)
     return RankFile(tp, pp, ep, folder, file, content, tuple(_flat(content[key], file.path) for key in names), names)
 

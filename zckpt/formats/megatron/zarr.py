@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from operator import mul
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, TRUNCATED
@@ -97,7 +98,7 @@ def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
             raise DamagedFileError("is not of the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
                                    found=f"{file.stat().st_size:,}", code=TRUNCATED)  # fmt: skip
         whole = Slot(name, dtype, chunks, (Span(Extent.whole(chunks), str(file), 0, dtype),))
-        offsets = tuple(at * size for at, size in zip(index, chunks, strict=True))
+        offsets = tuple(map(mul, index, chunks))
         sizes = tuple(min(size, n - at) for at, size, n in zip(offsets, chunks, shape, strict=True))
         used = math.prod(sizes)
         strides = None if sizes == chunks else row_major(chunks)
