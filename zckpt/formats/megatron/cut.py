@@ -112,17 +112,17 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
     axes = len(shapes[name])
     if _NORM.fullmatch(name) or module in WHOLE or last in WHOLE:
         return KEPT
-    if _NUMBERED.fullmatch(last) is not None:
-        if module in PARTNER and axes in (1, 2):
+    if _NUMBERED.fullmatch(last) is not None and axes in (1, 2):
+        if module in PARTNER:
             gated = is_gated(name, shapes, said)
             if gated is None:
                 raise UnsupportedError(
                     f"whether {name} is that of a gated unit is not known", expected=f"its {PARTNER[module]}"
                 )
             return Cut(0, 1 + gated)
-        if module in ROWS and axes in (1, 2):
+        if module in ROWS:
             return Cut(0)
-        if module in COLUMNS and axes in (1, 2):
+        if module in COLUMNS:
             return Cut(1) if axes == 2 else KEPT
     raise UnsupportedError(
         f"how tensor parallelism cuts {name} is not known",

@@ -272,7 +272,7 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
             if not isinstance(value, Tensor) or not is_weight(name, value):
                 continue
             label, is_buffer = _label_of(at, name), _is_buffer(name, value)
-            parameter = Parameter(label, value.shape, value.dtype, {WEIGHT: slot_of(WEIGHT, value, path)})
+            parameter = Parameter.of(label, slot_of(WEIGHT, value, path))
             (own.buffers if is_buffer else own.parameters)[label] = parameter
             if is_buffer:
                 continue

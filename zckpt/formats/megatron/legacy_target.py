@@ -112,8 +112,7 @@ def _is_engine(checkpoint: Checkpoint, said: str | None, arguments: Mapping[obje
     names = [one.name for one in checkpoint.tensors()]
     if filed_names(names) != {name: name for name in names}:
         return False
-    known = arguments.get("transformer_impl")
-    return known != LOCAL
+    return arguments.get("transformer_impl") != LOCAL
 
 
 def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[object, object], *, engine: bool) -> str:

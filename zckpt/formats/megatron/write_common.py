@@ -215,9 +215,9 @@ class Source:
 
 def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
-    if checkpoint.optimizers() or checkpoint.models():
-        raise UnsupportedError("Megatron-Core has one model and one optimizer",
-                               found=listed(checkpoint.optimizers() or checkpoint.models()))  # fmt: skip
+    several = checkpoint.optimizers() or checkpoint.models()
+    if several:
+        raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
     check_names([one.name for one in checkpoint.tensors()])
     tensors = model_tensors(checkpoint, dtype, tied="drop", exclude_frozen=False)
     absent = [one.name for one in checkpoint.owners if one.name not in tensors]

@@ -62,27 +62,20 @@ class Items:
     objects: dict[str, object] = field(default_factory=dict)
     flattened: dict[str, Shape] = field(default_factory=dict)
 
-    def add(self, key: str, at: Placed, part: tuple[Shape, Shape], slot: Slot, dtype: str, label: str) -> None:
-        """Add a slot at a place; `part`: of which shape the tensor there is, and at which index the slot begins."""
-        shape, index = part
-        sizes = (*(1 for _ in at.index), *slot.shape)
-        _, _, pieces = self.tensors.setdefault(key, ((*at.sizes, *shape), dtype, []))
-        pieces.append(TensorPiece(SlotTensor(reshape(slot, sizes), dtype, label), (*at.index, *index), sizes))
+    def add(self, key: str, at: Placed, slot: Slot, dtype: str, label: str, parts: int = 0) -> None:
+        """Add a slot at a place: as it is, or flattened, as `CUT` says, in equal parts along its first axis.
 
-    def add_whole(self, key: str, at: Placed, slot: Slot, dtype: str, label: str) -> None:
-        """Add a slot as it is."""
-        self.add(key, at, (slot.shape, (0,) * len(slot.shape)), slot, dtype, label)
-
-    def add_flat(self, key: str, at: Placed, slot: Slot, dtype: str, label: str, parts: int) -> None:
-        """Add a slot flattened, as `CUT` says, in equal parts along its first axis.
-
-        Of a gated layer it has to be two: its halves are loaded one by one, and two of one chunk are not.
+        Of a gated layer these have to be two: its halves are loaded one by one, and two of one chunk are not.
         """
-        self.flattened[key] = (*at.sizes, *slot.shape)
-        whole = reshape(slot, (*(parts, *(1,) * len(slot.shape))[:-1], slot.numel // parts))
-        for part in range(parts):
-            index = (part, *(0,) * len(slot.shape))
-            self.add(key, at, (whole.shape, index), narrow(whole, 0, part, 1), dtype, label)
+        whole, axes = slot, len(slot.shape)
+        if parts:
+            self.flattened[key] = (*at.sizes, *slot.shape)
+            whole = reshape(slot, (*(parts, *(1,) * axes)[:axes], slot.numel // parts))
+        _, _, pieces = self.tensors.setdefault(key, ((*at.sizes, *whole.shape), dtype, []))
+        for part in range(max(parts, 1)):
+            own = narrow(whole, 0, part, 1) if parts else whole
+            sizes, index = (*(1 for _ in at.index), *own.shape), (part, *(0,) * axes)[: len(own.shape)]
+            pieces.append(TensorPiece(SlotTensor(reshape(own, sizes), dtype, label), (*at.index, *index), sizes))
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -104,18 +97,15 @@ def lay_out(job: Job) -> TargetFiles:
     places = placed(kinds, apart=apart)
     items = Items()
     for name, (slot, dtype) in tensors.items():
-        items.add_whole(places[filed[name]].key, places[filed[name]], slot, dtype, name)
+        items.add(places[filed[name]].key, places[filed[name]], slot, dtype, name)
     masters = "param" if kind == DISTRIBUTED else "fp32_param"
     shapes = {name: slot.shape for name, (slot, _) in tensors.items()}
     for name in source.trained:
         at = places[filed[name]]
+        parts = (2 if is_gated(name, shapes) else 1) if kind == FLATTENED else 0
         for slot_name, slot, dtype in source.states(name):
             key = masters if slot_name == MASTER else slot_name
-            whole, label = f"optimizer.state.{key}.{at.key}", f"{key}/{name}"
-            if kind == FLATTENED:
-                items.add_flat(whole, at, slot, dtype, label, 2 if is_gated(name, shapes) else 1)
-            else:
-                items.add_whole(whole, at, slot, dtype, label)
+            items.add(f"optimizer.state.{key}.{at.key}", at, slot, dtype, f"{key}/{name}", parts)
     held = _objects(checkpoint, places, items)
     tree = source.common_tree(held)
     held |= {str(key) for key in tree}
