@@ -166,25 +166,18 @@ def _items(items: Items, folder: str, world_size: int) -> list[TargetFile]:
     names = [f"__{rank}_0.distcp" for rank in range(world_size)]
     files = [TargetFile(f"{folder}/{name}", 0) for name in names]
     least = [(0, rank) for rank in range(world_size)]
+
+    def chunk(value: object, offsets: Shape = (), sizes: Shape = ()) -> Chunk:
+        """Put a value into the file that has the least so far."""
+        load, rank = least[0]
+        heapq.heapreplace(least, (load + archives.nbytes(value), rank))
+        return Chunk(offsets, sizes, names[rank], *archives.put(files[rank], value))
+
     entries = []
     for key, (shape, dtype, pieces) in items.tensors.items():
-        chunks = []
-        for piece in sorted(pieces, key=lambda one: one.offsets):
-            rank = _least(least, archives.nbytes(piece))
-            offset, nbytes = archives.put(files[rank], piece)
-            chunks.append(Chunk(piece.offsets, piece.sizes, names[rank], offset, nbytes))
+        chunks = [chunk(one, one.offsets, one.sizes) for one in sorted(pieces, key=lambda one: one.offsets)]
         entries.append(Entry(key, (), dtype, shape, tuple(chunks)))
-    for key, node in items.objects.items():
-        rank = _least(least, archives.nbytes(node))
-        offset, nbytes = archives.put(files[rank], node)
-        entries.append(Entry(key, (), None, (), (Chunk((), (), names[rank], offset, nbytes),)))
+    entries += (Entry(key, (), None, (), (chunk(node),)) for key, node in items.objects.items())
     content = metadata(entries, paths=False, flattened=items.flattened)
     index = TargetFile.of(f"{folder}/{INDEX}", content)
     return [*(file for file in files if file.nbytes), index]
-
-
-def _least(loads: list[tuple[int, int]], nbytes: int) -> int:
-    """Return the rank that has the least so far, and give it this many bytes more."""
-    load, rank = loads[0]
-    heapq.heapreplace(loads, (load + nbytes, rank))
-    return rank
