@@ -169,12 +169,10 @@ def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
     last = min(-(-(high - copy.offset) // step), copy.shape[0])
     whole = max(-(-(low - copy.offset) // step), first)
     end = max(min((high - inner - copy.offset) // step + 1, last), whole)
-    for index in range(first, min(whole, last)):
+    for index in (*range(first, min(whole, last)), *range(max(end, first), last)):
         yield from _window(_rows(copy, index, 1, drop=True), low, high)
     if whole < end:
         yield _rows(copy, whole, end - whole)
-    for index in range(max(end, first), last):
-        yield from _window(_rows(copy, index, 1, drop=True), low, high)
 
 
 def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:

@@ -84,12 +84,13 @@ class VirtualFile(io.RawIOBase):
             _clear(into[done - start : low - start])
             view = into[low - start : high - start]
             done = max(done, high)
+            start_in, end_in = low - part.offset, high - part.offset
             if isinstance(part, Literal):
-                view[:] = memoryview(part.data)[low - part.offset : high - part.offset]
+                view[:] = memoryview(part.data)[start_in:end_in]
             elif isinstance(part, Pack):
-                packed += _of_pack(part, view, low - part.offset, high - part.offset)
+                packed += _of_pack(part, view, start_in, end_in)
             else:
-                size, start_in, end_in = itemsize(part.dtype), low - part.offset, high - part.offset
+                size = itemsize(part.dtype)
                 first, last = start_in // size, -(-end_in // size)
                 found = view
                 if first * size != start_in or last * size != end_in:  # an element is asked for in part

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.axes.gpt_model import JOINED
+from zckpt.formats.megatron.objects import arguments_of as attributes_of
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint, Shape
-from zckpt.torchfile import node_of
-from zckpt.torchfile.nodes import Object
 
 FILES = ("config.json", "params.json", "huggingface/config.json", "hf_config/config.json")
 """Where programs keep a model's numbers, in a checkpoint's folder."""
@@ -51,13 +50,7 @@ ORDER = "query_key_value"
 
 def arguments_of(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the arguments of Megatron-LM, or Megatron-DeepSpeed, in a checkpoint; empty where it has none."""
-    arguments = checkpoint.metadata.get("args")
-    node = node_of(arguments)
-    if isinstance(node, Object) and isinstance(node.state, dict):
-        node = node.state
-    if not isinstance(node, dict):
-        return {}
-    found = {str(key): value for key, value in node.items()}
+    found = {str(key): value for key, value in attributes_of(checkpoint.metadata.get("args")).items()}
     if found.get("group_query_attention") is False:
         found.pop("num_query_groups", None)  # Megatron-LM has 1 there for what is not used
     if "deepspeed" in found:  # and not Megatron-LM, whose order is always the first

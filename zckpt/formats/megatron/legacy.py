@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.megatron.buckets import bucket_numels
-from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, cut_of, reordered
+from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, check_alike, cut_of, reordered
 from zckpt.formats.megatron.directory import FORMAT, LEGACY, OPTIMIZER_FILE, Place, missing
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
 from zckpt.formats.megatron.local import attach_distributed, attach_plain, optimizers_of
@@ -142,10 +142,7 @@ class Model:
             if cut.dimension is None:
                 copies += [(slot, whole, rank) for rank, slot in enumerate(slots[1:], 1)]
             for copy_slot, of, at in copies:
-                if (copy_slot.shape, copy_slot.dtype) != (of.shape, of.dtype):
-                    raise LayoutError(f"ranks have copies of {given} that differ",
-                                      expected=f"{of.dtype} {of.shape}",
-                                      found=f"{copy_slot.dtype} {copy_slot.shape}")  # fmt: skip
+                check_alike(copy_slot, of, f"ranks have copies of {given} that differ")
                 if copy_slot.numel:
                     checkpoint.duplicates.append(Duplicate(kind, given, given, copy_slot, of, at))
         group = next((its[0].group for its in every if its[0].group is not None), None)

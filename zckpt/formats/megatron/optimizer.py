@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
-from zckpt.formats.torch_files.tensors import carried, read_scalars, with_scalars
+from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
@@ -134,10 +134,7 @@ def _groups(held: Held, common: Common) -> Iterator[ParamGroup]:
     step = states.get(COMMON_STEP) if isinstance(states, dict) else None
     value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
     for node in listed if isinstance(listed, list) else []:
-        if not isinstance(node, dict):
-            raise DamagedFileError("unexpected content", path=path, expected="a param group as a dict",
-                                   found=type(node).__name__)  # fmt: skip
-        values = with_scalars(node, path)
+        values = with_scalars(as_mapping(node, path, "a param group as a dict"), path)
         own = values.pop(STEP, value)
         yield ParamGroup(values, [], {} if own is None else {STEP: own})
 
