@@ -128,6 +128,7 @@ class Checks:
     def __init__(self, sums: Iterable[Sum] = ()) -> None:
         ordered = sorted(sums, key=_place)
         self.sums = {path: list(some) for path, some in groupby(ordered, key=lambda one: one.path)}
+        self._ends = {path: list(map(end_of, some)) for path, some in self.sums.items()}
         self.find: Callable[[str], Iterable[Sum]] | None = None
         self._seen: dict[Sum, list[Seen]] = {}
         self._nbytes: dict[Sum, int] = {}
@@ -145,6 +146,7 @@ class Checks:
         for path in dict.fromkeys(paths):
             if path not in self.sums:
                 self.sums[path] = found = sorted(self.find(path), key=_place)
+                self._ends[path] = list(map(end_of, found))
                 self.watched |= {path} if found else set()
 
     def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -173,7 +175,7 @@ class Checks:
     def _bounds(self, path: str, start: int, end: int) -> list[int]:
         """Return where records begin or end between two offsets in a file."""
         sums = self.sums[path]
-        within = sums[bisect_right(sums, start, key=end_of) : bisect_left(sums, end, key=start_of)]
+        within = sums[bisect_right(self._ends[path], start) : bisect_left(sums, end, key=start_of)]
         return sorted(at for at in {at for one in within for at in (one.offset, end_of(one))} if start < at < end)
 
     @property
@@ -208,7 +210,7 @@ class Checks:
     def at(self, path: str, offset: int) -> Sum | None:
         """Return the record in which a byte lies; None if it is in none."""
         sums = self.sums.get(path, ())
-        at = bisect_right(sums, offset, key=end_of)
+        at = bisect_right(self._ends.get(path, ()), offset)
         return sums[at] if at < len(sums) and sums[at].offset <= offset else None
 
     def _note(self, one: Sum, found: int) -> None:
