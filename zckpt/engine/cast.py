@@ -89,7 +89,7 @@ def cast(array: Array, target: str) -> Array:
     if array.dtype == result:
         return array
     kinds = {array.dtype.kind, result.kind} - {"f"}
-    extended = {np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
+    extended = set(map(numpy_dtype, _EXTENDED))
     if kinds and not {d for d in (array.dtype, result) if d.kind != "f"} <= extended:
         raise UnsupportedError(f"elements of {array.dtype} are not cast to {target}")
     if array.size > FEW_NUMEL:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from zckpt.codes import CHECKSUM
 from zckpt.engine.plan import Piece, Strided
-from zckpt.engine.targets import Checksum
+from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
@@ -128,7 +128,7 @@ class Checks:
     def __init__(self, sums: Iterable[Sum] = ()) -> None:
         ordered = sorted(sums, key=_place)
         self.sums = {path: list(some) for path, some in groupby(ordered, key=lambda one: one.path)}
-        self._ends = {path: [one.offset + one.nbytes for one in some] for path, some in self.sums.items()}
+        self._ends = {path: list(map(end_of, some)) for path, some in self.sums.items()}
         self.find: Callable[[str], Iterable[Sum]] | None = None
         self._seen: dict[Sum, list[Seen]] = {}
         self._nbytes: dict[Sum, int] = {}
@@ -146,7 +146,7 @@ class Checks:
         for path in dict.fromkeys(paths):
             if path not in self.sums:
                 self.sums[path] = found = sorted(self.find(path), key=_place)
-                self._ends[path] = [one.offset + one.nbytes for one in found]
+                self._ends[path] = list(map(end_of, found))
                 self.watched |= {path} if found else set()
 
     def cut(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -154,11 +154,12 @@ class Checks:
         for piece in pieces:
             copy = piece.copies[0]
             source, end = copy.sources[0], copy.sources[0].offset + piece.nbytes
-            if not piece.is_bytewise or source.path not in self.watched:
+            is_watched = piece.is_bytewise and source.path in self.watched
+            cuts = self._bounds(source.path, source.offset, end) if is_watched else []
+            if not cuts:
                 yield piece
                 continue
-            cuts = [source.offset, *self._bounds(source.path, source.offset, end), end]
-            for low, high in pairwise(cuts) if len(cuts) > 2 else ():
+            for low, high in pairwise([source.offset, *cuts, end]):
                 at = low - source.offset
                 moved = replace(
                     copy,
@@ -170,17 +171,12 @@ class Checks:
                     strides=(1,),
                 )
                 yield replace(piece, offset=piece.offset + at, nbytes=high - low, copies=(moved,))
-            if len(cuts) == 2:
-                yield piece
 
     def _bounds(self, path: str, start: int, end: int) -> list[int]:
         """Return where records begin or end between two offsets in a file."""
         sums = self.sums[path]
-        first, found = bisect_right(self._ends[path], start), set[int]()
-        while first < len(sums) and sums[first].offset < end:
-            found |= {sums[first].offset, sums[first].offset + sums[first].nbytes}
-            first += 1
-        return sorted(at for at in found if start < at < end)
+        within = sums[bisect_right(self._ends[path], start) : bisect_left(sums, end, key=start_of)]
+        return sorted(at for at in {at for one in within for at in (one.offset, end_of(one))} if start < at < end)
 
     @property
     def count(self) -> int:
@@ -194,7 +190,7 @@ class Checks:
                 self._overflowed.append(each)
                 continue
             one = self.at(each.path, each.offset)
-            if one is None or one in self._done or not 0 < each.nbytes <= one.offset + one.nbytes - each.offset:
+            if one is None or one in self._done or not 0 < each.nbytes <= end_of(one) - each.offset:
                 continue  # in none, or in several
             if each.nbytes == one.nbytes and each.crc32 is not None:
                 self._note(one, each.crc32)
@@ -207,7 +203,7 @@ class Checks:
                 if self._nbytes[one] >= one.nbytes:
                     tiles = _tiles(some)
                     if sum(tile.nbytes for tile in tiles) == one.nbytes:
-                        self._note(one, crc_of(one.path, one.offset, one.offset + one.nbytes, tiles, Sources()))
+                        self._note(one, crc_of(one.path, one.offset, end_of(one), tiles, Sources()))
                     else:
                         self._nbytes[one] = 0  # some overlap: not tried again before as many bytes have come
 
@@ -252,7 +248,7 @@ class Checks:
         tasks = []
         for one in self._due():
             seen = self._seen.get(one, [])
-            rest = one.nbytes - total(merge((each.offset, each.offset + each.nbytes) for each in seen))
+            rest = one.nbytes - total(merge((each.offset, end_of(each)) for each in seen))
             if one.always or (seen and rest <= max(REST_NBYTES, one.nbytes // REST_FRACTION)):
                 tasks.append((one, _tiles(seen)))
         of_files = [list(some) for _, some in groupby(tasks, key=lambda task: task[0].path)]
@@ -313,8 +309,8 @@ def _merged(seen: Iterable[Seen]) -> list[Seen]:
     found: list[Seen] = []
     for each in sorted(seen, key=lambda each: (each.offset, -each.nbytes)):
         last = found[-1] if found else Seen(each.path, each.offset, 0, None)
-        end, summed = last.offset + last.nbytes, last.crc32 is not None
-        if found and each.offset + each.nbytes <= end and (summed or each.crc32 is None):
+        end, summed = end_of(last), last.crc32 is not None
+        if found and end_of(each) <= end and (summed or each.crc32 is None):
             continue
         if found and each.offset == end and summed == (each.crc32 is not None):
             crc = combine(last.crc32 or 0, each.crc32 or 0, each.nbytes) if summed else None
@@ -332,14 +328,14 @@ def _tiles(seen: Iterable[Seen]) -> list[Seen]:
     for each in sorted(summed, key=lambda each: (each.offset, -each.nbytes)):
         if not found or each.offset >= end:
             found.append(each)
-            end = each.offset + each.nbytes
+            end = end_of(each)
     return found
 
 
 def _run(tasks: list[tuple[Sum, list[Seen]]]) -> list[int]:
     """Return the CRC-32 of records of one file, given what of each is summed; may run in another process."""
     with Sources() as sources:
-        return [crc_of(one.path, one.offset, one.offset + one.nbytes, tiles, sources) for one, tiles in tasks]
+        return [crc_of(one.path, one.offset, end_of(one), tiles, sources) for one, tiles in tasks]
 
 
 def crc_of(path: str, start: int, end: int, tiles: Iterable[Seen], sources: Sources) -> int:
@@ -365,12 +361,11 @@ def patch_checksums(path: Path, checksums: Iterable[Checksum], written: Iterable
 
     `path`: under which the file is written; `written`: of the file, as far as they were summed.
     """
-    seen = sorted(written, key=attrgetter("offset"))
-    starts = [each.offset for each in seen]
+    seen = sorted(written, key=start_of)
     with path.open("r+b") as file, Sources() as sources:
         for checksum in checksums:
-            within = seen[bisect_left(starts, checksum.start) : bisect_left(starts, checksum.end)]
-            tiles = _tiles(each for each in within if each.offset + each.nbytes <= checksum.end)
+            low, high = (bisect_left(seen, at, key=start_of) for at in (checksum.start, checksum.end))
+            tiles = _tiles(each for each in seen[low:high] if end_of(each) <= checksum.end)
             crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)
             for offset in checksum.offsets:
                 os.pwrite(file.fileno(), crc.to_bytes(4, "little"), offset)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from zckpt.errors import LayoutError
 from zckpt.state import Extent, Slot
+from zckpt.state.boxes import row_major
+from zckpt.state.spans import position
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
@@ -93,10 +95,7 @@ def flattened(slot: Computed, extent: Extent) -> Extent:
             expected=slot.shape,
             found=f"a box of {extent.sizes}",
         )
-    low = 0
-    for offset, size in zip(extent.offsets, slot.shape, strict=True):
-        low = low * size + offset
-    return slot.flat(low + extent.start, extent.numel)
+    return slot.flat(position(extent.offsets, row_major(slot.shape)) + extent.start, extent.numel)
 
 
 def range_of(slot: Computed, extent: Extent) -> tuple[int, int]:

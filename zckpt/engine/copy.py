@@ -20,7 +20,7 @@ from zckpt.engine.checking import Overflowed
 from zckpt.engine.computed import Block, Computed, Function, blocks, flattened
 from zckpt.engine.gather import gather_mapped, in_order, place
 from zckpt.engine.plan import WIDENED, Copy, Fill, Piece, Strided, fill
-from zckpt.engine.targets import Hole
+from zckpt.engine.targets import Hole, end_of
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.state import ZEROS, Extent, Shape, Slot
 from zckpt.state.boxes import SpanIndexes
@@ -82,7 +82,7 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
             yield from (Piece(cut.offset, cut.nbytes, (cut,), label=hole.label) for cut in cuts if cut.numel)
         return
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
-    for piece in _interleaved(copies, origin, hole.offset, hole.offset + hole.nbytes, most):
+    for piece in _interleaved(copies, origin, hole.offset, end_of(hole), most):
         yield replace(piece, label=hole.label)
 
 
@@ -164,19 +164,15 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
 def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
     """Yield copies that move what of a copy lies in bytes [low, high) of the target: of a row it may be a part."""
     step = copy.strides[0]
-    inner = itemsize(copy.target_dtype) + sum(
-        (n - 1) * s for n, s in zip(copy.shape[1:], copy.strides[1:], strict=True)
-    )
+    inner = reach_of(copy.shape[1:], copy.strides[1:], itemsize(copy.target_dtype))
     first = max((low - inner - copy.offset) // step + 1, 0)
     last = min(-(-(high - copy.offset) // step), copy.shape[0])
     whole = max(-(-(low - copy.offset) // step), first)
     end = max(min((high - inner - copy.offset) // step + 1, last), whole)
-    for index in range(first, min(whole, last)):
+    for index in (*range(first, min(whole, last)), *range(max(end, first), last)):
         yield from _window(_rows(copy, index, 1, drop=True), low, high)
     if whole < end:
         yield _rows(copy, whole, end - whole)
-    for index in range(max(end, first), last):
-        yield from _window(_rows(copy, index, 1, drop=True), low, high)
 
 
 def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
@@ -349,7 +345,7 @@ def pieces_of(hole: Hole, most: int = BATCH_NBYTES, indexes: SpanIndexes | None 
 
 def read_piece(piece: Piece, into: memoryview, sources: Sources) -> memoryview:
     """Read a piece into a buffer, at its offset, and return it; what is moved as it is is not copied on the way."""
-    view = into[piece.offset : piece.offset + piece.nbytes]
+    view = into[piece.offset : end_of(piece)]
     copy = piece.copies[0] if len(piece.copies) == 1 and not isinstance(piece, ComputedPiece) else None
     if copy is not None and copy.is_bytewise:
         sources.read(copy.sources[0].path, copy.sources[0].offset, view)

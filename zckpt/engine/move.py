@@ -18,7 +18,7 @@ from typing import Protocol
 from zckpt.engine.checking import Seen, WatchedSources
 from zckpt.engine.copy import converted, elements, is_endless, overflowed
 from zckpt.engine.plan import Piece
-from zckpt.engine.targets import Literal
+from zckpt.engine.targets import Literal, end_of
 from zckpt.engine.together import GAP_NBYTES
 from zckpt.engine.workers import batched
 from zckpt.storage.clone import clone
@@ -150,7 +150,7 @@ class Mover:
                 self._write_views(views, first)
                 views = []
             first = first if views else piece.offset
-            end = last.offset + last.nbytes
+            end = end_of(last)
             views.append(data)
             for one, _ in some:
                 view = data[one.offset - piece.offset :][: one.nbytes]
@@ -211,11 +211,7 @@ def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]
         if some:
             before, before_at = some[-1]
             other = before.copies[0]
-            if (
-                before_at + other.source_nbytes != at
-                or before.offset + before.nbytes != piece.offset
-                or copy.change != other.change
-            ):
+            if before_at + other.source_nbytes != at or end_of(before) != piece.offset or copy.change != other.change:
                 yield some
                 some = []
         some.append((piece, at))

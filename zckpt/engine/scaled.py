@@ -242,19 +242,19 @@ def of_experts(arrays: list[Array], first: int, end: int, *, columns: int) -> Ar
     return found
 
 
-def unpacked(words: Array, bits: int, dtype: str = "float32") -> Array:
-    """Return codes that lie end to end along rows of words, lowest bits first."""
+def unpacked(words: Array, bits: int) -> Array:
+    """Return codes, float32, that lie end to end along rows of words, lowest bits first."""
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 4:
-        return in_pairs(data, np.arange(16).astype(dtype)).reshape(len(data), -1)
+        return in_pairs(data, np.arange(16).astype(np.float32)).reshape(len(data), -1)
     if not 8 % bits:
-        table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(dtype)
+        table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(np.float32)
         found: Array = table[data].reshape(len(data), -1)
         return found
     flat = np.unpackbits(data, axis=-1, bitorder="little")
     flat = flat[:, : flat.shape[1] // bits * bits].reshape(len(flat), -1, bits)
     codes: Array = flat.astype(np.float32) @ (1 << np.arange(bits)).astype(np.float32)
-    return codes.astype(dtype)
+    return codes
 
 
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])

@@ -30,7 +30,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
-from zckpt.state import Extent, Shape, Slot, Span
+from zckpt.state import Extent, Shape, Slot
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
@@ -282,19 +282,13 @@ def stored_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:
 
     The elements of each are in the order in which they come first.
     """
-    spans = [_whole(slot) for slot in slots]
-    if any(span is None or span.strides is None for span in spans):
-        return tuple(slots)
-    found = [span for span in spans if span is not None]
-    dims = range(len(slots[0].shape))
-    alike = [all(span.strides is not None and span.strides[i] == 0 for span in found) for i in dims]
+    strides = [_strides_of(slot) for slot in slots]
+    alike = [not any(steps) for steps in zip(*strides, strict=True)] if all(strides) else []
     if not any(alike):
         return tuple(slots)
     shape = tuple(min(n, 1) if same else n for n, same in zip(slots[0].shape, alike, strict=True))
-    return tuple(
-        replace(slot, shape=shape, spans=(replace(span, extent=Extent.whole(shape)),))
-        for slot, span in zip(slots, found, strict=True)
-    )
+    whole = Extent.whole(shape)
+    return tuple(replace(slot, shape=shape, spans=(replace(slot.spans[0], extent=whole),)) for slot in slots)
 
 
 def refuse_endless(slot: Slot, name: str) -> None:
@@ -314,9 +308,8 @@ def refuse_endless(slot: Slot, name: str) -> None:
         )
 
 
-def _whole(slot: Slot) -> Span | None:
-    """Return the span that holds all of a slot, if one does."""
-    if len(slot.spans) != 1 or slot.replicas:
-        return None
-    (span,) = slot.spans
-    return span if span.extent == slot.whole and slot.numel else None
+def _strides_of(slot: Slot) -> Shape:
+    """Return the strides of a slot that is one span with such; of another nothing."""
+    if len(slot.spans) != 1 or slot.replicas or not slot.numel or slot.spans[0].extent != slot.whole:
+        return ()
+    return slot.spans[0].strides or ()

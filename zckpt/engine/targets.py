@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 from zckpt.state import Extent, Shape, Slot
 from zckpt.state.dtypes import itemsize
@@ -13,6 +14,27 @@ if TYPE_CHECKING:
     from zckpt.engine.packs import Pack
 
 Item = TypeVar("Item")
+
+
+class Bytes(Protocol):
+    """Bytes of a file, read or written."""
+
+    @property
+    def offset(self) -> int:
+        """Of the first one."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+
+start_of: Callable[[Bytes], int] = attrgetter("offset")
+"""Returns the offset of the first of some bytes of a file."""
+
+
+def end_of(one: Bytes) -> int:
+    """Return the offset behind some bytes of a file."""
+    return one.offset + one.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Generic, TypeVar
 
 from zckpt.errors import WorkerError, ZckptError
@@ -178,7 +178,7 @@ def tasks_of(
 ) -> Iterator[Task[Item, Result]]:
     """Yield batches as tasks, which have fewer and fewer bytes. `work`: of a batch; `workers`: how many run at once."""
     left = portions.total
-    known: dict[tuple[str, bool], Known | None] = {}
+    known = cache(_known)
     some: list[Item] = []
     nbytes = 0
     for batch in batches:
@@ -197,14 +197,11 @@ def _task(
     work: Callable[[Item], Result],
     batches: list[Item],
     portions: Portions[Item],
-    known: dict[tuple[str, bool], Known | None],
+    known: Callable[[str, bool], Known | None],
 ) -> Task[Item, Result]:
     reads = dict.fromkeys((path, False) for batch in batches for path in portions.reads(batch))
     writes = dict.fromkeys((path, True) for batch in batches for path in portions.writes(batch))
-    for one in (*reads, *writes):
-        if one not in known:
-            known[one] = _known(*one)
-    files = tuple(file for one in (*reads, *writes) if (file := known[one]) is not None)
+    files = tuple(file for one in (*reads, *writes) if (file := known(*one)) is not None)
     return Task(work, tuple(batches), files)
 
 

@@ -25,7 +25,7 @@ from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
 from zckpt.engine.copy import elements, overflowed, pieces, ranges_read
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
-from zckpt.engine.targets import Checksum, Literal
+from zckpt.engine.targets import Checksum, Literal, end_of, start_of
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import Workers
 from zckpt.engine.write import DIRECT_NBYTES
@@ -191,7 +191,7 @@ def parts(one: FilePlan, step: int, checks: Checks) -> Iterator[Part]:
     within: list[Item] = []
     for number, low in enumerate(range(0, max(one.file.nbytes, 1), step)):
         high = min(low + step, one.file.nbytes)
-        within = [item for item in within if item.offset + item.nbytes > low]
+        within = [item for item in within if end_of(item) > low]
         while following is not None and following.offset < high:
             within.append(following)
             following = next(items, None)
@@ -204,11 +204,11 @@ def _items(one: FilePlan, checks: Checks) -> Iterator[Item]:
     of_fills = (
         piece
         for fill in fills
-        for piece in sorted(checks.cut(pieces(fill, PIECE_NBYTES, LEAST_PART_NBYTES)), key=attrgetter("offset"))
+        for piece in sorted(checks.cut(pieces(fill, PIECE_NBYTES, LEAST_PART_NBYTES)), key=start_of)
     )
-    literals = iter(sorted(one.file.literals, key=attrgetter("offset")))
+    literals = iter(sorted(one.file.literals, key=start_of))
     packed = [pack.pieces() for pack in one.file.packs]
-    return heapq.merge(literals, of_fills, *packed, key=attrgetter("offset"))
+    return heapq.merge(literals, of_fills, *packed, key=start_of)
 
 
 def make(part: Part, sources: WatchedSources) -> bytearray:
@@ -216,7 +216,7 @@ def make(part: Part, sources: WatchedSources) -> bytearray:
     buffer = bytearray(part.nbytes)
     view = memoryview(buffer)
     for item in part.items:
-        low, high = max(item.offset, part.offset), min(item.offset + item.nbytes, part.offset + part.nbytes)
+        low, high = max(item.offset, part.offset), min(end_of(item), end_of(part))
         into = view[low - part.offset : high - part.offset]
         if isinstance(item, Piece) and item.is_bytewise:
             source = item.copies[0].sources[0]
@@ -259,8 +259,8 @@ def passing(part: Part, checks: Checks) -> tuple[str, int, int] | None:
             path, start = source.path, begins
         if (source.path, begins) != (path, start):
             return None
-        at = max(at, item.offset + item.nbytes)
-    if at < part.offset + part.nbytes or path in checks.watched or distant.found(path) is None:
+        at = max(at, end_of(item))
+    if at < end_of(part) or path in checks.watched or distant.found(path) is None:
         return None
     return path, start + part.offset, part.nbytes
 
@@ -312,9 +312,7 @@ class Held:
     def __init__(self, checksums: Sequence[Checksum], step: int) -> None:
         self._lock = threading.Lock()
         self._step = step
-        self.checksums = sorted(checksums, key=lambda one: one.start)
-        self._starts = [one.start for one in self.checksums]
-        self._ends = [one.end for one in self.checksums]
+        self.checksums = sorted(checksums, key=attrgetter("start"))
         self._missing = [one.end - one.start for one in self.checksums]
         self._sums: list[list[tuple[int, int, int]]] = [[] for _ in self.checksums]
         self._waiting: dict[int, int] = {}
@@ -334,10 +332,11 @@ class Held:
         """Note the bytes of a part."""
         if not self.checksums:
             return
-        view, low, high = memoryview(data), part.offset, part.offset + part.nbytes
+        view, low, high = memoryview(data), part.offset, end_of(part)
         sums = []
-        for index in range(bisect_right(self._ends, low), bisect_left(self._starts, high)):
-            start, end = max(self._starts[index], low), min(self._ends[index], high)
+        first = bisect_right(self.checksums, low, key=attrgetter("end"))
+        for index in range(first, bisect_left(self.checksums, high, key=attrgetter("start"))):
+            start, end = max(self.checksums[index].start, low), min(self.checksums[index].end, high)
             sums.append((index, start, end, crc32(view[start - low : end - low])))
         with self._lock:
             for index, start, end, crc in sums:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from zckpt.engine.checking import Seen, WatchedSources, watched_by
 from zckpt.engine.packs import Pack
 from zckpt.engine.read import read_all, run_watched
-from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.engine.targets import Hole, Literal, TargetFile, end_of, start_of
 from zckpt.engine.workers import batched
 from zckpt.state.dtypes import itemsize
 
@@ -40,8 +40,7 @@ class VirtualFile(io.RawIOBase):
         self._threads = threads
         self._nbytes = file.nbytes
         parts: list[Literal | Hole | Pack] = [*file.literals, *file.holes, *file.packs]
-        self._parts = sorted((part for part in parts if part.nbytes), key=lambda part: part.offset)
-        self._starts = [part.offset for part in self._parts]
+        self._parts = sorted((part for part in parts if part.nbytes), key=start_of)
         self._at = 0
         self.read_nbytes = 0
 
@@ -76,21 +75,22 @@ class VirtualFile(io.RawIOBase):
         packed: list[tuple[Pack, int, memoryview]] = []
         late: list[tuple[memoryview, memoryview]] = []
         done = start
-        for part in self._parts[max(bisect_right(self._starts, start) - 1, 0) :]:
+        for part in self._parts[max(bisect_right(self._parts, start, key=start_of) - 1, 0) :]:
             if part.offset >= end:
                 break
-            if part.offset + part.nbytes <= start:
+            if end_of(part) <= start:
                 continue
-            low, high = max(part.offset, start), min(part.offset + part.nbytes, end)
+            low, high = max(part.offset, start), min(end_of(part), end)
             _clear(into[done - start : low - start])
             view = into[low - start : high - start]
             done = max(done, high)
+            start_in, end_in = low - part.offset, high - part.offset
             if isinstance(part, Literal):
-                view[:] = memoryview(part.data)[low - part.offset : high - part.offset]
+                view[:] = memoryview(part.data)[start_in:end_in]
             elif isinstance(part, Pack):
-                packed += _of_pack(part, view, low - part.offset, high - part.offset)
+                packed += _of_pack(part, view, start_in, end_in)
             else:
-                size, start_in, end_in = itemsize(part.dtype), low - part.offset, high - part.offset
+                size = itemsize(part.dtype)
                 first, last = start_in // size, -(-end_in // size)
                 found = view
                 if first * size != start_in or last * size != end_in:  # an element is asked for in part

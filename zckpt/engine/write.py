@@ -28,7 +28,7 @@ from zckpt.engine.identity import AnyPiece, Batch, Ranges, key_of, names_of, who
 from zckpt.engine.move import BufferedTarget, Mover, Target
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
-from zckpt.engine.targets import Checksum, Hole, Literal
+from zckpt.engine.targets import Checksum, Hole, Literal, end_of
 from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
@@ -228,9 +228,7 @@ def _is_there(batch: Batch) -> bool:
     written = batch.done[0] if batch.done else ()
     try:
         with Sources() as sources:
-            return all(
-                one.crc32 == crc_of(batch.path, one.offset, one.offset + one.nbytes, (), sources) for one in written
-            )
+            return all(one.crc32 == crc_of(batch.path, one.offset, end_of(one), (), sources) for one in written)
     except SourceError:
         return False
 
@@ -396,5 +394,5 @@ def write_batch(batch: Batch) -> Ranges:
         mover = Mover(batch.path, target, sources, buffer, is_summed, batch.checksummed)
         seen = mover.write(batch.pieces)  # type: ignore[arg-type]  # what is read together is literals by now
         first = min(one.offset for one in seen)
-        start_writeback(descriptor, first, max(one.offset + one.nbytes for one in seen) - first)
+        start_writeback(descriptor, first, max(end_of(one) for one in seen) - first)
         return seen, sources.seen

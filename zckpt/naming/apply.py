@@ -176,7 +176,7 @@ class Arrangement:
     def of(cls, letters: tuple[str, ...], template: Template, indices: Mapping[str, int], sizes: Sizes) -> Arrangement:
         """Return the arrangement of one tensor of a rule."""
         bounds = {letter: (indices[letter], indices[letter] + 1) for letter in letters if letter in indices}
-        bounds |= {factor.name: sizes.bounds(factor) for axis in template.axes or () for factor in axis}
+        bounds |= {factor.name: sizes.bounds(factor) for factor in template.factors}
         number = {letter: index for index, letter in enumerate(letters)}
         return cls(
             letters,
@@ -234,11 +234,12 @@ class Joined:
     ) -> None:
         self._map, self._parts, self._arrangements = f"the map {name}", parts, arrangements
         self._names = listed([part.name for part in parts])
+        self._are = f"{self._names} are parts of one tensor in {self._map}"
         for what, said in (("group", "the param group"), ("frozen", "frozen"), ("dtype", "dtype")):
             values = [getattr(one, what) for one in parts]
             if any(value != values[0] for value in values):
                 raise UnsupportedError(
-                    f"{self._names} are parts of one tensor in {self._map}, and differ in {said}",
+                    f"{self._are}, and differ in {said}",
                     expected="one that all have",
                     found=", ".join(map(str, values)),
                 )
@@ -254,7 +255,7 @@ class Joined:
             if set(own) != set(keys[0]):
                 missing = sorted(set(keys[0]) ^ set(own))
                 raise LayoutError(
-                    f"{self._names} are parts of one tensor in {self._map}, and not all have {', '.join(missing)}",
+                    f"{self._are}, and not all have {', '.join(missing)}",
                     found=f"{one.name} has {', '.join(own) or 'none'}",
                 )
         return keys[0]
@@ -263,10 +264,7 @@ class Joined:
         """Return a value that all parts have."""
         told = [single(value) for value in values] if len(values) > 1 else [None]
         if any(one != told[0] for one in told):
-            raise LayoutError(
-                f"{self._names} are parts of one tensor in {self._map}, and differ in {key}",
-                found=", ".join(map(str, told)),
-            )
+            raise LayoutError(f"{self._are}, and differ in {key}", found=", ".join(map(str, told)))
         return values[0]
 
     def parameter(self, name: str, target: Arrangement) -> Parameter:
@@ -393,8 +391,9 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         for rule in map_.sides[found.source].optimizer
         for instance in of_rule(rule, rule.sides[found.source], dict.fromkeys(shapes), shapes)
     ]
-    _check_arrangeable(replace(checkpoint, unnamed=unnamed), map_)
-    work = _Mapping(replace(checkpoint, unnamed=unnamed), map_, found, config)
+    checkpoint = replace(checkpoint, unnamed=unnamed)
+    _check_arrangeable(checkpoint, map_)
+    work = _Mapping(checkpoint, map_, found, config)
     for instance in found.instances:
         work.add(instance)
     for instance, one in apart:
@@ -452,13 +451,13 @@ class _Mapping:
             (template,), (parameter,) = templates, parameters
             self._keep(replace(parameter, name=template.name(instance.shared)), names, is_same=True)
             return
-        targets, sources, made, copies = self._arranged(instance)
+        sources, targets = self._arranged(instance)
         if all(one.tied_to is None for one in parameters):
             times = len(sources) // len(parameters)
             joined = Joined(
                 self._checkpoint, self._map.name, [one for one in parameters for _ in range(times)], sources
             )
-            for one, arrangement, others in zip(targets, made, copies, strict=True):
+            for one, (arrangement, *others) in targets:
                 parameter = joined.parameter(one.name, arrangement)
                 for other in others:
                     joined.check_equal(parameter, other)
@@ -468,22 +467,21 @@ class _Mapping:
                 f"{listed(names)} is in part another name of another tensor, which the map {self._map.name} takes apart"
             )
         else:
-            self._keep(replace(parameters[0], name=targets[0].name, shape=made[0].shape), names)
+            one, (arrangement, *_) = targets[0]
+            self._keep(replace(parameters[0], name=one.name, shape=arrangement.shape), names)
 
-    def _arranged(
-        self, instance: Instance
-    ) -> tuple[list[Tensor], list[Arrangement], list[Arrangement], list[list[Arrangement]]]:
-        """Return the tensors of the other side, and how those of both are arranged, which have the same elements.
+    def _arranged(self, instance: Instance) -> tuple[list[Arrangement], list[tuple[Tensor, list[Arrangement]]]]:
+        """Return how the tensors of a rule are arranged, and those of the other side, which have the same elements.
 
-        Sources that are to be copied are there for each of their copies. Last, for each tensor of the other side, the
-        further copies of it that the source has. Raises UsageError: an element of one side is not once on the other,
-        and no padding.
+        Sources that are to be copied are there for each of their copies. A tensor of the other side has further
+        arrangements where the source has copies of it. Raises UsageError: an element of one side is not once on the
+        other, and no padding.
         """
         rule, first, own = instance.rule, instance.sources[0].name, self._map.name
         sizes = Sizes(self._map, rule, self._config, instance.sources)
         targets = []
         for template in rule.sides[self._fit.target]:
-            counts = {letter: sizes.total(letter) for letter in template.indices if letter not in instance.shared}
+            counts = {letter: sizes.value(letter) for letter in template.indices if letter not in instance.shared}
             if math.prod(counts.values()) > MAXIMUM_TENSORS:
                 raise UsageError(
                     f"{first} would be more tensors than a model has",
@@ -495,7 +493,7 @@ class _Mapping:
                 targets.append(Tensor(template, indices, template.name(indices)))
         every = dict.fromkeys(letter for one in [*instance.sources, *targets] for letter in one.template.letters)
         letters = tuple(letter for letter in every if letter not in instance.shared)
-        whole = {letter: sizes.total(letter) for letter in letters}
+        whole = {letter: sizes.value(letter) for letter in letters}
         numel = math.prod(whole.values())
 
         def copies(one: Tensor) -> list[Arrangement]:
@@ -506,8 +504,8 @@ class _Mapping:
 
         if math.prod(whole[letter] for letter in rule.copied) > MAXIMUM_TENSORS:
             raise UsageError(f"{own}: {first} has too many copies", expected=f"at most {MAXIMUM_TENSORS}")
-        made = [copies(one) for one in targets]
-        sides = [[copy for one in instance.sources for copy in copies(one)], [copy for some in made for copy in some]]
+        made = [(one, copies(one)) for one in targets]
+        sides = [[copy for one in instance.sources for copy in copies(one)], [copy for _, its in made for copy in its]]
         for side in sides:
             count = sum(math.prod(one.sizes) for one in side)
             twice = overlap([(one.low, one.sizes) for one in side])
@@ -524,7 +522,7 @@ class _Mapping:
                 what = "are left out as padding" if after < before else "are added as padding, zero"
                 low, high = sorted((before, after))
                 self._notes.append(f"{own}: {padded} {low} to {high - 1} of {first} {what}")
-        return targets, sides[0], [some[0] for some in made], [some[1:] for some in made]
+        return sides[0], made
 
     def _keep(self, parameter: Parameter, sources: Sequence[str], *, is_same: bool = False) -> None:
         before = self._made.get(parameter.name)
@@ -536,9 +534,9 @@ class _Mapping:
 
     def give(self, instance: Instance, whole: Parameter) -> None:
         """Give tensors of the other side, which are made already, the optimizer's state of what they are parts of."""
-        targets, sources, arrangements, _ = self._arranged(instance)
+        sources, targets = self._arranged(instance)
         joined = Joined(self._checkpoint, self._map.name, [whole], sources)
-        for target, arrangement in zip(targets, arrangements, strict=True):
+        for target, (arrangement, *_) in targets:
             taken = joined.parameter(target.name, arrangement)
             made = self._made.get(taken.name)
             own = None if made is None else made.parameter

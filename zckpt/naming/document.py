@@ -328,7 +328,8 @@ def _taken(document: Mapping[str, object], name: str) -> Map:
     if document.keys() - {"about", "taken"} or not said or not _is_texts([*said, *said.values()]):
         _refuse(name, "unusable taken", "what of which layers and rows, in a map that says nothing else")
     texts = {front: str(value) for front, value in said.items()}
-    sides = (_side({}, 0, ["before", "after"], name), _side({}, 1, ["before", "after"], name))
+    names = ["before", "after"]
+    sides = (_side({}, 0, names, name), _side({}, 1, names, name))
     taken = parse_taken(texts, [(one, template(one, None, name).pattern) for one in texts], name)
     return Map(name, str(document.get("about", "")), sides, {}, (), {}, document, taken)
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.axes.gpt_model import JOINED
+from zckpt.formats.megatron.objects import arguments_of as attributes_of
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint, Shape
-from zckpt.torchfile import node_of
-from zckpt.torchfile.nodes import Object
 
 FILES = ("config.json", "params.json", "huggingface/config.json", "hf_config/config.json")
 """Where programs keep a model's numbers, in a checkpoint's folder."""
@@ -51,13 +50,7 @@ ORDER = "query_key_value"
 
 def arguments_of(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the arguments of Megatron-LM, or Megatron-DeepSpeed, in a checkpoint; empty where it has none."""
-    arguments = checkpoint.metadata.get("args")
-    node = node_of(arguments)
-    if isinstance(node, Object) and isinstance(node.state, dict):
-        node = node.state
-    if not isinstance(node, dict):
-        return {}
-    found = {str(key): value for key, value in node.items()}
+    found = {str(key): value for key, value in attributes_of(checkpoint.metadata.get("args")).items()}
     if found.get("group_query_attention") is False:
         found.pop("num_query_groups", None)  # Megatron-LM has 1 there for what is not used
     if "deepspeed" in found:  # and not Megatron-LM, whose order is always the first
@@ -142,28 +135,22 @@ class Sizes:
         finally:
             self._asked.discard(name)
 
-    def _evaluated(self, expression: str) -> int:
+    def value(self, expression: str) -> int:
+        """Return what an expression is: of a letter, how many values it has."""
         value = evaluated(expression, self.of, self._map.name)
-        if value is None:
-            raise self._unknown(expression)
-        return value
-
-    def bounds(self, factor: Factor) -> tuple[int, int]:
-        """Return from which to below which value a factor goes."""
-        return self._evaluated(factor.low or "0"), self._evaluated(factor.high or factor.name)
-
-    def total(self, letter: str) -> int:
-        """Return how many values a letter has."""
-        return self._evaluated(letter)
-
-    def _unknown(self, expression: str) -> UsageError:
+        if value is not None:
+            return value
         name = next((one for one in names_in(expression) if self.of(one) is None), expression)
         texts = self._map.sizes.get(name, ())
-        return UsageError(
+        raise UsageError(
             f"{self._map.name}: the shapes of {listed([one.name for one in self._tensors])} do not tell {name}",
             expected=f"a configuration with {' or '.join(texts)}" if texts else f"a size {name} in the map",
             advice="give --map-config FILE, the model's config.json or params.json",
         )
+
+    def bounds(self, factor: Factor) -> tuple[int, int]:
+        """Return from which to below which value a factor goes."""
+        return self.value(factor.low or "0"), self.value(factor.high or factor.name)
 
     def _solve(self) -> None:
         """Tell sizes from shapes, as long as there is a dimension with one that is not known."""
@@ -198,10 +185,11 @@ class Sizes:
     def _check(self, rule: Rule, *, is_padded: bool) -> None:
         for factor in rule.factors:
             low, high = self.bounds(factor)
-            if not 0 <= low <= high <= self.total(factor.name):
+            most = self.value(factor.name)
+            if not 0 <= low <= high <= most:
                 raise UsageError(
                     f"{self._map.name}: there are not so many {factor.name}",
-                    expected=f"at most {self.total(factor.name)}",
+                    expected=f"at most {most}",
                     found=f"{low} to {high}",
                     advice="the configuration is of another model" if is_padded else None,
                 )

@@ -75,61 +75,55 @@ def take(checkpoint: Checkpoint, taken: Sequence[Taken], where: str) -> tuple[Ch
     """
     notes = []
     for one in taken:
-        if one.pattern.groups:
-            checkpoint = _layers(checkpoint, one, where)
-        else:
-            checkpoint = _rows(checkpoint, one, where)
+        checkpoint = (_layers if one.pattern.groups else _rows)(checkpoint, one, where)
         items = ",".join(item[0] for item in one.items)
         notes.append(f"{where}: {one.front} {items} are taken; config.json has to say how many")
     return checkpoint, notes
 
 
 def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
-    names = [one.name for one in checkpoint.tensors()]
-    numbers = {name: int(match[1]) for name in names if (match := taken.pattern.match(name)) is not None}
-    if not numbers:
+    parts = {name: (name[: match.start(1)], int(match[1]), name[match.end(1) :])
+             for name in (one.name for one in checkpoint.tensors())
+             if (match := taken.pattern.match(name)) is not None}  # fmt: skip
+    if not parts:
         raise UsageError(f"{where}: no name begins with {taken.front}", path=checkpoint.named)
-    ties = [one.name for one in checkpoint.tensors() if one.tied_to and {one.name, one.tied_to} & numbers.keys()]
+    ties = [one.name for one in checkpoint.tensors() if one.tied_to and {one.name, one.tied_to} & parts.keys()]
     if ties:
         raise UnsupportedError(f"{where}: {listed(ties)} is another name of a tensor, of layers that are taken")
-    ranges = taken.ranges(max(numbers.values()) + 1, where)
+    numbers = {number for _, number, _ in parts.values()}
+    ranges = taken.ranges(max(numbers) + 1, where)
     places: dict[int, list[int]] = {}
     for new, old in enumerate((low or 0) + n for low, size in ranges for n in range(size)):
         places.setdefault(old, []).append(new)
-    if missing := places.keys() - set(numbers.values()):
+    if missing := places.keys() - numbers:
         raise UsageError(f"{where}: {taken.front} has no {min(missing)}", path=checkpoint.named)
 
     def of(every: Iterable[str]) -> list[tuple[str, str]]:
         """Return new names and old ones, by layer where the old ones are, else each tensor's together."""
         old = list(every)
-        own = [numbers[name] for name in old if name in numbers]
+        own = [parts[name][1] for name in old if name in parts]
         first: dict[str, int] = {}
         keyed: list[tuple[tuple[int, ...], str, str]] = []
         for at, name in enumerate(old):
-            if name not in numbers:
+            if name not in parts:
                 keyed.append(((at,), name, name))
                 continue
-            match = taken.pattern.match(name)
-            suffix = name[match.end() :] if match else ""
-            begin = first.setdefault("" if own == sorted(own) else suffix, at)
-            for new in places.get(numbers[name], ()):
-                front = name[: match.start(1)] + str(new) + name[match.end(1) : match.end()] if match else ""
-                keyed.append(((begin, new, at), front + suffix, name))
+            front, number, rest = parts[name]
+            begin = first.setdefault("" if own == sorted(own) else rest, at)
+            keyed += (((begin, new, at), f"{front}{new}{rest}", name) for new in places.get(number, ()))
         return [(new, name) for _, new, name in sorted(keyed)]
 
     def section(some: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        return {new: some[name] if new == name else _copy(some[name], new) for new, name in of(some)}
+        return {new: copied(some[name], new) for new, name in of(some)}
+
+    def copied(one: Parameter, name: str) -> Parameter:  # with slots of its own: what shares one is written as tied
+        slots = {key: replace(slot) for key, slot in one.slots.items()}
+        return one if one.name == name else replace(one, name=name, slots=slots, state=dict(one.state))
 
     groups = [replace(one, parameters=[new for new, _ in of(one.parameters)]) for one in checkpoint.param_groups]
-    kept = [one for one in checkpoint.duplicates if not {one.name, one.of} & numbers.keys()]
+    kept = [one for one in checkpoint.duplicates if not {one.name, one.of} & parts.keys()]
     return replace(checkpoint, parameters=section(checkpoint.parameters), buffers=section(checkpoint.buffers),
                    param_groups=groups, duplicates=kept)  # fmt: skip
-
-
-def _copy(parameter: Parameter, name: str) -> Parameter:
-    """Return a parameter of another name, and slots of its own: what shares one is written as tied."""
-    slots = {key: replace(slot) for key, slot in parameter.slots.items()}
-    return replace(parameter, name=name, slots=slots, state=dict(parameter.state))
 
 
 def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
@@ -155,8 +149,12 @@ def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
     shape = (sum(size for _, size in ranges), *own.shape[1:])
 
     def section(some: Mapping[str, Parameter]) -> dict[str, Parameter]:
-        made = {key: replace(one, shape=shape) if one.tied_to == name else one for key, one in some.items()}
-        return {key: replace(one, shape=shape, slots=slots) if key == name else one for key, one in made.items()}
+        return {
+            key: replace(one, shape=shape, slots=slots if one is own else one.slots)
+            if one is own or one.tied_to == name
+            else one
+            for key, one in some.items()
+        }
 
     kept = [one for one in checkpoint.duplicates if name not in (one.name, one.of)]
     return replace(checkpoint, parameters=section(checkpoint.parameters), buffers=section(checkpoint.buffers),

@@ -296,11 +296,11 @@ def _numbered(tensors: dict[str, str]) -> dict[str, str]:
 def _repeated(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rules that differ in a number only, such as that of a layer, as one."""
 
-    def names(rule: dict[str, Any]) -> list[str]:
-        return [name for side in SIDES for name in ([rule[side]] if isinstance(rule[side], str) else rule[side])]
+    def named(rule: dict[str, Any]) -> list[tuple[str, str]]:
+        return [(side, name) for side, its in rule.items() for name in ([its] if isinstance(its, str) else its)]
 
     def general(rule: dict[str, Any]) -> dict[str, Any]:
-        numbers = {tuple(step for step in name.split(".") if step.isdecimal()) for name in names(rule)}
+        numbers = {tuple(step for step in name.split(".") if step.isdecimal()) for _, name in named(rule)}
         if len(numbers) != 1:
             return rule
 
@@ -314,11 +314,10 @@ def _repeated(rules: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
 
     generals = [general(rule) for rule in rules]
-    owners: dict[str, set[str]] = {}
+    owners: dict[tuple[str, str], set[str]] = {}
     for one in generals:
-        for side in SIDES:
-            for name in [one[side]] if isinstance(one[side], str) else one[side]:
-                owners.setdefault(f"{side} {name}", set()).add(json.dumps(one))
+        for where in named(one):
+            owners.setdefault(where, set()).add(json.dumps(one))
     taken = {text for texts in owners.values() if len(texts) > 1 for text in texts}
     made = [rule if json.dumps(one) in taken else one for rule, one in zip(rules, generals, strict=True)]
     return [json.loads(text) for text in dict.fromkeys(map(json.dumps, made))]

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 
 from zckpt.compare.weights import not_rounded
 from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.formats.megatron.objects import size_of
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.state import MASTER, PaddingSpan, Shape, Slot
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import ANY, IMPLIED, Rule
+from zckpt.state.ranges import without
 from zckpt.state.views import narrow, reshape
 from zckpt.storage.files import Sources
 from zckpt.torchfile import DType, Tensor
@@ -117,8 +119,7 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
 
 def bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:
     """Return at which sizes buckets may have ended: never, or where the program's arguments say so, in elements."""
-    ranks = arguments.get("data_parallel_size")
-    return [None, default_bucket_numel(arguments, ranks if type(ranks) is int else 1)]
+    return [None, default_bucket_numel(arguments, size_of(arguments, "data_parallel_size") or 1)]
 
 
 def default_bucket_numel(arguments: Mapping[object, object], data_ranks: int) -> int:
@@ -126,17 +127,16 @@ def default_bucket_numel(arguments: Mapping[object, object], data_ranks: int) ->
 
     `arguments`: the program's; `data_ranks`: data-parallel ones, without those of context parallelism.
     """
-    size, context = arguments.get("ddp_bucket_size"), arguments.get("context_parallel_size")
+    size = arguments.get("ddp_bucket_size")
     if type(size) is int:
         return size
-    return max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * data_ranks * (context if type(context) is int else 1))
+    return max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * data_ranks * (size_of(arguments, "context_parallel_size") or 1))
 
 
 def between(ranges: Iterable[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
     """Return what of a line is in no range: first element and how many; each range is first element and how many."""
-    edges = [(0, 0), *sorted(ranges), (numel, 0)]
-    found = ((one[0] + one[1], other[0]) for one, other in pairwise(edges))
-    return [(low, high - low) for low, high in found if high > low]
+    taken = sorted((start, start + count) for start, count in ranges)
+    return [(low, high - low) for low, high in without([(0, numel)], taken)]
 
 
 class Line(SpanIndex):

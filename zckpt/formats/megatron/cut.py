@@ -73,12 +73,7 @@ class Cut:
         """
         first, d = slices[0], self.dimension
         for one in slices[1:]:
-            if (one.shape, one.dtype) != (first.shape, first.dtype):
-                raise LayoutError(
-                    f"ranks have slices of {name} that do not match",
-                    expected=f"{first.dtype} {first.shape}",
-                    found=f"{one.dtype} {one.shape}",
-                )
+            check_alike(one, first, f"ranks have slices of {name} that do not match")
         if d is None or len(slices) == 1:
             return first
         size, odd = divmod(first.shape[d], self.parts)
@@ -88,6 +83,12 @@ class Cut:
 
 
 KEPT = Cut(None)
+
+
+def check_alike(one: Slot, other: Slot, message: str) -> None:
+    """Raise LayoutError unless slots are of one shape and type."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        raise LayoutError(message, expected=f"{other.dtype} {other.shape}", found=f"{one.dtype} {one.shape}")
 
 
 def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
@@ -112,17 +113,17 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
     axes = len(shapes[name])
     if _NORM.fullmatch(name) or module in WHOLE or last in WHOLE:
         return KEPT
-    if _NUMBERED.fullmatch(last) is not None:
-        if module in PARTNER and axes in (1, 2):
+    if _NUMBERED.fullmatch(last) is not None and axes in (1, 2):
+        if module in PARTNER:
             gated = is_gated(name, shapes, said)
             if gated is None:
                 raise UnsupportedError(
                     f"whether {name} is that of a gated unit is not known", expected=f"its {PARTNER[module]}"
                 )
             return Cut(0, 1 + gated)
-        if module in ROWS and axes in (1, 2):
+        if module in ROWS:
             return Cut(0)
-        if module in COLUMNS and axes in (1, 2):
+        if module in COLUMNS:
             return Cut(1) if axes == 2 else KEPT
     raise UnsupportedError(
         f"how tensor parallelism cuts {name} is not known",

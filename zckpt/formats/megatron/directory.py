@@ -191,6 +191,12 @@ def _tracked(run: Path) -> Place | None:
     )
 
 
+def missing(what: str, path: Path, expected: str) -> ShardError:
+    """Return the error for a directory without all of its files."""
+    advice = "the save did not finish, or the file was not copied"
+    return ShardError(what, path=path, expected=expected, advice=advice, code=MISSING_FILE)
+
+
 def _place(path: Path, tracker: Path | None = None) -> Place:
     mark = path / MARK
     found = json_object(mark, "mark of Megatron-Core", most=HEAD_NBYTES)
@@ -205,11 +211,5 @@ def _place(path: Path, tracker: Path | None = None) -> Place:
     needed = (METADATA_NAME, COMMON) if backend == TORCH_DIST else (COMMON,)
     for name in needed:
         if not is_file(path / name):
-            raise ShardError(
-                f"file {name} is missing",
-                path=path,
-                expected=f"{' and '.join(needed)} beside {MARK}",
-                advice="the save did not finish, or the file was not copied",
-                code=MISSING_FILE,
-            )
+            raise missing(f"file {name} is missing", path, f"{' and '.join(needed)} beside {MARK}")
     return Place(path, tracker, version, backend)

@@ -41,15 +41,16 @@ from zckpt.formats.megatron.buckets import (
 )
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
-from zckpt.formats.megatron.objects import OPTIMIZER, Common
+from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of
+from zckpt.formats.megatron.optimizer import SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
-from zckpt.formats.torch_files.tensors import TensorItem, carried, read_scalars
+from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
-from zckpt.torchfile import Tensor, walk_tensors
+from zckpt.torchfile import walk_tensors
 
 _GROUP = r"(?:chained_([0-9]{1,18})\.)?optimizer\.distributed\.dp_group_idx_([0-9]{1,18})\."
 _BUCKET = re.compile(
@@ -57,8 +58,8 @@ _BUCKET = re.compile(
 )
 _OBJECT = re.compile(_GROUP + r"(\w+)/shard_.*")
 
-GROUPS, SCALER, STATE, SIZES, UNPADDED_SIZES = (
-    "optimizer", "grad_scaler", "param_state", "per_bucket_numel", "per_bucket_numel_unpadded"
+GROUPS, STATE, SIZES, UNPADDED_SIZES = (
+    "optimizer", "param_state", "per_bucket_numel", "per_bucket_numel_unpadded"
 )  # fmt: skip
 
 Place = tuple[int, int]
@@ -138,9 +139,7 @@ def with_flat(
     for place, one in known.of(SCALER)[:1]:  # which all ranks have alike
         node = known.node(SCALER, place) or one.node
         checkpoint.optimizer_metadata[SCALER] = carried(one.file, node)
-        scale = node.get("scale") if isinstance(node, dict) else None
-        if isinstance(scale, Tensor) and scale.numel == 1:
-            checkpoint.loss_scale = float(read_scalars(one.file.path, [scale])[0].value)
+        checkpoint.loss_scale = loss_scale_of(node, one.file.path)
     _explain(checkpoint, known)
     own = common.content.get(OPTIMIZER)
     around = own if isinstance(own, dict) else {}
@@ -284,7 +283,7 @@ class _Chain:
         self._guess, self._groups, self._parameters = guess, buffers[chain], checkpoint.parameters
         self._of_experts = chain == max(buffers) if len(buffers) > 1 else None  # None: of all parameters
         names = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
-        tp, ep, expert_tp = (n if type(n := arguments.get(name)) is int and n > 0 else None for name in names)
+        tp, ep, expert_tp = (size_of(arguments, name) for name in names)
         self._tp = self._ep = 1
         if len(self._groups) > 1:
             if tp is None:

@@ -56,7 +56,7 @@ def read(place: Place) -> Checkpoint:
     tree = dict(root)
     model = branch(tree.get(MODEL))
     if not model or not all(isinstance(item, TensorItem) for item in model.values()):
-        raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(map(str, root))))
+        raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(root)))
     shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
     whole = _model(model)
     tree[MODEL] = whole
@@ -89,9 +89,10 @@ def _named(names: Iterable[str]) -> dict[str, str]:
     """Return names by what they are in the bare model."""
     found: dict[str, str] = {}
     for name in names:
-        if _bare(name) in found:
-            raise DamagedFileError(f"two tensors are {_bare(name)}", found=f"{name} and {found[_bare(name)]}")
-        found[_bare(name)] = name
+        bare = _bare(name)
+        if bare in found:
+            raise DamagedFileError(f"two tensors are {bare}", found=f"{name} and {found[bare]}")
+        found[bare] = name
     return found
 
 
@@ -117,7 +118,7 @@ def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str 
     every = [content] if META in content else [branch(part) or {} for part in several]
     if not every or (several and len(several) != len(content)):
         raise UnsupportedError("holds an optimizer of a kind that is not known",
-                               expected=f"{STATE} and {META}", found=listed(list(map(str, content))))  # fmt: skip
+                               expected=f"{STATE} and {META}", found=listed(list(content)))  # fmt: skip
     state: dict[str | int, Node] = {}
     groups: dict[bytes, tuple[Branch, list[str]]] = {}
     others: dict[str | int, Node] = {}
@@ -147,7 +148,7 @@ def _state(state: Branch, shapes: Shapes, copies: list[Duplicate]) -> dict[str |
     for one in stored(names):
         parts = [branch(state[names[part]]) or {} for part in one.parts]
         if any(part.keys() != parts[0].keys() for part in parts):
-            raise LayoutError(f"the state of {one.key} is not whole", expected=listed(list(map(str, parts[0]))))
+            raise LayoutError(f"the state of {one.key} is not whole", expected=listed(list(parts[0])))
         own: dict[str | int, Node] = {}
         for slot in parts[0]:
             items = [part[slot] for part in parts]

@@ -20,15 +20,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
 from zckpt.formats.megatron.buckets import bucket_numels
-from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, cut_of, reordered
-from zckpt.formats.megatron.directory import FORMAT, LEGACY, OPTIMIZER_FILE, Place
+from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, check_alike, cut_of, reordered
+from zckpt.formats.megatron.directory import FORMAT, LEGACY, OPTIMIZER_FILE, Place, missing
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
 from zckpt.formats.megatron.local import attach_distributed, attach_plain, optimizers_of
 from zckpt.formats.megatron.names import BUFFERS, TIED, in_order
-from zckpt.formats.megatron.objects import OPTIMIZER, Common, topology_of
+from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
@@ -143,10 +142,7 @@ class Model:
             if cut.dimension is None:
                 copies += [(slot, whole, rank) for rank, slot in enumerate(slots[1:], 1)]
             for copy_slot, of, at in copies:
-                if (copy_slot.shape, copy_slot.dtype) != (of.shape, of.dtype):
-                    raise LayoutError(f"ranks have copies of {given} that differ",
-                                      expected=f"{of.dtype} {of.shape}",
-                                      found=f"{copy_slot.dtype} {copy_slot.shape}")  # fmt: skip
+                check_alike(copy_slot, of, f"ranks have copies of {given} that differ")
                 if copy_slot.numel:
                     checkpoint.duplicates.append(Duplicate(kind, given, given, copy_slot, of, at))
         group = next((its[0].group for its in every if its[0].group is not None), None)
@@ -158,8 +154,8 @@ class Model:
         version, splits = self.first.content.get(VERSION, 0), SPLITS.get(name.split(".")[-2:][0])
         if splits is None or not isinstance(version, (int, float)) or version >= CURRENT or not slots[0].shape:
             return None
-        heads = self.first.arguments.get("num_attention_heads")
-        if type(heads) is not int or heads < 1:
+        heads = size_of(self.first.arguments, "num_attention_heads")
+        if heads is None:
             raise UnsupportedError(f"the order of the rows of {name} is not known",
                                    expected="num_attention_heads in the arguments")  # fmt: skip
         return reordered(name, slots, splits, heads, float(version))
@@ -273,7 +269,7 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
             if not isinstance(value, Tensor) or not is_weight(name, value):
                 continue
             label, is_buffer = _label_of(at, name), _is_buffer(name, value)
-            parameter = Parameter(label, value.shape, value.dtype, {WEIGHT: slot_of(WEIGHT, value, path)})
+            parameter = Parameter.of(label, slot_of(WEIGHT, value, path))
             (own.buffers if is_buffer else own.parameters)[label] = parameter
             if is_buffer:
                 continue
@@ -292,13 +288,7 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
         found = attach_distributed(own, chunks, file, shared, bucket_numels(one.arguments))
         local.more.append(describe(file, "optimizer", mp_rank=one.tp, rules=found))
     elif local.optimizers:
-        raise ShardError(
-            "has no file of the distributed optimizer's state",
-            path=one.folder,
-            expected=OPTIMIZER_FILE,
-            advice="the save did not finish, or the file was not copied",
-            code=MISSING_FILE,
-        )
+        raise missing("has no file of the distributed optimizer's state", one.folder, OPTIMIZER_FILE)
     return local
 
 

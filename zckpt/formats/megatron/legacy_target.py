@@ -16,7 +16,7 @@ from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, arguments_of
+from zckpt.formats.megatron.objects import ARGUMENTS, arguments_of, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.state import Checkpoint, Topology
@@ -112,8 +112,7 @@ def _is_engine(checkpoint: Checkpoint, said: str | None, arguments: Mapping[obje
     names = [one.name for one in checkpoint.tensors()]
     if filed_names(names) != {name: name for name in names}:
         return False
-    known = arguments.get("transformer_impl")
-    return known != LOCAL
+    return arguments.get("transformer_impl") != LOCAL
 
 
 def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[object, object], *, engine: bool) -> str:
@@ -137,7 +136,7 @@ def with_sizes(value: object, target: Target) -> object:
     """Return Megatron-LM's arguments with the target's sizes, where they are among them."""
     node = node_of(value)
     attributes = arguments_of(node)
-    top, context = target.topology, attributes.get("context_parallel_size")
+    top = target.topology
     changed: dict[object, object] = {
         "tensor_model_parallel_size": top.tp,
         "pipeline_model_parallel_size": top.pp,
@@ -147,7 +146,7 @@ def with_sizes(value: object, target: Target) -> object:
         "expert_model_parallel_size": top.ep,
         "expert_tensor_parallel_size": top.tp,
         "data_parallel_size": top.dp,
-        "world_size": top.dp * top.tp * top.pp * (context if type(context) is int else 1),
+        "world_size": top.dp * top.tp * top.pp * (size_of(attributes, "context_parallel_size") or 1),
         **({"padded_vocab_size": target.rows} if target.rows is not None else {}),
     }
     known = {key: new for key, new in changed.items() if key in attributes and attributes[key] != new}

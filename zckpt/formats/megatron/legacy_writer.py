@@ -32,7 +32,7 @@ from zckpt.formats.megatron.legacy import BOUNDS, FUSED, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.legacy_target import Target, target_of, with_sizes
 from zckpt.formats.megatron.names import TIED
 from zckpt.formats.megatron.norms import live_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.stages import Dealt, Sliced, dealt, expert_counts, on_expert_rank
@@ -45,7 +45,6 @@ from zckpt.torchfile import DType
 RNG = "rng_state"
 
 _MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|eh_proj|query_key_value|dense\w*))\.weight[0-9]*")
-_ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))")
 
@@ -60,7 +59,7 @@ class Model:
     given : dict of str to str
         The source's own names.
     sliced : Sliced
-    bucket_numel : int or None, elements
+    target : Target
     gradients : dict of str to str
         Their types by the weights', where they are not float32.
     tied : dict of str to str
@@ -70,7 +69,7 @@ class Model:
     source: Source
     given: Mapping[str, str]
     sliced: Sliced
-    bucket_numel: int | None
+    target: Target
     gradients: Mapping[str, str]
     tied: Mapping[str, str]
 
@@ -127,7 +126,7 @@ def lay_out(job: Job) -> TargetFiles:
     top = target.topology
     source = Source.of(checkpoint, job.options, top.ep)
     model = _model(source, target)
-    ranks = list(_ranks(model, target))
+    ranks = list(_ranks(model))
     tree = source.common_tree({key for key, value in checkpoint.metadata.items() if shards_of(value)})
     if ARGUMENTS in tree:
         tree[ARGUMENTS] = with_sizes(tree[ARGUMENTS], target)
@@ -139,7 +138,7 @@ def lay_out(job: Job) -> TargetFiles:
     held = {str(key) for key in tree}
     files = []
     for rank in ranks:
-        content = {**tree, **_states(model, rank, target)}
+        content = {**tree, **_states(model, rank)}
         held |= _give(content, (its_own or {}).get(rank.folder, {}), rank.folder)
         if source.groups:
             content[OPTIMIZER] = _optimizers(model, rank)
@@ -183,15 +182,16 @@ def _model(source: Source, target: Target) -> Model:
         source=source,
         given={name: given[name] for name in ordered},
         sliced=Sliced(shapes, cuts_of(shapes, top.tp, target.rows), top.tp, rows),
-        bucket_numel=target.bucket_numel,
+        target=target,
         gradients=gradients,
         tied={name: copy for copy, name in TIED.items() if is_tied and name in shapes and copy not in shapes},
     )
 
 
-def _ranks(model: Model, target: Target) -> Iterator[Rank]:
+def _ranks(model: Model) -> Iterator[Rank]:
     """Yield every rank, with what each chunk of its model has."""
-    top, names = target.topology, list(model.given)
+    target, names = model.target, list(model.given)
+    top = target.topology
     counts = expert_counts(names, top.ep)
     for stage, chunks in enumerate(dealt(names, target.bounds, stages=top.pp, tied=model.tied)):
         for expert in range(top.ep):
@@ -202,18 +202,14 @@ def _ranks(model: Model, target: Target) -> Iterator[Rank]:
                 yield Rank(rank, stage, expert, folder, own)
 
 
-def _states(model: Model, rank: Rank, target: Target) -> dict[object, object]:
+def _states(model: Model, rank: Rank) -> dict[object, object]:
     """Return the state dicts of a rank's chunks; modules that ask for a state of their own have an empty one."""
     found: dict[object, object] = {}
     for number, chunk in enumerate(rank.chunks):
         its: dict[str, object] = {}
         for one in chunk:
             its[one.local] = model.weight(one, rank.tp)
-            module, attention = _MODULE.fullmatch(one.local), _ATTENTION.fullmatch(one.local)
-            if module is not None:
-                its[f"{module[1]}.{EXTRA_STATE}"] = None
-            if attention is not None and target.engine:
-                its[f"{attention[1]}.core_attention.{EXTRA_STATE}"] = None
+            its |= dict.fromkeys(states_by(one.local, _MODULE, attention=model.target.engine))
         found["model" if len(rank.chunks) == 1 else f"model{number}"] = its
     return found
 
@@ -284,7 +280,7 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
                 kinds.setdefault(model.dtype(one), []).append(one)
         for kind, its in kinds.items():
             gradients = model.gradients.get(kind, "float32")
-            numel = model.bucket_numel if rank.pp == 0 and at == 0 else None
+            numel = model.target.bucket_numel if rank.pp == 0 and at == 0 else None
             found[len(found) - 1] = {(DType(kind), DType(gradients)): _buffer(model, rank, its, numel)}
     return found
 
@@ -294,21 +290,18 @@ def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | 
     members = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
     layout = lay_out_buckets(members, bucket_numel)
     starts = layout.starts()
-    contents: dict[str, list[SlotContent]] = {}
-    types: dict[str, set[str]] = {}
+    parts: dict[str, list[tuple[str, SlotContent]]] = {}
     for one in its:
         for key, slot, dtype, label in model.states(one, rank.tp):
-            filed = PARAM if key == MASTER else key
-            contents.setdefault(filed, []).append(SlotContent(starts[one.local], slot, label))
-            types.setdefault(filed, set()).add(dtype)
-    mixed = next((key for key, kinds in types.items() if len(kinds) > 1), None)
-    if mixed is not None:
-        raise UnsupportedError(f"{mixed} is of several types, and a buffer has one",
-                               found=sorted(types[mixed]))  # fmt: skip
-    tensors: dict[object, object] = {
-        key: view(new_storage(next(iter(types[key])), layout.numel, parts), (layout.numel,))
-        for key, parts in contents.items()
-    }
+            content = SlotContent(starts[one.local], slot, label)
+            parts.setdefault(PARAM if key == MASTER else key, []).append((dtype, content))
+    tensors: dict[object, object] = {}
+    for key, its_parts in parts.items():
+        dtypes = sorted({dtype for dtype, _ in its_parts})
+        if len(dtypes) > 1:
+            raise UnsupportedError(f"{key} is of several types, and a buffer has one", found=dtypes)
+        storage = new_storage(dtypes[0], layout.numel, [content for _, content in its_parts])
+        tensors[key] = view(storage, (layout.numel,))
     return {**tensors, UNPADDED: layout.numel}
 
 

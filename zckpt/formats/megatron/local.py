@@ -54,7 +54,7 @@ def attach_plain(checkpoint: Checkpoint, every: Sequence[Held], path: str) -> tu
     unknown = [number for number in whole.every_number if number not in certain]
     if unknown:
         raise UnsupportedError(
-            f"which parameters the optimizer's numbers {listed(list(map(str, unknown)))} are is not certain",
+            f"which parameters the optimizer's numbers {listed(unknown)} are is not certain",
             expected="groups in the model's order, of shapes that tell",
             advice="write it as torch_dist with the program that wrote it",
         )

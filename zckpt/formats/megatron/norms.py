@@ -13,7 +13,7 @@ Source: megatron-core 0.16, `get_gpt_layer_local_spec`, `get_gpt_layer_with_tran
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 ENGINE, LOCAL = "transformer_engine", "local"
 """Whose layers a module has: Megatron-LM's --transformer-impl."""
@@ -28,24 +28,21 @@ _NORMS = (
 
 _PART, _KINDS = "layer_norm_", ("weight", "bias")
 
+_MERGED = [(norm, linear + _PART, linear) for norm, linear in _NORMS[:2]]
+"""Norms that `torch_dist` may merge, what they are called as a part of the layer behind them, and that."""
+
+_APART = [(linear + _PART, norm, linear) for norm, linear in _NORMS]
+"""The other way round, for all."""
+
 _LATENT = re.compile(r".*\.self_attention\.linear_kv_(?:down|up)_proj\.weight")
 
 
-def _merged(name: str) -> tuple[str, str]:
-    """Return what a norm that `torch_dist` may merge is called as a part of the layer behind it, and that's weight."""
-    for norm, linear in _NORMS[:2]:
-        front, _, kind = name.rpartition(norm)
+def _called(name: str, otherwise: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
+    """Return what a norm is called otherwise, and the weight of the linear layer behind it; other names twice."""
+    for here, there, linear in otherwise:
+        front, _, kind = name.rpartition(here)
         if front and kind in _KINDS:
-            return f"{front}{linear}{_PART}{kind}", f"{front}{linear}weight"
-    return name, name
-
-
-def _apart(name: str) -> tuple[str, str]:
-    """Return what a norm that is a part of a linear layer is called by itself, and that layer's weight."""
-    for norm, linear in _NORMS:
-        front, _, kind = name.rpartition(linear + _PART)
-        if front and kind in _KINDS:
-            return f"{front}{norm}{kind}", f"{front}{linear}weight"
+            return f"{front}{there}{kind}", f"{front}{linear}weight"
     return name, name
 
 
@@ -55,7 +52,7 @@ def filed_names(names: Iterable[str]) -> dict[str, str]:
     A norm before experts stays by itself, as with Transformer Engine.
     """
     every = set(names)
-    merged = {name: _merged(name) for name in every}
+    merged = {name: _called(name, _MERGED) for name in every}
     return {name: new if linear in every and new not in every else name for name, (new, linear) in merged.items()}
 
 
@@ -68,10 +65,10 @@ def keyed_names(names: Iterable[str], implementation: str | None) -> dict[str, s
     every = set(names)
     if implementation == LOCAL:
         latent = any(map(_LATENT.fullmatch, every))
-        return live_names(every, engine=False) if latent else {name: _merged(name)[0] for name in every}
+        return live_names(every, engine=False) if latent else {name: _called(name, _MERGED)[0] for name in every}
     found = filed_names(every)
     if implementation == ENGINE:
-        for name, (new, linear) in [(name, _apart(filed)) for name, filed in found.items()]:
+        for name, (new, linear) in [(name, _called(filed, _APART)) for name, filed in found.items()]:
             if ".pre_mlp_layernorm." in new and linear not in every:
                 found[name] = new
     return found
@@ -80,5 +77,5 @@ def keyed_names(names: Iterable[str], implementation: str | None) -> dict[str, s
 def live_names(names: Iterable[str], *, engine: bool) -> dict[str, str]:
     """Return what the module calls each tensor. `names`: of Megatron-Core, of either kind of layers."""
     every = list(names)
-    apart = {name: (filed, *_apart(filed)) for name, filed in filed_names(every).items()}
+    apart = {name: (filed, *_called(filed, _APART)) for name, filed in filed_names(every).items()}
     return {name: filed if engine and linear in every else new for name, (filed, new, linear) in apart.items()}

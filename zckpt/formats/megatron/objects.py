@@ -28,9 +28,12 @@ STEP_KEYS = ("iteration", "global_step")
 SHARD = re.compile(r"(.+)/shard_((?:[0-9]+(?:\.[0-9]+)*)?_(?:[0-9]+(?:\.[0-9]+)*)?)")
 """The key of an object: which of how many along each axis."""
 
-FLAT_OBJECTS = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
+FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
+"""Keys of the distributed optimizer's flat buffers, and of the objects beside them."""
 
 EXTRA_STATE = "_extra_state"
+
+_ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 
 RANKS = (
     ("data_parallel_size", "dp"),
@@ -65,6 +68,12 @@ def arguments_of(value: object) -> Mapping[object, object]:
     return node if isinstance(node, dict) else {}
 
 
+def size_of(arguments: Mapping[object, object], key: str) -> int | None:
+    """Return how many of something a program's arguments say that there are; None where they do not."""
+    value = arguments.get(key)
+    return value if type(value) is int and value > 0 else None
+
+
 def read_common(path: Path) -> Common:
     """Read `common.pt`. Raises SourceError: it is damaged, or holds something other than a dict."""
     file = read_torchfile(path)
@@ -73,9 +82,8 @@ def read_common(path: Path) -> Common:
 
 def topology_of(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:
     """Return how many ranks of each kind a program's arguments say, and how many in all: or wrote the files."""
-    sizes = {name: value for key, name in RANKS if type(value := arguments.get(key)) is int and value > 0}
-    world = arguments.get("world_size")
-    return Topology(**sizes), world if type(world) is int and world > 0 else checkpoint.world_size
+    sizes = {name: value for key, name in RANKS if (value := size_of(arguments, key)) is not None}
+    return Topology(**sizes), size_of(arguments, "world_size") or checkpoint.world_size
 
 
 def settle(checkpoint: Checkpoint) -> None:
@@ -98,11 +106,20 @@ def carry_objects(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> 
     for key, item in objects.items():
         match = SHARD.fullmatch(key)
         name, shard = (match[1], match[2]) if match is not None else (key, "")
-        if FLAT_OBJECTS.fullmatch(key) or (name.endswith(EXTRA_STATE) and _is_empty(item.node)):
+        if FLAT.fullmatch(key) or (name.endswith(EXTRA_STATE) and _is_empty(item.node)):
             continue
         kept.setdefault(name, {})[shard] = carried(item.file, item.node)
     for name, shards in kept.items():
         checkpoint.metadata[name] = shards[""] if list(shards) == [""] else shards
+
+
+def states_by(name: str, modules: re.Pattern[str], *, attention: bool = True) -> list[str]:
+    """Return what the modules call a state of their own that a tensor, by its name, is of, or of what is before it.
+
+    `modules`: those that ask for one; `attention`: whether attention asks for one, too.
+    """
+    every = (modules.fullmatch(name), ""), (_ATTENTION.fullmatch(name) if attention else None, ".core_attention")
+    return [f"{match[1]}{inner}.{EXTRA_STATE}" for match, inner in every if match is not None]
 
 
 def _is_empty(node: object) -> bool:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
-from zckpt.formats.torch_files.tensors import carried, read_scalars, with_scalars
+from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
@@ -93,12 +93,15 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
                 checkpoint.parameters[name].group = at
         checkpoint.param_groups += groups
         rules += [Rule((*held.steps, GROUPS, ANY, ANY, REST), STATE, "hyperparameters") for held in every]
-    scalers = (held.outer.get(SCALER) for held in every)
-    scales = (scaler.get("scale") for scaler in scalers if isinstance(scaler, dict))
-    scale = next((one for one in scales if isinstance(one, Tensor) and one.numel == 1), None)
-    if scale is not None:
-        checkpoint.loss_scale = float(read_scalars(common.file.path, [scale])[0].value)
+    scales = (loss_scale_of(held.outer.get(SCALER), common.file.path) for held in every)
+    checkpoint.loss_scale = next((one for one in scales if one is not None), checkpoint.loss_scale)
     return rules + keep_rest(checkpoint, common, every, () if found is None else (GROUPS,))
+
+
+def loss_scale_of(scaler: object, path: str) -> float | None:
+    """Return the scale that a loss scaler of a file has; None where it has none."""
+    scale = scaler.get("scale") if isinstance(scaler, dict) else None
+    return float(read_scalars(path, [scale])[0].value) if isinstance(scale, Tensor) and scale.numel == 1 else None
 
 
 def keep_common(checkpoint: Checkpoint, common: Common) -> None:
@@ -131,10 +134,7 @@ def _groups(held: Held, common: Common) -> Iterator[ParamGroup]:
     step = states.get(COMMON_STEP) if isinstance(states, dict) else None
     value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
     for node in listed if isinstance(listed, list) else []:
-        if not isinstance(node, dict):
-            raise DamagedFileError("unexpected content", path=path, expected="a param group as a dict",
-                                   found=type(node).__name__)  # fmt: skip
-        values = with_scalars(node, path)
+        values = with_scalars(as_mapping(node, path, "a param group as a dict"), path)
         own = values.pop(STEP, value)
         yield ParamGroup(values, [], {} if own is None else {STEP: own})
 

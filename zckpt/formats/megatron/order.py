@@ -19,43 +19,44 @@ from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.names import Name
 
 
-def _of(module: str, *kinds: str) -> list[str]:
-    return [f"{module}.{kind}" for kind in kinds or ("weight", "bias")]
+def _both(*fronts: str) -> list[str]:
+    """Return the weights and biases whose names begin so."""
+    return [front + kind for front in fronts for kind in ("weight", "bias")]
 
 
-_IN = ("layer_norm_weight", "layer_norm_bias")
-_PROJ, _QKV_NORM = _of("self_attention.linear_proj"), _of("self_attention.linear_qkv", *_IN)
+_PROJ, _QKV_NORM = "self_attention.linear_proj.", "self_attention.linear_qkv.layer_norm_"
 _EXPERTS = "mlp.experts"
 _REST = [
-    *_of("self_attention.linear_qkv"),
-    *_of("self_attention.linear_q_proj"),
-    *_of("self_attention.linear_q_down_proj"),
-    *_of("self_attention.linear_q_up_proj", *_IN),
-    *_of("self_attention.linear_q_up_proj"),
-    *_of("self_attention.linear_kv_down_proj"),
-    *_of("self_attention.linear_kv_up_proj", *_IN),
-    *_of("self_attention.linear_kv_up_proj"),
-    *_of("self_attention.q_layernorm"),
-    *_of("self_attention.k_layernorm"),
-    *_of("self_attention.kv_layernorm"),
-    *_of("pre_mlp_layernorm"),
-    *_of("mlp.linear_fc1", *_IN),
-    *_of("mlp.router"),
-    *_of("mlp.linear_fc1"),
-    *_of("mlp.linear_fc2"),
+    *_both(
+        "self_attention.linear_qkv.",
+        "self_attention.linear_q_proj.",
+        "self_attention.linear_q_down_proj.",
+        "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.linear_q_up_proj.",
+        "self_attention.linear_kv_down_proj.",
+        "self_attention.linear_kv_up_proj.layer_norm_",
+        "self_attention.linear_kv_up_proj.",
+        "self_attention.q_layernorm.",
+        "self_attention.k_layernorm.",
+        "self_attention.kv_layernorm.",
+        "pre_mlp_layernorm.",
+        "mlp.linear_fc1.layer_norm_",
+        "mlp.router.",
+        "mlp.linear_fc1.",
+        "mlp.linear_fc2.",
+    ),
     _EXPERTS,
     "mlp.shared_experts.gate_weight",
-    *_of("mlp.shared_experts.linear_fc1"),
-    *_of("mlp.shared_experts.linear_fc2"),
+    *_both("mlp.shared_experts.linear_fc1.", "mlp.shared_experts.linear_fc2."),
 ]
-_SPECS = ([*_of("input_layernorm"), *_QKV_NORM, *_PROJ, *_REST], [*_PROJ, *_QKV_NORM, *_REST])
+_SPECS = ([*_both("input_layernorm.", _QKV_NORM, _PROJ), *_REST], [*_both(_PROJ, _QKV_NORM), *_REST])
 """What a layer has, in its order: others', and Transformer Engine's."""
 
-_IN_EXPERT = [*_of("linear_fc1"), *_of("linear_fc2")]
+_IN_EXPERT = _both("linear_fc1.", "linear_fc2.")
 
-_FRONT = _of("embedding", "word_embeddings.weight", "position_embeddings.weight", "tokentype_embeddings.weight")
-_NORM, _OUTPUT = _of("decoder.final_layernorm"), _of("output_layer")
-_BEFORE, _BEHIND = [*_of("enorm"), *_of("hnorm"), "eh_proj.weight"], _of("final_layernorm")
+_FRONT = [f"embedding.{kind}_embeddings.weight" for kind in ("word", "position", "tokentype")]
+_NORM, _OUTPUT = _both("decoder.final_layernorm."), _both("output_layer.")
+_BEFORE, _BEHIND = [*_both("enorm.", "hnorm."), "eh_proj.weight"], _both("final_layernorm.")
 """What a layer that predicts further tokens has before its transformer layer, and behind it."""
 
 Place = tuple[int, ...]

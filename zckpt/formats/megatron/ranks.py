@@ -22,7 +22,7 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedE
 from zckpt.formats.megatron.directory import FILE, FOLDER, folders
 from zckpt.formats.megatron.fused import is_fused
 from zckpt.formats.megatron.names import BLOCK, Name, is_expert
-from zckpt.formats.megatron.objects import arguments_of
+from zckpt.formats.megatron.objects import arguments_of, size_of
 from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
@@ -99,10 +99,10 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
 
 def _check_experts_cut(content: Mapping[object, object], arguments: Mapping[object, object]) -> None:
     """Raise UnsupportedError where experts are cut for other ranks than the rest: which have them, no file says."""
-    tp, own = arguments.get(TENSORS), arguments.get("expert_tensor_parallel_size")
+    tp, own = size_of(arguments, TENSORS), size_of(arguments, "expert_tensor_parallel_size")
     states = [its for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
     has_experts = any(is_expert(str(name)) for its in states if isinstance(its, dict) for name in its)
-    if has_experts and type(tp) is int and type(own) is int and own != tp:
+    if has_experts and tp is not None and own not in (None, tp):
         raise UnsupportedError("experts are cut for other tensor-parallel ranks than the rest",
                                expected=f"expert_tensor_parallel_size {tp}", found=own,
                                advice="write it as torch_dist with the program that wrote it")  # fmt: skip
@@ -110,10 +110,10 @@ def _check_experts_cut(content: Mapping[object, object], arguments: Mapping[obje
 
 def _is_second_expert(arguments: Mapping[object, object], names: list[str]) -> bool:
     """Tell whether the second number of directories is that of expert parallelism."""
-    stages, experts = arguments.get(STAGES), arguments.get(EXPERTS, 1)
-    if type(stages) is int and type(experts) is int and (stages > 1) != (experts > 1):
+    stages, experts = size_of(arguments, STAGES), size_of({EXPERTS: 1, **arguments}, EXPERTS)
+    if stages is not None and experts is not None and (stages > 1) != (experts > 1):
         return experts > 1
-    if type(stages) is int and stages > 1:
+    if stages is not None and stages > 1:
         raise ShardError("has no number of the expert-parallel rank in the names of its directories",
                          expected=f"{stages} stages of {experts} ranks", found=listed(names))  # fmt: skip
     raise UnsupportedError("whether its ranks are those of pipeline or of expert parallelism is not known",
@@ -127,7 +127,7 @@ def _rank_file(tp: int, pp: int, ep: int, folder: Path, file: TorchFile) -> Rank
     chunks = sorted((int(match[1] or 0), key) for key, match in keys.items() if match is not None)
     if not chunks or [number for number, _ in chunks] != list(range(len(chunks))):
         raise DamagedFileError("unexpected content", path=file.path, expected="the rank's model under `model`",
-                               found=listed([str(key) for key in content]))  # fmt: skip
+                               found=listed(list(content)))  # fmt: skip
     names = tuple(key for _, key in chunks)
     return RankFile(tp, pp, ep, folder, file, content, tuple(_flat(content[key], file.path) for key in names), names)
 
@@ -149,9 +149,8 @@ def _flat(node: object, path: str) -> dict[str, object]:
 
 def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) -> None:
     there = {(one.pp, one.ep, one.tp) for one in ranks}
-    said = (arguments.get(key) for key in (STAGES, EXPERTS, TENSORS))
-    pp, ep, tp = (max(1 + max(kind), size if type(size) is int else 0)
-                  for kind, size in zip(zip(*there, strict=True), said, strict=True))  # fmt: skip
+    kinds = zip(zip(*there, strict=True), (STAGES, EXPERTS, TENSORS), strict=True)
+    pp, ep, tp = (max(1 + max(numbers), size_of(arguments, key) or 0) for numbers, key in kinds)
     every = ((p, e, t) for p in range(pp) for e in range(ep) for t in range(tp))
     missing = next((one for one in every if one not in there), None)
     if missing is not None:

@@ -142,9 +142,9 @@ class Chunks:
         found = [
             (at, str(replace(one, layer=n - low))) for n in range(low, high) for at, one in self._layers.get(n, ())
         ]
-        with_norm = low < high == self.count or (last and not self.count)
-        ends = (*(["first"] if first else ()), *(["last"] if last else ()), "both", *(["norm"] if with_norm else ()))
-        found += [(at, self._names[at]) for end in ends if end != "both" or first or last for at in self._ends[end]]
+        has_norm = low < high == self.count or (last and not self.count)
+        has = {"first": first, "both": first or last, "last": last, "norm": has_norm}
+        found += [(at, self._names[at]) for end, every in self._ends.items() if has[end] for at in every]
         words = {*self._tied, *(self._names[at] for at in self._ends["both"] if _WORDS.fullmatch(self._names[at]))}
         dealt = [Dealt((self._names[at],), local, self._names[at] in words) for at, local in sorted(found)]
         return [*dealt, *(Dealt((name,), local, shared=True) for name, local in self._tied.items())] if last else dealt

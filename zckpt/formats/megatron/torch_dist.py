@@ -30,7 +30,7 @@ from zckpt.formats.megatron.flat import with_flat
 from zckpt.formats.megatron.grouped import is_transposed
 from zckpt.formats.megatron.keys import Stored, is_of_one_layer, stored
 from zckpt.formats.megatron.names import in_order
-from zckpt.formats.megatron.objects import carry_objects, read_common, settle, topology_of
+from zckpt.formats.megatron.objects import FLAT, carry_objects, read_common, settle, topology_of
 from zckpt.formats.megatron.optimizer import attach, keep_common
 from zckpt.formats.megatron.own import read_own, restore_own
 from zckpt.formats.torch_files.tensors import TensorItem, describe
@@ -43,7 +43,6 @@ MASTERS = frozenset({"param", "fp32_param"})
 """What the distributed optimizer, and the others, call the parameters that they step."""
 
 _SLOT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
-_FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
 _NEMO = "model."
 """Before every key of NeMo 1."""
 
@@ -93,7 +92,7 @@ def read_by(place: Place, items_of: Callable[[Checkpoint, Path], Items]) -> Chec
 
 def _by_slot(tensors: Mapping[str, TensorItem]) -> tuple[Slots, dict[str, TensorItem]]:
     """Return what each tensor is, and those that are flat buffers."""
-    flat = {key: item for key, item in tensors.items() if _FLAT.fullmatch(key)}
+    flat = {key: item for key, item in tensors.items() if FLAT.fullmatch(key)}
     found: Slots = {WEIGHT: {}}
     for key, item in ((key, item) for key, item in tensors.items() if key not in flat):
         match = _SLOT.fullmatch(key)

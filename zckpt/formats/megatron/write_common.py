@@ -119,6 +119,11 @@ class Source:
         folder = _folder(checkpoint, getattr(options, ITERATION, None), is_trained=bool(trained))
         return cls(checkpoint, tensors, trained, kind, groups, step, folder, notes)
 
+    @property
+    def iteration(self) -> int | None:
+        """At which it was saved; None: no training has saved it."""
+        return None if self.folder == RELEASE else int(self.folder.rpartition("_")[2])
+
     def states(self, name: str) -> Iterator[tuple[str, Slot, str]]:
         """Yield key, slot and type of all that the optimizer has of a parameter, the master first.
 
@@ -164,14 +169,14 @@ class Source:
     def common_tree(self, but: Iterable[str]) -> dict[object, object]:
         """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
         tree: dict[object, object] = {}
-        formats = (self.checkpoint.format, _origin(self.checkpoint).get("format"))
+        formats = (self.checkpoint.format, origin_of(self.checkpoint).get("format"))
         for key, value in self.checkpoint.metadata.items():
             own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
             if key not in but and key not in RESTATED and (own or key in OF_PROGRAM):
                 tree[key] = value
         tree[VERSION] = CURRENT
-        if self.folder != RELEASE:
-            tree[ITERATION] = int(self.folder.rpartition("_")[2])
+        if self.iteration is not None:
+            tree[ITERATION] = self.iteration
         return tree
 
     def finished(
@@ -195,20 +200,24 @@ class Source:
         """
         has = {*held, *RESTATED, *(SCALERS if self.groups else ())}
         own = own_tree(self.checkpoint, held=has, groups=[one.members for one in self.groups], names=names, ranks=ranks)
-        number = self.folder if self.folder == RELEASE else str(int(self.folder.rpartition("_")[2]))
-        every = [*files, torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own), text_file(TRACKER, number)]
+        tracker = TargetFile.of(TRACKER, f"{self.folder if self.iteration is None else self.iteration}".encode())
+        every = [
+            *files,
+            torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own),
+            tracker,
+        ]
         lacks = [what for key, what in ((ARGUMENTS, "--no-load-rng"), ("opt_param_scheduler", "a scheduler of its own"))
                  if key not in has]  # fmt: skip
-        if lacks and self.folder != RELEASE and self.checkpoint.format != FORMAT:
+        if lacks and self.iteration is not None and self.checkpoint.format != FORMAT:
             self.notes.append(f"SOURCE has no state of Megatron-LM's own: it starts with {' and '.join(lacks)}")
         return TargetFiles(every, notes=self.notes, restated=RESTATED | ({ARGUMENTS} if ranks is not None else set()))
 
 
 def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
-    if checkpoint.optimizers() or checkpoint.models():
-        raise UnsupportedError("Megatron-Core has one model and one optimizer",
-                               found=listed(checkpoint.optimizers() or checkpoint.models()))  # fmt: skip
+    several = checkpoint.optimizers() or checkpoint.models()
+    if several:
+        raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
     check_names([one.name for one in checkpoint.tensors()])
     tensors = model_tensors(checkpoint, dtype, tied="drop", exclude_frozen=False)
     absent = [one.name for one in checkpoint.owners if one.name not in tensors]
@@ -217,7 +226,8 @@ def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     return tensors
 
 
-def _origin(checkpoint: Checkpoint) -> Mapping[str, object]:
+def origin_of(checkpoint: Checkpoint) -> Mapping[str, object]:
+    """Return what a checkpoint says of where it is from."""
     origin = checkpoint.details.get("origin")
     return origin if isinstance(origin, Mapping) else {}
 
@@ -227,7 +237,7 @@ def _kind(checkpoint: Checkpoint) -> str:
     said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
     if isinstance(said, bool):
         return DISTRIBUTED if said else PLAIN
-    facts = _origin(checkpoint) or {"format": checkpoint.format}
+    facts = origin_of(checkpoint) or {"format": checkpoint.format}
     flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
     distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
     return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
@@ -272,8 +282,8 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
     for group in groups:
         for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
             values = dict(group.hyperparameters)
-            factors = {key: _factor(values, key) for key in FACTORS}
-            factors = {key: default if factors[key] is None else factors[key] for key, default in FACTORS.items()}
+            said = {key: _factor(values, key) for key in FACTORS}
+            factors = {**FACTORS, **{key: value for key, value in said.items() if value is not None}}
             if name:
                 factors[EXPERTS] = chained and is_expert(name)
             if not own:
@@ -318,12 +328,6 @@ def _step(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | None:
         raise UnsupportedError("Megatron has one step for all parameters",
                                found=" and ".join(f"{step:g}" for step in sorted(found)[:2]))  # fmt: skip
     return next(iter(found.values()), None)
-
-
-def text_file(name: str, text: str) -> TargetFile:
-    """Return a small file of text."""
-    data = text.encode()
-    return TargetFile.of(name, data)
 
 
 def shards_of(value: object) -> dict[str, object]:

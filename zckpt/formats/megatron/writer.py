@@ -34,9 +34,9 @@ from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
 from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
 from zckpt.formats.megatron.names import by_itself
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of, states_by
 from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
-from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, shards_of, text_file
+from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, origin_of, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
@@ -45,15 +45,13 @@ from zckpt.state.views import narrow, reshape
 CUT = {DISTRIBUTED: "fully_reshardable", FLATTENED: "fully_sharded_model_space"}
 """How the distributed optimizer cuts its state: as the model's; each slice flattened, of which here each is a whole."""
 
-APART, STACKED = "apart", "stacked"
-LAYERS = "layers"
+LAYERS, APART = "layers", "apart"
 """Under which `Checkpoint.details` say that the files have each layer under keys of its own."""
 
 EMPTY = [None]
 """The state of a module that has none."""
 
 _MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
-_ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
 
 
 @dataclass(slots=True)
@@ -64,29 +62,20 @@ class Items:
     objects: dict[str, object] = field(default_factory=dict)
     flattened: dict[str, Shape] = field(default_factory=dict)
 
-    def add(self, key: str, at: Placed, part: tuple[Shape, Shape], slot: Slot, dtype: str, label: str) -> None:
-        """Add a slot at a place; `part`: of which shape the tensor there is, and at which index the slot begins."""
-        shape, index = part
-        sizes = (*(1 for _ in at.index), *slot.shape)
-        _, _, pieces = self.tensors.setdefault(key, ((*at.sizes, *shape), dtype, []))
-        pieces.append(TensorPiece(SlotTensor(reshape(slot, sizes), dtype, label), (*at.index, *index), sizes))
+    def add(self, key: str, at: Placed, slot: Slot, dtype: str, label: str, parts: int = 0) -> None:
+        """Add a slot at a place: as it is, or flattened, as `CUT` says, in equal parts along its first axis.
 
-    def add_whole(self, key: str, at: Placed, slot: Slot, dtype: str, label: str) -> None:
-        """Add a slot as it is."""
-        self.add(key, at, (slot.shape, (0,) * len(slot.shape)), slot, dtype, label)
-
-    def add_flat(self, key: str, at: Placed, slot: Slot, dtype: str, label: str, parts: int) -> None:
-        """Add a slot flattened, as `CUT` says, in equal parts along its first axis.
-
-        Of a gated layer it has to be two: its halves are loaded one by one, and two of one chunk are not.
+        Of a gated layer these have to be two: its halves are loaded one by one, and two of one chunk are not.
         """
-        self.flattened[key] = (*at.sizes, *slot.shape)
-        numel, flat = slot.numel // parts, reshape(slot, (slot.numel,))
-        axes = len(slot.shape)
-        for part in range(parts):
-            own = reshape(narrow(flat, 0, part * numel, numel), (*(1,) * axes, numel))
-            shape, index = (parts, *(1,) * axes)[:axes], (part, *(0,) * axes)[:axes]
-            self.add(key, at, ((*shape, numel), (*index, 0)), own, dtype, label)
+        whole, axes = slot, len(slot.shape)
+        if parts:
+            self.flattened[key] = (*at.sizes, *slot.shape)
+            whole = reshape(slot, (*(parts, *(1,) * axes)[:axes], slot.numel // parts))
+        _, _, pieces = self.tensors.setdefault(key, ((*at.sizes, *whole.shape), dtype, []))
+        for part in range(max(parts, 1)):
+            own = narrow(whole, 0, part, 1) if parts else whole
+            sizes, index = (*(1 for _ in at.index), *own.shape), (part, *(0,) * axes)[: len(own.shape)]
+            pieces.append(TensorPiece(SlotTensor(reshape(own, sizes), dtype, label), (*at.index, *index), sizes))
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -103,22 +92,20 @@ def lay_out(job: Job) -> TargetFiles:
     filed = {name: by_itself(new) for name, new in keyed.items()}
     slots = {name: sorted({*one.slots} - {WEIGHT}) for name, one in source.trained.items()}
     kinds = {filed[name]: (slot.shape, (dtype, *slots.get(name, ()))) for name, (slot, dtype) in tensors.items()}
-    apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
+    stored = checkpoint.details.get(LAYERS), origin_of(checkpoint).get(LAYERS)  # as the source's own files had them
+    apart = APART in stored or None if options.layers is None else options.layers == APART
     places = placed(kinds, apart=apart)
     items = Items()
     for name, (slot, dtype) in tensors.items():
-        items.add_whole(places[filed[name]].key, places[filed[name]], slot, dtype, name)
+        items.add(places[filed[name]].key, places[filed[name]], slot, dtype, name)
     masters = "param" if kind == DISTRIBUTED else "fp32_param"
     shapes = {name: slot.shape for name, (slot, _) in tensors.items()}
     for name in source.trained:
         at = places[filed[name]]
+        parts = (2 if is_gated(name, shapes) else 1) if kind == FLATTENED else 0
         for slot_name, slot, dtype in source.states(name):
             key = masters if slot_name == MASTER else slot_name
-            whole, label = f"optimizer.state.{key}.{at.key}", f"{key}/{name}"
-            if kind == FLATTENED:
-                items.add_flat(whole, at, slot, dtype, label, 2 if is_gated(name, shapes) else 1)
-            else:
-                items.add_whole(whole, at, slot, dtype, label)
+            items.add(f"optimizer.state.{key}.{at.key}", at, slot, dtype, f"{key}/{name}", parts)
     held = _objects(checkpoint, places, items)
     tree = source.common_tree(held)
     held |= {str(key) for key in tree}
@@ -137,26 +124,16 @@ def lay_out(job: Job) -> TargetFiles:
     files = [
         *_items(items, source.folder, options.world_size),
         torch_writer.lay_out(f"{source.folder}/{COMMON}", tree),
-        text_file(f"{source.folder}/{MARK}", json.dumps(mark)),
+        TargetFile.of(f"{source.folder}/{MARK}", json.dumps(mark).encode()),
     ]
     return source.finished(files, held, {new: name for name, new in filed.items()})
-
-
-def _stored_apart(checkpoint: Checkpoint) -> bool:
-    """Tell whether a source's own files had each layer under its own keys."""
-    origin = checkpoint.details.get("origin")
-    return any(isinstance(one, Mapping) and one.get(LAYERS) == APART for one in (checkpoint.details, origin))
 
 
 def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items) -> set[str]:
     """Add objects: the source's, and the empty state of modules; return the keys of metadata that they are."""
     for at in places.values():
-        module, attention = _MODULE.fullmatch(at.key), _ATTENTION.fullmatch(at.key)
         shard = f"shard_{'.'.join(map(str, at.index or (0,)))}_{'.'.join(map(str, at.sizes or (1,)))}"
-        if module is not None:
-            items.objects[f"{module[1]}.{EXTRA_STATE}/{shard}"] = EMPTY
-        if attention is not None:
-            items.objects[f"{attention[1]}.core_attention.{EXTRA_STATE}/{shard}"] = EMPTY
+        items.objects |= {f"{state}/{shard}": EMPTY for state in states_by(at.key, _MODULE)}
     every = {name: shards for name, value in checkpoint.metadata.items() if (shards := shards_of(value))}
     for name, shards in every.items():
         for shard, node in shards.items():
@@ -189,25 +166,18 @@ def _items(items: Items, folder: str, world_size: int) -> list[TargetFile]:
     names = [f"__{rank}_0.distcp" for rank in range(world_size)]
     files = [TargetFile(f"{folder}/{name}", 0) for name in names]
     least = [(0, rank) for rank in range(world_size)]
+
+    def chunk(value: object, offsets: Shape = (), sizes: Shape = ()) -> Chunk:
+        """Put a value into the file that has the least so far."""
+        load, rank = least[0]
+        heapq.heapreplace(least, (load + archives.nbytes(value), rank))
+        return Chunk(offsets, sizes, names[rank], *archives.put(files[rank], value))
+
     entries = []
     for key, (shape, dtype, pieces) in items.tensors.items():
-        chunks = []
-        for piece in sorted(pieces, key=lambda one: one.offsets):
-            rank = _least(least, archives.nbytes(piece))
-            offset, nbytes = archives.put(files[rank], piece)
-            chunks.append(Chunk(piece.offsets, piece.sizes, names[rank], offset, nbytes))
+        chunks = [chunk(one, one.offsets, one.sizes) for one in sorted(pieces, key=lambda one: one.offsets)]
         entries.append(Entry(key, (), dtype, shape, tuple(chunks)))
-    for key, node in items.objects.items():
-        rank = _least(least, archives.nbytes(node))
-        offset, nbytes = archives.put(files[rank], node)
-        entries.append(Entry(key, (), None, (), (Chunk((), (), names[rank], offset, nbytes),)))
+    entries += (Entry(key, (), None, (), (chunk(node),)) for key, node in items.objects.items())
     content = metadata(entries, paths=False, flattened=items.flattened)
     index = TargetFile.of(f"{folder}/{INDEX}", content)
     return [*(file for file in files if file.nbytes), index]
-
-
-def _least(loads: list[tuple[int, int]], nbytes: int) -> int:
-    """Return the rank that has the least so far, and give it this many bytes more."""
-    load, rank = loads[0]
-    heapq.heapreplace(loads, (load + nbytes, rank))
-    return rank

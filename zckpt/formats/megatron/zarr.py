@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from operator import mul
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError, UnsupportedError
 from zckpt.formats.dcp.items import Items, ObjectItem
-from zckpt.formats.megatron.directory import Place
+from zckpt.formats.megatron.directory import Place, missing
 from zckpt.formats.megatron.torch_dist import read_by
 from zckpt.formats.torch_files.tensors import TensorItem, describe
 from zckpt.state import Checkpoint, Extent, Slot, SourceFile, Span
@@ -91,15 +92,13 @@ def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
     for index in product(*map(range, grid)):
         name = ".".join(map(str, index)) or "0"
         if name not in there:
-            raise ShardError(f"file {name} is missing", path=folder, expected=f"{count} chunks of an array",
-                             advice="the save did not finish, or the file was not copied",
-                             code=MISSING_FILE)  # fmt: skip
+            raise missing(f"file {name} is missing", folder, f"{count} chunks of an array")
         file = folder / name
         if file.stat().st_size != nbytes:
             raise DamagedFileError("is not of the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
                                    found=f"{file.stat().st_size:,}", code=TRUNCATED)  # fmt: skip
         whole = Slot(name, dtype, chunks, (Span(Extent.whole(chunks), str(file), 0, dtype),))
-        offsets = tuple(at * size for at, size in zip(index, chunks, strict=True))
+        offsets = tuple(map(mul, index, chunks))
         sizes = tuple(min(size, n - at) for at, size, n in zip(offsets, chunks, shape, strict=True))
         used = math.prod(sizes)
         strides = None if sizes == chunks else row_major(chunks)

@@ -80,7 +80,16 @@ def read_document(directory: Path) -> tuple[dict[str, Json], int]:
     version.
     """
     path = directory / DOCUMENT_NAME
-    text = _read(path)
+    if not os.path.lexists(path):
+        raise DamagedFileError(
+            "the save that made this directory did not finish",
+            path=directory,
+            expected=f"{DOCUMENT_NAME}, which is written last",
+            found=f"only files of ranks, such as {next(iter(rank_files(directory)), 'none')}",
+            advice="use an earlier checkpoint",
+            code=MISSING_FILE,
+        )
+    text = read_whole(str(path), most=MAXIMUM_NBYTES)
     try:
         document = json.loads(
             text, object_pairs_hook=_once, parse_int=_integer, parse_float=_float, parse_constant=_float
@@ -103,19 +112,6 @@ def read_document(directory: Path) -> tuple[dict[str, Json], int]:
         )
     _check_sum(path, text, document)
     return document, len(text)
-
-
-def _read(path: Path) -> bytes:
-    if not os.path.lexists(path):
-        raise DamagedFileError(
-            "the save that made this directory did not finish",
-            path=path.parent,
-            expected=f"{DOCUMENT_NAME}, which is written last",
-            found=f"only files of ranks, such as {next(iter(rank_files(path.parent)), 'none')}",
-            advice="use an earlier checkpoint",
-            code=MISSING_FILE,
-        )
-    return read_whole(str(path), most=MAXIMUM_NBYTES)
 
 
 def _check_sum(path: Path, text: bytes, document: dict[str, Json]) -> None:

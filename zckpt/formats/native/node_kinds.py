@@ -19,6 +19,7 @@ a cycle closes; so an immutable object of `objects` refers to immutable ones bef
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from zckpt.formats.native.document import Form
@@ -124,6 +125,8 @@ ON_DEVICE = frozenset(
 )
 HOW = frozenset({"reduce", "newobj", "newobj_ex", "inst", "obj", "reconstructor"})
 
+_Mutable = partial(Kind, mutable=True)
+
 IMMUTABLE = (
     Kind("bytes", bytes, (_DATA,)),
     Kind("bytearray", bytearray, (_DATA,)),
@@ -163,12 +166,12 @@ IMMUTABLE = (
 )
 
 MUTABLE = (
-    Kind("dict", dict, (_ENTRIES,), mutable=True),
-    Kind("ordered_dict", OrderedMapping, (_ENTRIES, _STATE), mutable=True),
-    Kind("default_dict", DefaultMapping, (_optional("factory", Global, Object), _ENTRIES, _STATE), mutable=True),
-    Kind("namespace", Namespace, (_ENTRIES,), mutable=True),
-    Kind("set", set, (_MEMBERS,), mutable=True),
-    Kind(
+    _Mutable("dict", dict, (_ENTRIES,)),
+    _Mutable("ordered_dict", OrderedMapping, (_ENTRIES, _STATE)),
+    _Mutable("default_dict", DefaultMapping, (_optional("factory", Global, Object), _ENTRIES, _STATE)),
+    _Mutable("namespace", Namespace, (_ENTRIES,)),
+    _Mutable("set", set, (_MEMBERS,)),
+    _Mutable(
         "object",
         Object,
         (
@@ -181,15 +184,13 @@ MUTABLE = (
             Field("how", Form.TEXT, "reduce", texts=HOW),
             Field("has_state", Form.FLAG, default=False),
         ),
-        mutable=True,
     ),
-    Kind(
+    _Mutable(
         "numpy_dtype",
         NumpyDType,
         (Field("code", Form.TEXT), Field("flags", Form.VALUES, ()), _optional("state", tuple)),
-        mutable=True,
     ),
-    Kind(
+    _Mutable(
         "numpy_array",
         NumpyArray,
         (
@@ -201,9 +202,8 @@ MUTABLE = (
             _optional("dtype_node", NumpyDType),
             _optional("cls", Global),
         ),
-        mutable=True,
     ),
-    Kind(
+    _Mutable(
         "sparse_tensor",
         SparseTensor,
         (
@@ -213,21 +213,12 @@ MUTABLE = (
             _optional("is_coalesced", bool),
             Field("rebuild", Form.TEXT, "_rebuild_sparse_tensor", texts=SPARSE),
         ),
-        mutable=True,
     ),
-    Kind(
-        "quantized_tensor",
-        QuantizedTensor,
-        (Field("tensor", kinds=(Tensor,)), Field("quantizer", kinds=(tuple,))),
-        mutable=True,
+    _Mutable(
+        "quantized_tensor", QuantizedTensor, (Field("tensor", kinds=(Tensor,)), Field("quantizer", kinds=(tuple,)))
     ),
-    Kind(
-        "nested_tensor",
-        NestedTensor,
-        (Field("buffer"), Field("sizes"), Field("strides"), Field("offsets")),
-        mutable=True,
-    ),
-    Kind(
+    _Mutable("nested_tensor", NestedTensor, (Field("buffer"), Field("sizes"), Field("strides"), Field("offsets"))),
+    _Mutable(
         "meta_tensor",
         MetaTensor,
         (
@@ -242,9 +233,8 @@ MUTABLE = (
             _ATTRIBUTES,
             _STATE,
         ),
-        mutable=True,
     ),
-    Kind(
+    _Mutable(
         "device_tensor",
         DeviceTensor,
         (
@@ -254,7 +244,6 @@ MUTABLE = (
             _GRADIENT,
             Field("rebuild", Form.TEXT, texts=ON_DEVICE),
         ),
-        mutable=True,
     ),
 )
 

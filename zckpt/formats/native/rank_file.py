@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
 from zckpt.engine.checking import Sum, crc_of
-from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile, end_of
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import METADATA_KEY, read_header
 from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
@@ -95,11 +96,6 @@ class Listed:
     nbytes: int
     header_nbytes: int = 0
     header_crc32: int = 0
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return self.nbytes - self.header_nbytes
 
 
 UNWRITTEN = Listed("", 0)
@@ -188,29 +184,18 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     from zckpt.engine.congruence import residue  # what only reads does without
 
     ordered = sorted(entries, key=lambda entry: order_key(entry.key, entry.width))
-    start = residue(_holes(ordered), ALIGNMENT)
-    header = header_for([(entry.key, entry.dtype, entry.shape) for entry in ordered], identity, start=start)
-    end = len(header) + DIGEST_NBYTES * len(ordered)
-    file = TargetFile(name, end, [Literal(0, header), Literal(len(header), bytes(end - len(header)))])
-    digests = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
-    for entry in ordered:
-        start = file.nbytes
-        file.nbytes += entry.nbytes
-        if entry.data is None:
-            file.holes.append(Hole(start, entry.key, entry.slot, entry.extent, entry.slot.dtype))
-        elif entry.nbytes:
-            file.literals.append(Literal(start, entry.data))
-        file.checksums.append(Checksum(start, file.nbytes, (digests[entry.key],)))
+    starts = [*accumulate((one.nbytes for one in ordered), initial=DIGEST_NBYTES * len(ordered))]  # behind the header
+    placed = list(zip(starts, ordered, strict=False))
+    holes = [Hole(at, one.key, one.slot, one.extent, one.slot.dtype) for at, one in placed if one.data is None]
+    start = residue(holes, ALIGNMENT)
+    header = header_for([(one.key, one.dtype, one.shape) for one in ordered], identity, start=start)
+    base = len(header)
+    digests = {key: base + DIGEST_NBYTES * at for at, key in enumerate(sorted(one.key for one in ordered))}
+    file = TargetFile(name, base + starts[-1], [Literal(0, header), Literal(base, bytes(starts[0]))])
+    file.literals += (Literal(base + at, one.data) for at, one in placed if one.data)
+    file.holes += (replace(hole, offset=base + hole.offset) for hole in holes)
+    file.checksums += (Checksum(base + at, base + at + one.nbytes, (digests[one.key],)) for at, one in placed)
     return file
-
-
-def _holes(ordered: Sequence[Entry]) -> Iterator[Hole]:
-    """Yield the holes of a file, counted from the end of its header."""
-    at = DIGEST_NBYTES * len(ordered)
-    for entry in ordered:
-        if entry.data is None:
-            yield Hole(at, entry.key, entry.slot, entry.extent, entry.slot.dtype)
-        at += entry.nbytes
 
 
 def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
@@ -305,7 +290,7 @@ def mismatches(path: str) -> Iterator[DamagedFileError]:
     """Yield an error for each tensor of a rank's file that is damaged; errors are those of `recorded`."""
     with Sources() as sources:
         for one in recorded(path):
-            found = crc_of(path, one.offset, one.offset + one.nbytes, (), sources) if one.nbytes else 0
+            found = crc_of(path, one.offset, end_of(one), (), sources) if one.nbytes else 0
             if found != one.crc32:
                 yield DamagedFileError(
                     f"{one.name} is damaged", path=path, expected=f"CRC-32 {one.crc32:08x}", found=f"{found:08x}"

@@ -285,7 +285,9 @@ class Reading:
         for rank, one in enumerate(self.listed):
             if is_lost(self.paths[rank]):
                 continue
-            used = sum(slot.nbytes for slot in self.files[rank].tensors.values()) if self.files else one.data_nbytes
+            used = one.nbytes - one.header_nbytes
+            if self.files:
+                used = sum(slot.nbytes for slot in self.files[rank].tensors.values())
             header = None if self.files else (one.header_nbytes, one.header_crc32)
             yield SourceFile(self.paths[rank], one.nbytes, "rank", rank, tensor_nbytes=used, header=header)
         yield SourceFile(str(self.path / DOCUMENT_NAME), self.nbytes, "document")

@@ -100,7 +100,11 @@ def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[in
     for span in slot.spans:
         last = found[-1] if found else None
         rank = rank_of(span.path) if span.path != ZEROS else 0 if last is None else last[0]
-        if last is not None and last[0] == rank and _follows(last[1], span.extent):
+        if (
+            last is not None
+            and last[0] == rank
+            and span.extent == replace(last[1], start=last[1].start + last[1].numel, numel=span.extent.numel)
+        ):
             whole = replace(last[1], numel=last[1].numel + span.extent.numel)
             found[-1] = (rank, whole, (*last[2], span))
         else:
@@ -108,11 +112,6 @@ def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[in
     if len({rank for rank, _, _ in found}) < len(found):
         raise UnsupportedError(f"{slot.name}: a rank has elements of it that do not follow each other")
     return found
-
-
-def _follows(before: Extent, after: Extent) -> bool:
-    same_box = (before.offsets, before.sizes) == (after.offsets, after.sizes)
-    return same_box and before.start + before.numel == after.start
 
 
 def _cut(
@@ -158,7 +157,14 @@ def _lay_out(
 
 def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
     """Return the members of a document, without where elements are and those that tell the files; and the storages."""
-    nodes = NodeWriter(_values(checkpoint))
+    nodes = NodeWriter(
+        [
+            *(value for group in checkpoint.param_groups for value in (group.hyperparameters, group.state)),
+            checkpoint.metadata,
+            checkpoint.optimizer_metadata,
+            *(parameter.state for parameter in _parameters(checkpoint) if parameter.state),
+        ]
+    )
     members: dict[str, Any] = {
         "step": checkpoint.step,
         "loss_scale": nodes.write(checkpoint.loss_scale),
@@ -233,15 +239,6 @@ def lay_out_document(members: Mapping[str, object], identity: str, files: Sequen
 def _parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:
     yield from checkpoint.tensors()
     yield from checkpoint.unnamed.values()
-
-
-def _values(checkpoint: Checkpoint) -> Iterator[object]:
-    """Yield every value of a checkpoint that is written by its kind."""
-    for group in checkpoint.param_groups:
-        yield from (group.hyperparameters, group.state)
-    yield checkpoint.metadata
-    yield checkpoint.optimizer_metadata
-    yield from (parameter.state for parameter in _parameters(checkpoint) if parameter.state)
 
 
 def _piece(file: int, extent: Extent, shape: Shape) -> tuple[tuple[str, object], ...]:
