@@ -34,7 +34,7 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states.by_parameter import OptimizerState, Target
+from zckpt.optim.states.by_parameter import OptimizerState, Source, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.state import MASTER
@@ -120,7 +120,7 @@ def load(
         checkpoint = open_for(path, known, optimizers.order, names=names, model=model)
         if verify:
             find_checksums(checks, checkpoint, ranks)
-        [state] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
+        [state] = optimizers.restore(Source.of(checkpoint, os.fspath(path), listed=names))
         state.check()
         return state
 

@@ -229,14 +229,15 @@ def like(value: object, current: object) -> Any:
     return value
 
 
-def as_torch(value: object) -> object:
+def as_torch(value: object, what: str) -> object:
     """Return a value that is no tensor of elements as an optimizer keeps it: a Scalar was a tensor, and is one.
 
-    Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes and scales.
+    `what`: for messages. Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes
+    and scales.
     """
     if holds_tensors(value):
         raise UnsupportedError(
-            "holds state that is no plain tensor, quantised say, which cannot be given to an optimizer as floats",
+            f"{what} is no plain tensor but quantised, say, and cannot be loaded as one",
             advice="dequantize=True takes the floats that it stands for; or load the model alone",
         )
     if isinstance(value, Scalar):

@@ -18,7 +18,6 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.formats.remainder import BESIDE
-from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.param_groups import SHOWN, Group, Names, by_tensor, group_names, hyperparameters
 from zckpt.optim.ranks import Place
@@ -26,7 +25,7 @@ from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import as_stored, as_torch, like, value_of
-from zckpt.state import Parameter, ParamGroup, Slot, number_of
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, number_of
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -96,6 +95,11 @@ class Source:
     listed: Sequence[str] | None = None
     strict: bool = True
     elsewhere: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, checkpoint: OpenedCheckpoint, path: str, **said: Any) -> Source:
+        """Return all that a checkpoint has of optimizers; `said` are the other attributes."""
+        return cls(checkpoint, path, checkpoint.param_groups, checkpoint.optimizer_metadata, **said)
 
 
 class OptimizerState:
@@ -368,13 +372,8 @@ class OptimizerState:
         return parameter_values(self.source.checkpoint, owner)
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
-        if holds_tensors(value):
-            raise UnsupportedError(
-                f"{key} of {owner.name} is no plain tensor but quantised, say, and cannot be loaded as one",
-                advice="dequantize=True takes the floats that it stands for; or load the model alone",
-            )
         if not isinstance(value, Slot):
-            return as_torch(value)
+            return as_torch(value, f"{key} of {owner.name}")
         dtype = getattr(torch, value.dtype)
         if not isinstance(parameter, DTensor) or value.shape != owner.shape:
             if isinstance(parameter, DTensor) and value.shape:
@@ -426,9 +425,7 @@ class OptimizerState:
 
         `optional`: the optimizer has nothing of it. Raises UsageError: there is none, or it has another shape.
         """
-        checkpoint = self.source.checkpoint
-        there = name in checkpoint.parameters or name in checkpoint.buffers
-        found = checkpoint.owner(name) if there else checkpoint.unnamed.get(name)
+        found = owner_of(self.source.checkpoint, name)
         if found is not None and found.shape == shape:
             return found
         listed = any(name in group.parameters for group in self.source.param_groups)  # no step had reached it
@@ -481,6 +478,12 @@ class OptimizerState:
 def is_trained(parameter: torch.Tensor) -> bool:
     """Tell whether an optimizer has anything of a parameter."""
     return parameter.requires_grad and parameter.numel() > 0
+
+
+def owner_of(checkpoint: Checkpoint, name: str) -> Parameter | None:
+    """Return what has the slots of a name, be it one that an optimizer only numbers; None: there is nothing."""
+    found = checkpoint.find(name)
+    return found if found is None or found.tied_to is None else checkpoint.parameters[found.tied_to]
 
 
 def stored_groups(

@@ -106,7 +106,7 @@ class OfMembers(OptimizerState):
                     advice=self.advice,
                 )
             if not slots:
-                state[key] = as_torch(found[0])
+                state[key] = as_torch(found[0], f"{key} of {next(iter(owners))}")
                 continue
             dtype = reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots))
             state[key] = torch.zeros(of.shape, dtype=dtype, device=of.device)
