@@ -16,7 +16,7 @@ import torch
 
 from zckpt.engine.checking import Checks, Seen, Sum, watched_by, watching
 from zckpt.errors import UsageError
-from zckpt.formats.remainder import VERSION
+from zckpt.formats.remainder import remainder
 from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
@@ -30,7 +30,7 @@ from zckpt.optim.states.several import check_file_system
 from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
-from zckpt.state import ParamGroup
+from zckpt.state import Checkpoint, ParamGroup
 from zckpt.storage.durable import written
 from zckpt.version import __version__
 
@@ -95,19 +95,10 @@ class TorchState(PerRank):
 
 def _metadata(target: Target, world_size: int, names: Names, **more: object) -> dict[str, Any]:
     """Return the content of `metadata.pt`."""
-    return {
-        "version": VERSION,
-        "origin": {"format": "zero-redundancy", "format_version": f"zckpt {__version__}"},
-        "step": target.step,
-        "loss_scale": None,
-        "frozen": [],
-        "tied": {},
-        "buffers": [],
-        "masters": False,
-        "metadata": dict(target.beside),
-        "optimizer_metadata": {},
-        KEY: {"world_size": world_size, "names": names, "shapes": {}, "unnamed": [], **more},
-    }
+    saved_by: dict[str, object] = {"origin": {"format": "zero-redundancy", "format_version": f"zckpt {__version__}"}}
+    kept = Checkpoint("", "zero-redundancy", step=target.step, details=saved_by, metadata=dict(target.beside))
+    about = {"world_size": world_size, "names": names, "shapes": {}, "unnamed": [], **more}
+    return {**remainder(kept), KEY: about}
 
 
 def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
