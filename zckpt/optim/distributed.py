@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from zckpt.optim.param_groups import (
     local_dict,
     matched,
     numbered,
+    numbers_of,
+    parameters_of,
     selected,
     sync,
     with_names,
@@ -72,10 +75,9 @@ class DistributedOptimizer(Optimizer):
         groups = [with_names(group) for group in (given if isinstance(given[0], dict) else [{"params": given}])]
         self.__setstate__({"defaults": {}, "state": {}, "param_groups": groups})
         self._workers: list[Worker] = []
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter.owner() not in self._workers:
-                    self._workers.append(parameter.owner())
+        for parameter in parameters_of(groups):
+            if parameter.owner() not in self._workers:
+                self._workers.append(parameter.owner())
         made = [
             rpc.rpc_async(worker, _make, args=(optimizer_class, self._groups_of(worker), args, kwargs))
             for worker in self._workers
@@ -89,11 +91,9 @@ class DistributedOptimizer(Optimizer):
     def _groups_of(self, worker: Worker) -> list[Group]:
         """Return the param groups with the parameters of one worker, and their numbers."""
         groups = []
-        first = 0
-        for group in self.param_groups:
+        for group, numbers in zip(self.param_groups, numbers_of(self.param_groups), strict=True):
             mine = [i for i, parameter in enumerate(group["params"]) if parameter.owner() == worker]
-            groups.append({**selected(group, mine), "numbers": [first + i for i in mine]})
-            first += len(group["params"])
+            groups.append({**selected(group, mine), "numbers": [numbers[i] for i in mine]})
         return groups
 
     @property
@@ -192,11 +192,7 @@ class LocalOptimizer:
 
     def by_number(self) -> dict[int, torch.Tensor]:
         """Return this worker's parameters."""
-        return {
-            number: parameter
-            for numbers, group in zip(self.numbers, self.optimizer.param_groups, strict=True)
-            for number, parameter in zip(numbers, group["params"], strict=True)
-        }
+        return dict(zip(chain(*self.numbers), parameters_of(self.optimizer.param_groups), strict=True))
 
     def step(self, context_id: int, hyperparameters: list[Group]) -> list[Group]:
         """Step with the gradients of a context; `grad` of no parameter is changed."""

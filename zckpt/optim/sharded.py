@@ -81,7 +81,7 @@ class ShardedOptimizer(Optimizer, Joinable, JoinHook):
     @property
     def join_device(self) -> torch.device:
         """The device that ranks agree on: that of the first parameter."""
-        devices = (parameter.device for group in self.param_groups for parameter in group["params"])
+        devices = (parameter.device for parameter in param_groups.parameters_of(self.param_groups))
         return next(devices, torch.device("cpu"))
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,16 @@ from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.formats.remainder import BESIDE
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.param_groups import SHOWN, Group, Names, by_tensor, group_names, hyperparameters
+from zckpt.optim.param_groups import (
+    SHOWN,
+    Group,
+    Names,
+    by_tensor,
+    group_names,
+    hyperparameters,
+    numbers_of,
+    parameters_of,
+)
 from zckpt.optim.ranks import Place
 from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
@@ -205,8 +215,7 @@ class OptimizerState:
 
     def members(self) -> Iterator[tuple[str, Any]]:
         """Yield each parameter's name, with what the optimizer has of it in its param groups."""
-        for its, group in zip(self.names(), self.optimizer.param_groups, strict=True):
-            yield from zip(its, group["params"], strict=True)
+        yield from zip(chain(*self.names()), parameters_of(self.optimizer.param_groups), strict=True)
 
     # --- saving
 
@@ -319,17 +328,14 @@ class OptimizerState:
         """Find out what is to be read, and make room for it."""
         self.without: list[str] = []
         self._find_beside()
-        number = 0
-        hyperparameters = self.hyperparameters()
+        groups, hyperparameters = self._loads.param_groups, self.hyperparameters()
         apart = self.beside.groups or [{} for _ in hyperparameters]
-        for group, its, odd in zip(self._loads.param_groups, hyperparameters, apart, strict=True):
-            first = number
+        for group, numbers, its, odd in zip(groups, numbers_of(groups), hyperparameters, apart, strict=True):
             made = {**group, **its, **odd}
-            for parameter in group["params"]:
+            for number, parameter in zip(numbers, group["params"], strict=True):
                 if self.is_here(parameter):
                     self._add(number, parameter, made)
-                number += 1
-            self.settings.append({**made, "params": list(range(first, number))})
+            self.settings.append({**made, "params": list(numbers)})
         origin = self.source.checkpoint.details.get("origin")
         as_saved = isinstance(origin, Mapping) and origin.get("optimizer") == type(self.local).__name__
         if self.without and self.source.checkpoint.step and not as_saved:
@@ -399,7 +405,7 @@ class OptimizerState:
         )
 
     def _by_tensor(self) -> dict[torch.Tensor, dict[str, Any]]:
-        every = [parameter for group in self._loads.param_groups for parameter in group["params"]]
+        every = parameters_of(self._loads.param_groups)
         return {every[number]: its for number, its in self.loaded.items()}
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.optim.flat_parameters import Member, Members
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, parameters_of
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, is_trained
 from zckpt.optim.states.expected import check_keys, makes_state
 from zckpt.optim.tensors import Share
@@ -38,9 +38,8 @@ class OfMembers(OptimizerState):
 
     def holding(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name, with the tensor that has it."""
-        for group in self._loads.param_groups:
-            for tensor in group["params"]:
-                yield from ((name, tensor) for name, _ in self._members_of(tensor))
+        for tensor in parameters_of(self._loads.param_groups):
+            yield from ((name, tensor) for name, _ in self._members_of(tensor))
 
     def _shares(
         self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot

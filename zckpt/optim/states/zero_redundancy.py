@@ -22,7 +22,7 @@ from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NA
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
 from zckpt.optim.flat_parameters import Bare
-from zckpt.optim.param_groups import Names, sync
+from zckpt.optim.param_groups import Names, numbers_of, sync
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states.beside import declared
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, Source, Target, stored_groups
@@ -146,9 +146,10 @@ class WorkersState(OptimizerState):
         with written([check_file_system(target.path)], overwrite=target.overwrite, owned=OWNED) as [partial]:
             arguments = [(str(partial.resolve()), rank) for rank in range(self.optimizer.num_workers)]
             numbers = self.optimizer.call_each(_save_worker, arguments)
-            first = [sum(len(group) for group in names[:index]) for index in range(len(names))]
+            every = numbers_of(self.optimizer.param_groups)
             held = [
-                [[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in numbers
+                [[its.index(number) for number in mine] for mine, its in zip(one, every, strict=True)]
+                for one in numbers
             ]
             torch.save(_metadata(target, len(held), names, held=held), partial / METADATA_NAME)
 

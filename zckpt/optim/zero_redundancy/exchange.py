@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied
-from zckpt.optim.ranks import all_gather_flat
+from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
 from zckpt.optim.tensors import flat, is_dense
 
 DIRECT_NBYTES = 1 << 20
@@ -176,11 +176,7 @@ def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int
         own = whole.view(world_size, -1)[rank]
         handles.append(all_gather_flat(whole, own, group=group, async_op=True))
     sent = [(bucket, bucket.wire(mine=bucket.rank == rank)) for bucket in exchange.buckets]
-    for bucket, tensor in sent:
-        source = dist.get_global_rank(group, bucket.rank)
-        handles.append(dist.broadcast(tensor, src=source, group=group, async_op=True))
-    for handle in handles:
-        handle.wait()
+    wait_for([*handles, *(broadcast(tensor, bucket.rank, group) for bucket, tensor in sent)])
     for bucket, tensor in sent:
         if bucket.rank != rank and bucket.tensor is None and not bucket.is_direct:
             its = bucket.parameters
@@ -345,8 +341,7 @@ class OverlapInfo:
 
     def wait_for_broadcasts(self) -> None:
         """Wait until all parameters of this iteration have arrived."""
-        for handle in self.broadcast_handles:
-            handle.wait()
+        wait_for(self.broadcast_handles)
         self.broadcast_handles.clear()
 
     def clear_per_iter_info(self) -> None:
