@@ -7,7 +7,7 @@ nothing is changed. A state that is all zeros is as good as none, for that is ho
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,7 +25,7 @@ from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import OptimizerState, owner_of
 from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Share, Stateful
+from zckpt.optim.tensors import Model, Share, Stateful, filled
 from zckpt.optim.values import read_numbers
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
 from zckpt.training.live import TpRules
@@ -340,7 +340,7 @@ class _Held(Meeting):
 
     def compare(self) -> None:
         """Read elements, some at a time, and compare them."""
-        for pairs in _rounds(self.pairs):
+        for pairs in filled(self.pairs, lambda one: one.tensor.nbytes, ROUND_NBYTES):
             reads = [one.read() for one in pairs]
             read_tensors(reads)
             found = (one.difference(its.tensor) for one, its in zip(pairs, reads, strict=True))
@@ -356,17 +356,3 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  # whatever a state dict has
     if isinstance(value, np.generic):
         return value.item()
     return list(value) if isinstance(value, (tuple, list)) else value
-
-
-def _rounds(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield pairs whose elements are read together."""
-    some: list[_Pair] = []
-    nbytes = 0
-    for one in pairs:
-        some.append(one)
-        nbytes += one.tensor.nbytes
-        if nbytes >= ROUND_NBYTES:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some

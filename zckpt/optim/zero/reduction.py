@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim.ranks import broadcast, wait_for
+from zckpt.optim.tensors import filled
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
 from zckpt.state.partition import FlatShare
 
@@ -100,18 +101,7 @@ class Bucket(NamedTuple):
 
 def fill(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
     """Yield the members of each bucket: at most `size` elements, or one parameter that is larger."""
-    bucket: list[Member] = []
-    numel = 0
-    for member in members:
-        if not member.numel:
-            continue
-        if bucket and numel + member.numel > size:
-            yield bucket
-            bucket, numel = [], 0
-        bucket.append(member)
-        numel += member.numel
-    if bucket:
-        yield bucket
+    return filled(members, lambda member: member.numel, size)
 
 
 class Reducer:

@@ -104,21 +104,13 @@ def plain_exchange(shares: Sequence[Sequence[torch.Tensor]]) -> Exchange:
 def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return large parameters alone and small ones together."""
     alone: list[list[torch.Tensor]] = []
-    packs: list[list[torch.Tensor]] = []
-    nbytes = BUCKET_NBYTES
+    small: list[torch.Tensor] = []
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if size == 0:
-            continue
-        if size >= DIRECT_NBYTES and parameter.is_contiguous():
+        if parameter.nbytes >= DIRECT_NBYTES and parameter.is_contiguous():
             alone.append([parameter])
-            continue
-        if nbytes + size > BUCKET_NBYTES:
-            packs.append([])
-            nbytes = 0
-        packs[-1].append(parameter)
-        nbytes += size
-    return alone + packs
+        else:
+            small.append(parameter)
+    return [*alone, *tensors.filled(small, lambda one: one.nbytes, BUCKET_NBYTES)]
 
 
 def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bool) -> Exchange:
