@@ -25,7 +25,7 @@ from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksums
-from zckpt.optim.states.by_parameter import OptimizerState, Source
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
@@ -165,6 +165,7 @@ def load(
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=ALONE if is_remote else "")
     place = place_of(path)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    asked = Asked(tag, names, strict, naming, dequantize)
     if is_remote and (naming.changes or dequantize):
         raise UsageError(
             "the workers of a DistributedOptimizer read their state as it is in the files, by the names there",
@@ -175,9 +176,9 @@ def load(
         raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
 
     def prepared() -> None:
-        loading.open(tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize, verify=verify)
+        loading.open(asked, verify=verify)
         if model is not None:
-            loading.match(strict=strict)
+            loading.match()
         loading.states = loading.live.optimizers.restore(loading.source, loading.everywhere.optimizers)
         of_rank = ranks.rank if random_states else None
         loading.prepare(read_other_state(loading.source.checkpoint, scheduler, grad_scaler, of_rank))
@@ -222,23 +223,17 @@ class Meeting:
         """The names of the model's tensors, on all ranks."""
         return self.everywhere.tensors or (*self.live.tensors.tensors, *self.live.tensors.tied)
 
-    def open(
-        self, *, tag: str | None, names: Sequence[str] | None, strict: bool, naming: Naming, dequantize: bool,
-        verify: bool,
-    ) -> None:  # fmt: skip
-        """Open the checkpoint under the names of what is live, on this rank; arguments are those of `load`."""
+    def open(self, asked: Asked, *, verify: bool) -> None:
+        """Open the checkpoint under the names of what is live, on this rank."""
         order, notes = self.live.optimizers.order, list[str]()
         with headers_shared(self.ranks.rank, self.ranks.world_size):
-            found = open_for(
-                self.path, self.known, order, tag=tag, names=names, strict=strict, naming=naming,
-                dequantize=dequantize, model=self.live.model, notes=notes,
-            )  # fmt: skip
+            found = open_for(self.path, self.known, order, asked, model=self.live.model, notes=notes)
             if verify:
                 find_checksums(self.checks, found, self.ranks)
             if self.slices is not None:
                 self.slices.cut(found, [*self.known, *(name for its in order for name in its)])
         path = os.fspath(self.path)
-        self.source = Source.of(found, path, tag=tag, listed=names, strict=strict, elsewhere=self.everywhere.parameters)
+        self.source = Source.of(found, path, asked, self.everywhere.parameters)
         self.report = Restored(path, found.format, found.step, world_size=found.world_size, notes=notes)
 
     def matched(self) -> dict[str, Parameter]:
@@ -278,11 +273,11 @@ class _Loading(Meeting):
     states: Sequence[OptimizerState]
     other: OtherState
 
-    def match(self, *, strict: bool) -> None:
+    def match(self) -> None:
         """Find the checkpoint's tensor for each of the model's, and note what has none."""
         self.found = self.matched()
         for what, names in self.report.unmatched():
-            if strict:
+            if self.source.asked.strict:
                 raise UsageError(
                     f"not a checkpoint of this model: {what} {listed(names)}",
                     path=self.report.path,

@@ -22,7 +22,7 @@ from zckpt.formats.low_bit import refuse_casts
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Ranks
-from zckpt.optim.states.by_parameter import OptimizerState, owner_of
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, owner_of
 from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Share, Stateful, filled
@@ -103,9 +103,10 @@ def assert_restored(
         raise UnsupportedError("what the workers of a DistributedOptimizer have is not compared", path=path)
     ranks = Ranks(process_group or process_group_of(optimizer))
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    asked = Asked(tag, names, strict, naming, dequantize)
 
     def prepared() -> None:
-        held.open(tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize, verify=verify)
+        held.open(asked, verify=verify)
         held.hold_optimizers()
         if model is not None:
             held.hold_model()
@@ -226,7 +227,7 @@ class _Held(Meeting):
     def hold_model(self) -> None:
         """Pair weights and buffers, and say which have no counterpart."""
         found = self.matched()
-        if self.source.strict:
+        if self.source.asked.strict:
             self.differences += [f"{what} {listed(names)}" for what, names in self.report.unmatched()]
         for name, slot, share in self.live.tensors.shares():
             its = found.get(name)

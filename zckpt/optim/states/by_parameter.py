@@ -19,6 +19,7 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.formats.remainder import BESIDE
+from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.param_groups import (
     SHOWN,
@@ -78,6 +79,31 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user says with the path of a checkpoint that is loaded.
+
+    Parameters
+    ----------
+    tag : str, optional
+        Which checkpoint of a run's directory.
+    names : sequence of str, optional
+        Of numbered parameters, in the order of the optimizer that was saved.
+    strict : bool
+        Whether all parameters must be there, and numbers have certain names.
+    naming : Naming
+        What the tensors are called here; then the live order says nothing of the numbers in a file.
+    dequantize : bool
+        Have quantised state as floats.
+    """
+
+    tag: str | None = None
+    names: Sequence[str] | None = None
+    strict: bool = True
+    naming: Naming = AS_IT_IS
+    dequantize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """What of a checkpoint one optimizer takes.
 
@@ -89,10 +115,6 @@ class Source:
         The checkpoint's groups of this optimizer, in its order.
     metadata : mapping
         What the checkpoint's optimizer kept besides its state.
-    tag, listed : optional
-        What the user said with the path: which checkpoint of a directory, and the names of numbered parameters.
-    strict : bool
-        Whether all parameters must be there.
     elsewhere : frozenset of str
         Parameters of its groups that are not this optimizer's, but another part's or rank's.
     """
@@ -101,15 +123,14 @@ class Source:
     path: str
     param_groups: Sequence[ParamGroup]
     metadata: Mapping[str, object]
-    tag: str | None = None
-    listed: Sequence[str] | None = None
-    strict: bool = True
+    asked: Asked = Asked()
     elsewhere: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, checkpoint: OpenedCheckpoint, path: str, **said: Any) -> Source:
-        """Return all that a checkpoint has of optimizers; `said` are the other attributes."""
-        return cls(checkpoint, path, checkpoint.param_groups, checkpoint.optimizer_metadata, **said)
+    def of(cls, checkpoint: OpenedCheckpoint, path: str, asked: Asked, elsewhere: Iterable[str] = ()) -> Source:
+        """Return all that a checkpoint has of optimizers."""
+        groups, metadata = checkpoint.param_groups, checkpoint.optimizer_metadata
+        return cls(checkpoint, path, groups, metadata, asked, frozenset(elsewhere))
 
 
 class OptimizerState:
@@ -315,7 +336,7 @@ class OptimizerState:
 
     def leave_out(self, error: UsageError) -> None:
         """Raise why something is not loaded, or note it where less than everything was asked for."""
-        if self.source.strict:
+        if self.source.asked.strict:
             raise error
         self.notes.append(f"left out: {error.message}")
 
@@ -435,7 +456,7 @@ class OptimizerState:
         if found is not None and found.shape == shape:
             return found
         listed = any(name in group.parameters for group in self.source.param_groups)  # no step had reached it
-        if not self.source.strict or (found is None and (listed or optional)):
+        if not self.source.asked.strict or (found is None and (listed or optional)):
             return None
         if found is None:
             raise UsageError(f"the checkpoint has no parameter {name}")
@@ -454,7 +475,7 @@ class OptimizerState:
         try:
             self._check_groups(names)
         except UsageError as error:
-            if self.source.strict:
+            if self.source.asked.strict:
                 raise
             self.notes.append(f"hyperparameters stay as they are: {error}")
             return [{} for _ in names]

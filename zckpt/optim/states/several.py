@@ -181,7 +181,7 @@ class Optimizers:
         origin = checkpoint.details.get("origin")
         had_one = isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)  # without a name
         in_turn = theirs.keys() <= {ALONE} and not had_one
-        if self.is_one or (whole.strict and not in_turn):
+        if self.is_one or (whole.asked.strict and not in_turn):
             _check_names(list(theirs), ours, path)
         if in_turn:  # the checkpoint does not say of which optimizer each group is
             counts = {name: len(state.names()) for name, state in self.states.items()}

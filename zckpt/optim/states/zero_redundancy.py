@@ -7,7 +7,7 @@ metadata.pt                  what these do not say: the order of names, and whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from zckpt.optim.flat_parameters import Bare
 from zckpt.optim.param_groups import Names, numbers_of, sync
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states.beside import declared
-from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, Source, Target, stored_groups
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, Snapshot, Source, Target, stored_groups
 from zckpt.optim.states.several import check_file_system
 from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
@@ -160,7 +160,7 @@ class WorkersState(OptimizerState):
     def read(self) -> None:
         """Let each worker read the state of its parameters into memory of its own."""
         checks, source = watched_by(), self.source
-        given = source.path, self.names(), source.tag, source.listed, checks.find is not None
+        given = source.path, self.names(), replace(source.asked, strict=True), checks.find is not None
         for parts in self.optimizer.call(_read, *given):
             for one, seen in parts:
                 checks.take_over(one, seen)
@@ -180,11 +180,9 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[
     return local.numbers
 
 
-def _read(
-    local: LocalOptimizer, path: str, order: Names, tag: str | None, listed: Sequence[str] | None, verify: bool
-) -> list[tuple[Sum, list[Seen]]]:
+def _read(local: LocalOptimizer, path: str, order: Names, asked: Asked, verify: bool) -> list[tuple[Sum, list[Seen]]]:
     """Read the state of a worker's parameters, which `_take` takes when all have read theirs; return what was seen."""
-    checkpoint = open_for(path, (), order, tag=tag, names=listed)
+    checkpoint = open_for(path, (), order, asked)
     checks = Checks()
     checks.find = checksums_by_path([checkpoint]) if verify else None
     state = OptimizerState(local.optimizer, {})
