@@ -19,7 +19,6 @@ import torch.distributed as dist
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
-from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.native.files import headers_shared
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import at_path, place_of
@@ -28,6 +27,7 @@ from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksum
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
+from zckpt.optim.values import refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.brief import Brief
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
@@ -303,9 +303,8 @@ class _Loading(Meeting):
                 read = TensorRead(weight_like(its, tensor.dtype), share.extent, share.tensor, name)
                 (self.replicated if share.ranks is None else self.sharded).append(read)
         reads = [*self.replicated, *self.sharded]
-        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
         advice = "dequantize=True loads the numbers; or load a model in these types, with scales"
-        refuse_casts(self.source.checkpoint, casts, advice)
+        refuse_lossy(self.source.checkpoint, reads, advice)
         check_tensors(reads)
         self.each("check")
 

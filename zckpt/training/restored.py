@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import NotRestoredError, UnsupportedError, UsageError, listed, shown
-from zckpt.formats.low_bit import refuse_casts
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Ranks
@@ -26,7 +25,7 @@ from zckpt.optim.states.by_parameter import Asked, OptimizerState, owner_of
 from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Share, Stateful, filled
-from zckpt.optim.values import read_numbers
+from zckpt.optim.values import read_numbers, refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
 from zckpt.training.live import TpRules
 from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
@@ -335,8 +334,7 @@ class _Held(Meeting):
 
     def check(self) -> None:
         """Find out all that can be known before elements are read."""
-        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in self.pairs)
-        refuse_casts(self.source.checkpoint, casts, "dequantize=True compares the numbers")
+        refuse_lossy(self.source.checkpoint, self.pairs, "dequantize=True compares the numbers")
         check_tensors(one.read() for one in self.pairs)
 
     def compare(self) -> None:
