@@ -186,9 +186,12 @@ class LocalOptimizer:
         self.waiting: Any = None
         """State that has been read, until all workers have read theirs."""
 
-    def names(self) -> list[str]:
-        """Return the names of this worker's parameters, in the order of `by_number`."""
-        return [name for group in self.optimizer.param_groups for name in group["param_names"]]
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return this worker's parameters by name."""
+        groups = self.optimizer.param_groups
+        return dict(
+            zip(chain.from_iterable(group["param_names"] for group in groups), parameters_of(groups), strict=True)
+        )
 
     def by_number(self) -> dict[int, torch.Tensor]:
         """Return this worker's parameters."""

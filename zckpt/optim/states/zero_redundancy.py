@@ -65,7 +65,7 @@ class ZeroRedundancyState(PerRank):
         """Write a directory of each rank's share; all ranks call it together."""
         optimizer, names = self.optimizer, self.names()
         ranks = Ranks(optimizer.process_group)
-        sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
+        optimizer._to_local()
         write = write_torch_file if isinstance(target.path, str) else torch.save  # a store gets what has no pickle
         with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
             write(_local_state(optimizer.optim), partial / rank_name(optimizer.rank))
@@ -175,7 +175,7 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[
     """Write a worker's files; return the numbers of its parameters by group."""
     with local.lock:
         torch.save(_local_state(local.optimizer), Path(directory) / rank_name(rank))
-        tensors = {name: p.detach() for name, p in zip(local.names(), local.by_number().values(), strict=True)}
+        tensors = {name: p.detach() for name, p in local.named().items()}
         torch.save(tensors, Path(directory) / f"model_rank_{rank}.pt")
     return local.numbers
 

@@ -303,7 +303,7 @@ class FlatOptimizer(ShardedOptimizer):
             self._place[flat.parameters[position]] = Member(flat, position)
         if self._is_made:
             self.optim.add_param_group(_local_group(group, flat))
-            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self._from_local()
 
     # --- names
 

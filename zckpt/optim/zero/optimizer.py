@@ -259,7 +259,7 @@ class ZeroOptimizer(BackwardOptimizer):
         return bool(flag.item())
 
     def _step_groups(self, divisor: float) -> None:
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         every = self.optim.param_groups
         handles: list[dist.Work] = []
         try:
@@ -271,7 +271,7 @@ class ZeroOptimizer(BackwardOptimizer):
         finally:
             self.optim.param_groups = every
         wait_for(handles)
-        param_groups.sync(every, self.param_groups)
+        self._from_local()
 
     # --- state
 
@@ -374,7 +374,7 @@ class ZeroOptimizer(BackwardOptimizer):
 
     def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """Return `state_dict()` with other names of the parameters."""
-        param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
+        self._to_local()  # a scheduler's rates, set since the last step
         self.adopt_weights()
         groups, state = self.groups, self.optim.state
         lean = [group.partition - group.padding for group in groups]
@@ -449,7 +449,7 @@ class ZeroOptimizer(BackwardOptimizer):
         if load_optimizer_states:
             state, groups = states.local()
             self.optim.load_state_dict({"state": state, "param_groups": groups})
-            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self._from_local()
         self.loss_scaler = scaler
         self.clip_grad = own.get("clip_grad", self.clip_grad)
         self.overflow = bool(own.get("overflow", False))

@@ -165,7 +165,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         if self._is_made:
             self._forget()
             self.optim.add_param_group(dict(self._partition_parameters()[self.rank][-1]))
-            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self._from_local()
             self._note_trained()
             if self.parameters_as_bucket_view:
                 self._exchange = self._make_exchange()
@@ -237,9 +237,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
 
     def _step_share(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         self._note_trained()
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
-        param_groups.sync(self.optim.param_groups, self.param_groups)
+        self._from_local()
         return loss
 
     def _step_gradients(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -249,7 +249,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         steps in its param groups counts one. `_end_step` makes what has become of them known.
         """
         with self._step_lock:
-            param_groups.sync(self.param_groups, self.optim.param_groups)
+            self._to_local()
             every = self.optim.param_groups
             kept = [group["params"] for group in every]
             mine = {p: gradients[p] for its in kept for p in its if p in gradients}
@@ -366,7 +366,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         if not 0 <= to < self.world_size:
             raise ValueError(f"no rank {to}: the process group has {self.world_size} ranks")
         self._consolidated = None
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         whole, settings = self._moved([to] * len(self._index_to_param), to)
         if self.rank == to:
             made = numbered(self.param_groups)
@@ -430,7 +430,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
                 )
             self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
         self.optim.load_state_dict(param_groups.local_dict(given, numbers, self.optim.param_groups))
-        param_groups.sync(self.optim.param_groups, self.param_groups)
+        self._from_local()
         self._consolidated = None
         self._through(self._optimizer_load_state_dict_post_hooks)
 
@@ -450,7 +450,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         ValueError
             The checkpoint has no optimizer there.
         """
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         own = {number: p for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank}
         if metadata is not None:
             return state_dicts.room(metadata, within, self.param_groups, own)
