@@ -26,6 +26,7 @@ from zckpt.errors import ZckptError
 from zckpt.optim.param_groups import (
     Group,
     check_shapes,
+    copied_to_cpu,
     local_dict,
     matched,
     numbered,
@@ -218,10 +219,7 @@ class LocalOptimizer:
         """Return this worker's state on the CPU."""
         with self.lock:
             return {
-                number: {
-                    key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                    for key, value in self.optimizer.state[parameter].items()
-                }
+                number: copied_to_cpu(self.optimizer.state[parameter])
                 for number, parameter in self.by_number().items()
                 if parameter in self.optimizer.state
             }

@@ -63,6 +63,14 @@ def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[range]:
     return [range(first, end) for first, end in pairwise(bounds)]
 
 
+def copied_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state of a parameter that shares nothing with the one given, its tensors on the CPU."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
+        for key, value in values.items()
+    }
+
+
 def numbered(groups: Sequence[Group]) -> list[Group]:
     """Return groups with numbers for parameters, over all groups; values that could be written to are copied."""
     return [

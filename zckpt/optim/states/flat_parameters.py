@@ -51,8 +51,7 @@ class OfMembers(OptimizerState):
             raise UnsupportedError(f"{key} of {name} is not one value for each element")
         if member.extent is None:
             return {}
-        its = value.detach().reshape(-1)[member.offset : member.offset + member.extent.numel]
-        return {key: Share(tuple(member.shape), member.extent, its, member.ranks)}
+        return {key: Share(tuple(member.shape), member.extent, member.within(value.detach()), member.ranks)}
 
     def is_here(self, parameter: torch.Tensor) -> bool:
         """Tell whether this rank has elements of a tensor, or nobody has any: torch has no state of none."""
@@ -114,8 +113,7 @@ class OfMembers(OptimizerState):
                 if owner is not None and isinstance(slot, Slot) and one.extent and one.extent.numel:
                     if slot.shape != owner.shape:
                         raise UsageError(f"{key} of {owner.name} is not one value for each element")
-                    into = state[key].view(-1)[one.offset : one.offset + one.extent.numel]
-                    self.reads.append(TensorRead(slot, one.extent, into))
+                    self.reads.append(TensorRead(slot, one.extent, one.within(state[key])))
         return state, [name for name, values in zip(owners, held, strict=True) if not values]
 
 

@@ -153,8 +153,7 @@ class ZeroState(OfMembers):
                 owner = self.owner(name, tuple(one.shape), optional=not one.is_trained)
                 slot = None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
                 if slot is not None and one.extent is not None:
-                    into = master[one.offset : one.offset + one.extent.numel]
-                    self.reads.append(TensorRead(slot, one.extent, into))
+                    self.reads.append(TensorRead(slot, one.extent, one.within(master)))
         self.scaler = self._scaler()
 
     def _scaler(self) -> Scaler:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim import tensors
-from zckpt.optim.param_groups import copied
+from zckpt.optim.param_groups import copied_to_cpu
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
 from zckpt.optim.tensors import flat, is_dense
 
@@ -249,14 +249,7 @@ def move(
         if its is None:
             continue
         if rank == source == target:
-            found[number] = (
-                {
-                    key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
-                    for key, value in state[number].items()
-                }
-                if devices is None
-                else dict(state[number])
-            )
+            found[number] = copied_to_cpu(state[number]) if devices is None else dict(state[number])
         elif rank == source:
             for value in state[number].values():
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel():
