@@ -23,8 +23,8 @@ from zckpt.formats.dcp.reader import fill
 from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.torch_files.tensors import TensorItem, encode
-from zckpt.optim.values import Values
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Span, most_steps
+from zckpt.optim.values import Values, as_stored
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, most_steps
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.directory import Piece, entries
@@ -207,8 +207,12 @@ class _Local:
             else values.node(one, key)
             for key, one in state.items()
         }
-        numbers = {key: _number(state[key]) for key in single_numbers(source, found, paths)}
-        self.numbers = {key: number for key, number in numbers.items() if number is not None}
+        self.numbers: dict[str, Any] = {key: as_stored(state[key]) for key in single_numbers(source, found, paths)}
+        for key, number in list(self.numbers.items()):
+            try:
+                encode(number)
+            except UnsupportedError:  # of a kind that is none
+                del self.numbers[key]
         self.found: Contents = contents(source, {**found, **self.numbers}, paths)
         self.tied: dict[str, str] = {}
         """Keys of weights that have the memory of one before them; not of what a module counts."""
@@ -221,14 +225,3 @@ class _Local:
                 owner = first.setdefault(memory, key)
                 if owner != key:
                     self.tied[key] = owner
-
-
-def _number(tensor: torch.Tensor) -> Scalar | None:
-    """Return a 0-d tensor as a single number; None for a kind that is none."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    number = Scalar(whole.item(), dtype_name(tensor.dtype))
-    try:
-        encode(number)
-    except UnsupportedError:
-        return None
-    return number

@@ -21,13 +21,12 @@ from zckpt.dcp.keys import Elements, Keys, Option, Value
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.read import check_reads
 from zckpt.engine.targets import Hole
-from zckpt.engine.tensors import TensorRead, dtype_name, read_tensors
+from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.tree import PARAMS
-from zckpt.formats.low_bit import refuse_casts
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.values import inside, read_scalars, value_of
+from zckpt.optim.values import inside, read_scalars, refuse_lossy, value_of
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.storage.distant import check_unchanged
 from zckpt.torchfile import each
@@ -203,8 +202,7 @@ class Reader(StorageReader):
             for item, tensor in zip(planned, tensors, strict=True)
             if isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
         ]
-        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
-        refuse_casts(self._opened().checkpoint, casts, "load a model in the types of the checkpoint, scales included")
+        refuse_lossy(self._opened().checkpoint, reads, "load a model in the types of the checkpoint, scales included")
         read_tensors(reads)
         for item, tensor in zip(planned, tensors, strict=True):
             planner.commit_tensor(item, tensor)

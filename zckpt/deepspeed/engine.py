@@ -18,6 +18,7 @@ from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, abou
 from zckpt.formats.deepspeed.in_place import Pipeline, Training
 from zckpt.formats.deepspeed.target import Unpartitioned
 from zckpt.formats.deepspeed.trees import FUSED, PLAIN, UNFUSED
+from zckpt.optim.states.by_parameter import owner_of
 from zckpt.optim.states.expected import check_keys
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
@@ -140,7 +141,7 @@ def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
         of_ranks = {one.key: True for one in checkpoint.per_rank if one.group == number}
         stateful = False
         for name in group.parameters:
-            one = checkpoint.owner(name) if name in checkpoint.parameters else checkpoint.unnamed.get(name)
+            one = owner_of(checkpoint, name)
             keys = one.slots.keys() - {WEIGHT, MASTER} if one is not None else frozenset()
             if one is not None and (keys or one.state or of_ranks):
                 stateful = True

@@ -54,6 +54,7 @@ from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.torch_files.writer import lay_out
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together
+from zckpt.optim.states.by_parameter import Asked
 from zckpt.state import Checkpoint
 from zckpt.state.inventory import FILE
 from zckpt.storage.files import is_file
@@ -249,7 +250,7 @@ def _served(
     if checkpoint.unnamed or {*live} - {one.name for one in checkpoint.tensors()}:
         # Its optimizer has numbers, which the engine's order gives names; or transformers has other names in files.
         order = [list(names) for names in training.numbered]
-        checkpoint = open_for(path, live, order, model=engine.module, notes=notes)
+        checkpoint = open_for(path, live, order, Asked(), model=engine.module, notes=notes)
         _check_nothing_lost(checkpoint)
     with about(checkpoint.source):
         served = serve(checkpoint, training, optimizer=optimizer)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,9 +26,12 @@ from zckpt.errors import ZckptError
 from zckpt.optim.param_groups import (
     Group,
     check_shapes,
+    copied_to_cpu,
     local_dict,
     matched,
     numbered,
+    numbers_of,
+    parameters_of,
     selected,
     sync,
     with_names,
@@ -72,10 +76,9 @@ class DistributedOptimizer(Optimizer):
         groups = [with_names(group) for group in (given if isinstance(given[0], dict) else [{"params": given}])]
         self.__setstate__({"defaults": {}, "state": {}, "param_groups": groups})
         self._workers: list[Worker] = []
-        for group in groups:
-            for parameter in group["params"]:
-                if parameter.owner() not in self._workers:
-                    self._workers.append(parameter.owner())
+        for parameter in parameters_of(groups):
+            if parameter.owner() not in self._workers:
+                self._workers.append(parameter.owner())
         made = [
             rpc.rpc_async(worker, _make, args=(optimizer_class, self._groups_of(worker), args, kwargs))
             for worker in self._workers
@@ -89,11 +92,9 @@ class DistributedOptimizer(Optimizer):
     def _groups_of(self, worker: Worker) -> list[Group]:
         """Return the param groups with the parameters of one worker, and their numbers."""
         groups = []
-        first = 0
-        for group in self.param_groups:
+        for group, numbers in zip(self.param_groups, numbers_of(self.param_groups), strict=True):
             mine = [i for i, parameter in enumerate(group["params"]) if parameter.owner() == worker]
-            groups.append({**selected(group, mine), "numbers": [first + i for i in mine]})
-            first += len(group["params"])
+            groups.append({**selected(group, mine), "numbers": [numbers[i] for i in mine]})
         return groups
 
     @property
@@ -186,17 +187,16 @@ class LocalOptimizer:
         self.waiting: Any = None
         """State that has been read, until all workers have read theirs."""
 
-    def names(self) -> list[str]:
-        """Return the names of this worker's parameters, in the order of `by_number`."""
-        return [name for group in self.optimizer.param_groups for name in group["param_names"]]
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return this worker's parameters by name."""
+        groups = self.optimizer.param_groups
+        return dict(
+            zip(chain.from_iterable(group["param_names"] for group in groups), parameters_of(groups), strict=True)
+        )
 
     def by_number(self) -> dict[int, torch.Tensor]:
         """Return this worker's parameters."""
-        return {
-            number: parameter
-            for numbers, group in zip(self.numbers, self.optimizer.param_groups, strict=True)
-            for number, parameter in zip(numbers, group["params"], strict=True)
-        }
+        return dict(zip(chain(*self.numbers), parameters_of(self.optimizer.param_groups), strict=True))
 
     def step(self, context_id: int, hyperparameters: list[Group]) -> list[Group]:
         """Step with the gradients of a context; `grad` of no parameter is changed."""
@@ -219,10 +219,7 @@ class LocalOptimizer:
         """Return this worker's state on the CPU."""
         with self.lock:
             return {
-                number: {
-                    key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-                    for key, value in self.optimizer.state[parameter].items()
-                }
+                number: copied_to_cpu(self.optimizer.state[parameter])
                 for number, parameter in self.by_number().items()
                 if parameter in self.optimizer.state
             }

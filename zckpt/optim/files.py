@@ -29,12 +29,12 @@ from torch.optim import Optimizer
 from zckpt.engine.checking import Checks, watching
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.formats.floats import with_floats
-from zckpt.naming import AS_IT_IS, TRANSFORMERS, Naming
+from zckpt.naming import TRANSFORMERS
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states.by_parameter import OptimizerState, Target
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.state import MASTER
@@ -110,17 +110,17 @@ def load(
     SourceError
         It cannot be read: on all ranks, if on one. The optimizer is as it was, unless the message says otherwise.
     """
-    of_model = None if model is None else bare(model)
+    asked, of_model = Asked(names=names), None if model is None else bare(model)
     optimizers = Optimizers(optimizer, {} if of_model is None else of_model.names())
     ranks = Ranks(process_group_of(optimizer), purpose="" if workers_of(optimizer) is None else ALONE)
     checks = Checks()
 
     def prepared() -> OptimizerState:
         known = () if of_model is None else of_model.parameters
-        checkpoint = open_for(path, known, optimizers.order, names=names, model=model)
+        checkpoint = open_for(path, known, optimizers.order, asked, model=model)
         if verify:
             find_checksums(checks, checkpoint, ranks)
-        [state] = optimizers.restore(checkpoint, os.fspath(path), listed=names)
+        [state] = optimizers.restore(Source.of(checkpoint, os.fspath(path), asked))
         state.check()
         return state
 
@@ -142,12 +142,8 @@ def open_for(
     path: str | os.PathLike[str],
     live: Collection[str],
     order: Order,
+    asked: Asked,
     *,
-    tag: str | None = None,
-    names: Sequence[str] | None = None,
-    strict: bool = True,
-    naming: Naming = AS_IT_IS,
-    dequantize: bool = False,
     model: Model = None,
     notes: list[str] | None = None,
 ) -> OpenedCheckpoint:
@@ -159,14 +155,7 @@ def open_for(
         Names of the model's tensors.
     order : sequence of sequence of str
         Of the live optimizer; empty: there is none.
-    names : sequence of str, optional
-        Given by the user, in the order of the optimizer that was saved.
-    strict : bool
-        Raise where numbers have no certain names, and do not leave them without names.
-    naming : Naming
-        What the tensors are called here; then the live order says nothing of the numbers in a file.
-    dequantize : bool
-        Have quantised state as floats.
+    asked : Asked
     model : Module, optional
         Where it is one of transformers, names of its files, those that a map gives too, become those in memory.
     notes : list of str, optional
@@ -180,9 +169,10 @@ def open_for(
         It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
     own = [name for group in order for name in group]
+    names, naming = asked.names, asked.naming
     renamed = names is not None or naming.changes
-    found = open_checkpoint(path, tag=tag, names=names) if renamed else _open(path, order, own, tag, strict=strict)
-    if dequantize:
+    found = open_checkpoint(path, tag=asked.tag, names=names) if renamed else _open(path, order, own, asked)
+    if asked.dequantize:
         [found] = with_floats(found)
     if renamed:
         found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
@@ -205,16 +195,14 @@ def open_for(
     return found
 
 
-def _open(
-    path: str | os.PathLike[str], order: Order, own: Sequence[str], tag: str | None, *, strict: bool
-) -> OpenedCheckpoint:
+def _open(path: str | os.PathLike[str], order: Order, own: Sequence[str], asked: Asked) -> OpenedCheckpoint:
     """Open a checkpoint; where it has only numbers, under the optimizer's names, unless what it has says otherwise."""
     try:
-        found = open_checkpoint(path, tag=tag)
+        found = open_checkpoint(path, tag=asked.tag)
     except (UnsupportedError, LayoutError):
         if own:
             with suppress(ZckptError):
-                return open_checkpoint(path, tag=tag, names=own)
+                return open_checkpoint(path, tag=asked.tag, names=own)
         raise
     if not own or not found.is_numbered:
         return found
@@ -224,12 +212,12 @@ def _open(
         return found
     try:
         if theirs == ours:
-            return open_checkpoint(path, tag=tag, names=own)
+            return open_checkpoint(path, tag=asked.tag, names=own)
         raise UsageError(
             "param groups are of other sizes", expected=", ".join(map(str, ours)), found=", ".join(map(str, theirs))
         )
     except ZckptError as error:
-        if not strict or not found.unnamed:
+        if not asked.strict or not found.unnamed:
             return found
         raise UsageError(
             f"the optimizer's parameters are only numbered, and this optimizer's order does not fit: {error.message}",

@@ -58,6 +58,10 @@ class Member:
         """Its element type."""
         return self.tensor.dtype
 
+    def within(self, stepped: torch.Tensor) -> torch.Tensor:
+        """Return its elements of a tensor that is as large as what the optimizer steps; of a contiguous one, a view."""
+        return stepped.reshape(-1)[self.offset : self.offset + (self.extent.numel if self.extent is not None else 0)]
+
     @property
     def is_trained(self) -> bool:
         """Whether an optimizer has anything of it, on some rank."""

@@ -6,7 +6,8 @@ Parameters are given named or not, in groups or not, and are checked as torch ch
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -51,15 +52,31 @@ def copied(value: object) -> object:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
+def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Return the parameters of all groups, in order: their positions here are their numbers."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[range]:
+    """Return the numbers of each group's parameters."""
+    bounds = accumulate((len(group["params"]) for group in groups), initial=0)
+    return [range(first, end) for first, end in pairwise(bounds)]
+
+
+def copied_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return state of a parameter that shares nothing with the one given, its tensors on the CPU."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
+        for key, value in values.items()
+    }
+
+
 def numbered(groups: Sequence[Group]) -> list[Group]:
     """Return groups with numbers for parameters, over all groups; values that could be written to are copied."""
-    found: list[Group] = []
-    first = 0
-    for group in groups:
-        made = {key: copied(value) for key, value in group.items() if key != "params"}
-        found.append({**made, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    return found
+    return [
+        {**{key: copied(value) for key, value in group.items() if key != "params"}, "params": list(numbers)}
+        for group, numbers in zip(groups, numbers_of(groups), strict=True)
+    ]
 
 
 def with_names(group: Group) -> Group:
@@ -162,20 +179,18 @@ def local_dict(
 
     `numbers`: what it calls each parameter; `groups`: the local optimizer's.
     """
-    local: dict[int, dict[str, object]] = {}
+    local = {
+        position: {
+            key: copied_like(value, parameter) if isinstance(value, torch.Tensor) else copied(value)
+            for key, value in values.items()
+        }
+        for position, parameter in enumerate(parameters_of(groups))
+        if (values := state_dict["state"].get(numbers[parameter]))
+    }
     made: list[Group] = []
-    at = 0
-    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
-        for position, parameter in enumerate(group["params"], at):
-            values = state_dict["state"].get(numbers[parameter])
-            if values:
-                local[position] = {
-                    key: copied_like(value, parameter) if isinstance(value, torch.Tensor) else copied(value)
-                    for key, value in values.items()
-                }
+    for saved, group, own in zip(state_dict["param_groups"], groups, numbers_of(groups), strict=True):
         names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
-        made.append({**hyperparameters(saved), **names, "params": list(range(at, at + len(group["params"])))})
-        at += len(group["params"])
+        made.append({**hyperparameters(saved), **names, "params": list(own)})
     return {"state": local, "param_groups": made}
 
 
@@ -195,18 +210,16 @@ def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor
         own |= zip(group["params"], map(str, group.get("param_names") or ()), strict=False)
     bare = bare_names(own.values())  # without what wrappers put there
     own = {parameter: bare[name] for parameter, name in own.items()}
-    for group in groups:
-        for parameter in group["params"]:
-            if parameter not in known and parameter not in own:
-                raise UsageError(
-                    "a parameter of the optimizer has no name",
-                    found=f"shape {tuple(parameter.shape)}",
-                    advice="give the model that it belongs to, or make the optimizer of (name, parameter) pairs",
-                )
+    for parameter in parameters_of(groups):
+        if parameter not in known and parameter not in own:
+            raise UsageError(
+                "a parameter of the optimizer has no name",
+                found=f"shape {tuple(parameter.shape)}",
+                advice="give the model that it belongs to, or make the optimizer of (name, parameter) pairs",
+            )
     return [[known[p] if p in known else own[p] for p in group["params"]] for group in groups]
 
 
 def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.Tensor, str]:
     """Return the name of each parameter of param groups."""
-    pairs = zip(groups, names, strict=True)
-    return {parameter: name for group, its in pairs for parameter, name in zip(group["params"], its, strict=True)}
+    return dict(zip(parameters_of(groups), chain(*names), strict=True))

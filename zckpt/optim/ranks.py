@@ -6,7 +6,7 @@ A failure of one is one of all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -193,6 +193,18 @@ class Ranks:
         if not self.any(error is not None):  # hardly ever is there one, and a number is cheaper to send
             return []
         return self.gather_all(_packed(error))
+
+
+def broadcast(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> dist.Work:
+    """Begin to send what one rank of a group has to all of it; what is returned is to be waited for."""
+    source = dist.get_global_rank(group, rank)
+    return dist.broadcast(tensor, src=source, group=group, async_op=True)  # type: ignore[no-any-return]
+
+
+def wait_for(handles: Iterable[dist.Work]) -> None:
+    """Wait for what was begun."""
+    for handle in handles:
+        handle.wait()
 
 
 @contextmanager

@@ -49,6 +49,14 @@ class ShardedOptimizer(Optimizer, Joinable, JoinHook):
                 f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}"
             )
         self.defaults = {**self.optim.defaults, **self._given_defaults}
+        self._from_local()
+
+    def _to_local(self) -> None:
+        """Give the local optimizer the hyperparameters that the param groups have, which a scheduler may have set."""
+        param_groups.sync(self.param_groups, self.optim.param_groups)
+
+    def _from_local(self) -> None:
+        """Give the param groups the hyperparameters that the local optimizer has, which a step may have changed."""
         param_groups.sync(self.optim.param_groups, self.param_groups)
 
     @property
@@ -81,7 +89,7 @@ class ShardedOptimizer(Optimizer, Joinable, JoinHook):
     @property
     def join_device(self) -> torch.device:
         """The device that ranks agree on: that of the first parameter."""
-        devices = (parameter.device for group in self.param_groups for parameter in group["params"])
+        devices = (parameter.device for parameter in param_groups.parameters_of(self.param_groups))
         return next(devices, torch.device("cpu"))
 
     @property

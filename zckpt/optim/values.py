@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import TensorRead, dtype_name, memory_of, read_tensors
 from zckpt.errors import UnsupportedError
+from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.torch_files.tensors import holds_tensors, slot_of
-from zckpt.state import Extent, Parameter, Scalar, Slot
+from zckpt.state import Checkpoint, Extent, Parameter, Scalar, Slot
 from zckpt.torchfile import (
     MAX_DEPTH,
     DefaultMapping,
@@ -229,14 +230,15 @@ def like(value: object, current: object) -> Any:
     return value
 
 
-def as_torch(value: object) -> object:
+def as_torch(value: object, what: str) -> object:
     """Return a value that is no tensor of elements as an optimizer keeps it: a Scalar was a tensor, and is one.
 
-    Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes and scales.
+    `what`: for messages. Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes
+    and scales.
     """
     if holds_tensors(value):
         raise UnsupportedError(
-            "holds state that is no plain tensor, quantised say, which cannot be given to an optimizer as floats",
+            f"{what} is no plain tensor but quantised, say, and cannot be loaded as one",
             advice="dequantize=True takes the floats that it stands for; or load the model alone",
         )
     if isinstance(value, Scalar):
@@ -277,6 +279,11 @@ def read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter 
     ]
     for (values, key, _), number in zip(found, read_scalars([slot for _, _, slot in found]), strict=True):
         values[key] = number
+
+
+def refuse_lossy(checkpoint: Checkpoint, reads: Iterable[Any], advice: str) -> None:
+    """Refuse to read elements into tensors of types that cannot hold them; of each there are `slot` and `tensor`."""
+    refuse_casts(checkpoint, ((one.slot, dtype_name(one.tensor.dtype)) for one in reads), advice)
 
 
 def read_scalars(slots: Sequence[Slot]) -> list[Scalar]:

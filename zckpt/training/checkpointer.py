@@ -13,6 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -330,8 +331,7 @@ class Checkpointer:
             self._save_spare(self._spare)
         for name in self._ranks.of_first(self._place.candidates):
             path = self._place.checkpoint(name)
-            why = self._ranks.from_first(unsound(path) if self._ranks.rank == 0 else None)
-            why = why or (self._damage(path) if verify else None)
+            why = self._ranks.of_first(partial(unsound, path)) or (self._damage(path) if verify else None)
             if why is None:
                 try:
                     restored = load(
@@ -379,5 +379,4 @@ class Checkpointer:
                 found = [str(one) for one in every[:1]]
         except SourceError as error:
             found = [str(error)]
-        found_by = self._ranks.gather(found[0] if found else None)
-        return self._ranks.from_first(next((one for one in found_by if one is not None), None))
+        return next((one for its in self._ranks.gather_all(found) for one in its), None)

@@ -274,7 +274,7 @@ def _save_worker(
 ) -> RankState:
     """Write a worker's file; return what is in it."""
     with local.lock:
-        model = ModelState.of_parameters(dict(zip(local.names(), local.by_number().values(), strict=True)))
+        model = ModelState.of_parameters(local.named())
         state = Optimizers(local.optimizer, model.names()).snapshot()
         if BESIDE in state.metadata:
             declared(local.optimizer).refuse("a DistributedOptimizer has no place for that")

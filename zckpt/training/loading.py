@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,17 +19,16 @@ import torch.distributed as dist
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import UsageError, listed, shown
-from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.native.files import headers_shared
 from zckpt.naming import Config, MapSource, Naming
-from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.places import at_path, place_of
 from zckpt.optim.files import open_for
-from zckpt.optim.ranks import ALONE, Ranks, check_together, find_checksums
-from zckpt.optim.states.by_parameter import OptimizerState
+from zckpt.optim.ranks import ALONE, Place, Ranks, check_together, find_checksums
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.optim.values import refuse_lossy
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.brief import Brief
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
@@ -166,6 +165,7 @@ def load(
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=ALONE if is_remote else "")
     place = place_of(path)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    asked = Asked(tag, names, strict, naming, dequantize)
     if is_remote and (naming.changes or dequantize):
         raise UsageError(
             "the workers of a DistributedOptimizer read their state as it is in the files, by the names there",
@@ -175,74 +175,112 @@ def load(
     if is_remote and isinstance(place, str):
         raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
 
-    def prepared() -> _Loading:
-        notes: list[str] = []
-        known, order = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied), live.optimizers.order
-        with headers_shared(ranks.rank, ranks.world_size):
-            checkpoint = open_for(
-                path, known, order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize,
-                model=model, notes=notes,
-            )  # fmt: skip
-            if verify:
-                find_checksums(checks, checkpoint, ranks)
-            if slices is not None:
-                slices.cut(checkpoint, [*known, *(name for names in order for name in names)])
-            report = Restored(os.fspath(path), checkpoint.format, checkpoint.step, notes=notes)
-            loading = _Loading(checkpoint, live, report)
-            loading.report.world_size = checkpoint.world_size
-            if live.model is not None:
-                loading.match(known, strict=strict)
-            loading.states = live.optimizers.restore(
-                checkpoint, os.fspath(path), tag=tag, listed=names, strict=strict,
-                everywhere=everywhere.parameters, called=everywhere.optimizers,
-            )  # fmt: skip
-        loading.prepare(read_other_state(checkpoint, scheduler, grad_scaler, ranks.rank if random_states else None))
-        return loading
+    def prepared() -> None:
+        loading.open(asked, verify=verify)
+        if model is not None:
+            loading.match()
+        loading.states = loading.live.optimizers.restore(loading.source, loading.everywhere.optimizers)
+        of_rank = ranks.rank if random_states else None
+        loading.prepare(read_other_state(loading.source.checkpoint, scheduler, grad_scaler, of_rank))
 
-    checks = Checks()
     with ExitStack() as stack:
-        stack.enter_context(watching(checks))
-        path = ranks.do(lambda: stack.enter_context(at_path(place)))
-        slices = slices_of(ranks, tp_rules, optimizer)
-        live = ranks.do(lambda: Live.of(model, optimizer, slices))
-        everywhere = everywhere_of(live, ranks, broadcast=broadcast)
-        loading = ranks.do(prepared)
+        loading = _Loading(stack, ranks, place, model, optimizer, tp_rules, broadcast=broadcast)
+        ranks.do(prepared)
         with torch.no_grad():
             ranks.do(lambda: loading.each("read"))
-            check_together(checks, ranks, os.fspath(path))
-            ranks.do(lambda: loading.read_weights(ranks, broadcast=broadcast), spoiled=SPOILED)
-        check_together(checks, ranks, os.fspath(path), spoiled=SPOILED)
+            loading.check_sums()
+            ranks.do(lambda: loading.read_weights(broadcast=broadcast), spoiled=SPOILED)
+        loading.check_sums(spoiled=SPOILED)
         for step in ("take", "share"):
             ranks.do(partial(loading.each, step), spoiled=SPOILED)
-        ranks.do(lambda: loading.other.restore(live.model), spoiled=LEFT_OVER)
+        ranks.do(lambda: loading.other.restore(model), spoiled=LEFT_OVER)
         ranks.do(stack.close, spoiled=SPOILED)
-    report = loading.report
-    report.path, report.notes = shown(report.path), [shown(note) for note in report.notes]
-    return report
+    return loading.reported()
 
 
-@dataclass(slots=True)
-class _Loading:
+class Meeting:
+    """What is live, and a checkpoint that is opened for it by all ranks together. Nothing is changed.
+
+    `path`: what is read, mounted as long as the stack is open; `source`: what of it all optimizers take.
+    """
+
+    source: Source
+    report: Restored
+
+    def __init__(
+        self, stack: ExitStack, ranks: Ranks, place: Place, model: Model, optimizer: Given, tp_rules: TpRules,
+        *, broadcast: bool = False,
+    ) -> None:  # fmt: skip
+        self.ranks, self.checks = ranks, Checks()
+        stack.enter_context(watching(self.checks))
+        self.path = ranks.do(lambda: stack.enter_context(at_path(place)))
+        self.slices = slices_of(ranks, tp_rules, optimizer)
+        self.live = ranks.do(lambda: Live.of(model, optimizer, self.slices))
+        self.everywhere = everywhere_of(self.live, ranks, broadcast=broadcast)
+
+    @property
+    def known(self) -> Sequence[str]:
+        """The names of the model's tensors, on all ranks."""
+        return self.everywhere.tensors or (*self.live.tensors.tensors, *self.live.tensors.tied)
+
+    def open(self, asked: Asked, *, verify: bool) -> None:
+        """Open the checkpoint under the names of what is live, on this rank."""
+        order, notes = self.live.optimizers.order, list[str]()
+        with headers_shared(self.ranks.rank, self.ranks.world_size):
+            found = open_for(self.path, self.known, order, asked, model=self.live.model, notes=notes)
+            if verify:
+                find_checksums(self.checks, found, self.ranks)
+            if self.slices is not None:
+                self.slices.cut(found, [*self.known, *(name for its in order for name in its)])
+        path = os.fspath(self.path)
+        self.source = Source.of(found, path, asked, self.everywhere.parameters)
+        self.report = Restored(path, found.format, found.step, world_size=found.world_size, notes=notes)
+
+    def matched(self) -> dict[str, Parameter]:
+        """Return the checkpoint's tensor for each of the model's, and note in the report what has none."""
+        live, checkpoint, report = self.live, self.source.checkpoint, self.report
+        model = unwrapped(live.model) if isinstance(live.model, torch.nn.Module) else None
+        computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # by a model of transformers, for itself
+        found: dict[str, Parameter] = {}
+        for name, tensor in live.tensors.tensors.items():
+            there = name in checkpoint.parameters or name in checkpoint.buffers
+            its = checkpoint.owner(name) if there else None
+            if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
+                if name not in computed or tensor.requires_grad:
+                    report.missing.append(name)
+            elif its.shape != tuple(tensor.shape):
+                report.reshaped.append(name)
+            else:
+                found[name] = its
+        ours = set(self.known)
+        report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
+        return found
+
+    def check_sums(self, *, spoiled: str | None = None) -> None:
+        """Hold what all ranks have read against the checksums of the files; see `check_together`."""
+        check_together(self.checks, self.ranks, os.fspath(self.path), spoiled=spoiled)
+
+    def reported(self) -> Restored:
+        """Return the report as the user is to see it."""
+        self.report.path, self.report.notes = shown(self.report.path), [shown(note) for note in self.report.notes]
+        return self.report
+
+
+class _Loading(Meeting):
     """One checkpoint on its way into one model and its optimizers. Until something is read, nothing is changed."""
 
-    checkpoint: OpenedCheckpoint
-    live: Live
-    report: Restored
-    found: dict[str, Parameter] = field(default_factory=dict)
-    states: list[OptimizerState] = field(default_factory=list)
-    replicated: list[TensorRead] = field(default_factory=list)
-    sharded: list[TensorRead] = field(default_factory=list)
-    other: OtherState = field(default_factory=OtherState)
+    found: Mapping[str, Parameter] = {}
+    states: Sequence[OptimizerState]
+    other: OtherState
 
-    def match(self, known: Sequence[str], *, strict: bool) -> None:
+    def match(self) -> None:
         """Find the checkpoint's tensor for each of the model's, and note what has none."""
-        report = self.report
-        self.found = matched(self.checkpoint, self.live, known, report)
-        for what, names in report.unmatched():
-            if strict:
+        self.found = self.matched()
+        for what, names in self.report.unmatched():
+            if self.source.asked.strict:
                 raise UsageError(
                     f"not a checkpoint of this model: {what} {listed(names)}",
-                    path=report.path,
+                    path=self.report.path,
                     advice="give the model that was saved, or strict=False",
                 )
 
@@ -256,6 +294,8 @@ class _Loading:
         for note in other.missing:
             warnings.warn(f"{shown(self.report.path)}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.states for name in one.publishes}
+        self.replicated: list[TensorRead] = []
+        self.sharded: list[TensorRead] = []
         for name, its in self.found.items():
             tensor = self.live.tensors.tensors[name]
             share = None if name in made_of_masters else share_of(tensor, name)
@@ -263,10 +303,8 @@ class _Loading:
                 read = TensorRead(weight_like(its, tensor.dtype), share.extent, share.tensor, name)
                 (self.replicated if share.ranks is None else self.sharded).append(read)
         reads = [*self.replicated, *self.sharded]
-        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in reads)
-        refuse_casts(
-            self.checkpoint, casts, "dequantize=True loads the numbers; or load a model in these types, with scales"
-        )
+        advice = "dequantize=True loads the numbers; or load a model in these types, with scales"
+        refuse_lossy(self.source.checkpoint, reads, advice)
         check_tensors(reads)
         self.each("check")
 
@@ -275,36 +313,16 @@ class _Loading:
         for one in self.states:
             getattr(one, step)()
 
-    def read_weights(self, ranks: Ranks, *, broadcast: bool) -> None:
+    def read_weights(self, *, broadcast: bool) -> None:
         """Read weights into the model: what all ranks read alike, and this rank's shares of what is sharded."""
-        if broadcast and ranks.world_size > 1:
-            read_and_broadcast(self.replicated, ranks)
+        if broadcast and self.ranks.world_size > 1:
+            read_and_broadcast(self.replicated, self.ranks)
             self.replicated = []
         read_tensors([*self.replicated, *self.sharded])
         for name, copy in self.live.tensors.copies:  # buffers of further parts of the model
             source = self.live.tensors.tensors[name]
             if isinstance(source, torch.Tensor):
                 copy.copy_(source)
-
-
-def matched(checkpoint: Checkpoint, live: Live, known: Sequence[str], report: Restored) -> dict[str, Parameter]:
-    """Return the checkpoint's tensor for each of the model's, and note in a report what has none."""
-    model = unwrapped(live.model) if isinstance(live.model, torch.nn.Module) else None
-    computed = getattr(model, "_keys_to_ignore_on_save", None) or ()  # by a model of transformers, for itself
-    found: dict[str, Parameter] = {}
-    for name, tensor in live.tensors.tensors.items():
-        there = name in checkpoint.parameters or name in checkpoint.buffers
-        its = checkpoint.owner(name) if there else None
-        if its is None or not its.slots.keys() & {WEIGHT, MASTER}:
-            if name not in computed or tensor.requires_grad:
-                report.missing.append(name)
-        elif its.shape != tuple(tensor.shape):
-            report.reshaped.append(name)
-        else:
-            found[name] = its
-    ours = set(known)
-    report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
-    return found
 
 
 def weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:

@@ -34,6 +34,21 @@ IN_MEMORY = ""
 """The path of what is in no file yet."""
 
 
+WHERE = {
+    SCHEDULER: "scheduler.state_dict()",
+    GRAD_SCALER: "grad_scaler.state_dict()",
+    EXTRA_STATE: "the state that modules keep",
+}
+"""What messages call what is kept under a key, where that is not the key."""
+
+
+def others_given(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what goes with models and optimizers, by its key; of a scheduler and a grad scaler, `state_dict()`."""
+    names = ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
+    found = {key: given[name].state_dict() for key, name in names if given[name] is not None}
+    return found if given["extra"] is None else {**found, EXTRA: dict(given["extra"])}
+
+
 def other_values(
     given: Mapping[str, Any], model: ModelState, of_optimizers: Mapping[str, Any], values: Values
 ) -> tuple[dict[str, object], dict[str, object]]:
@@ -42,19 +57,13 @@ def other_values(
     `given`: with `scheduler`, `grad_scaler` and `extra`. Raises UnsupportedError: something that only a pickle could
     hold.
     """
-    found: dict[str, Any] = {}
-    for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler")):
-        if given[name] is not None:
-            found[key] = values.node(given[name].state_dict(), f"{name}.state_dict()")
-    if given["extra"] is not None:
-        found[EXTRA] = values.node(dict(given["extra"]), "extra")
-    if model.extra:
-        found[EXTRA_STATE] = values.node(model.extra, "the state that modules keep")
-    trees = {key: values.node(of_optimizers[key], key) for key in (BESIDE, OPTIMIZERS) if key in of_optimizers}
-    return (
-        {key: FromFile(node, IN_MEMORY) for key, node in found.items()},
-        {**of_optimizers, **{key: FromFile(node, IN_MEMORY) for key, node in trees.items()}},
-    )
+
+    def nodes(found: Mapping[str, Any]) -> dict[str, object]:
+        return {key: FromFile(values.node(one, WHERE.get(key, key)), IN_MEMORY) for key, one in found.items()}
+
+    kept = others_given(given) | ({EXTRA_STATE: model.extra} if model.extra else {})
+    trees = {key: of_optimizers[key] for key in (BESIDE, OPTIMIZERS) if key in of_optimizers}
+    return nodes(kept), {**of_optimizers, **nodes(trees)}
 
 
 @dataclass(slots=True)

@@ -7,33 +7,28 @@ nothing is changed. A state that is all zeros is as good as none, for that is ho
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.errors import NotRestoredError, UnsupportedError, UsageError, listed, shown
-from zckpt.formats.low_bit import refuse_casts
-from zckpt.formats.native.files import headers_shared
 from zckpt.naming import Config, MapSource, Naming
-from zckpt.operations.open import OpenedCheckpoint
-from zckpt.operations.places import at_path, place_of
-from zckpt.optim.files import open_for
-from zckpt.optim.ranks import Ranks, check_together, find_checksums
-from zckpt.optim.states.by_parameter import OptimizerState, Source
+from zckpt.operations.places import place_of
+from zckpt.optim.ranks import Ranks
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, owner_of
 from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Share, Stateful
-from zckpt.optim.values import read_numbers
+from zckpt.optim.tensors import Model, Share, Stateful, filled
+from zckpt.optim.values import read_numbers, refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
-from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
-from zckpt.training.loading import ROUND_NBYTES, Restored, matched, weight_like
+from zckpt.training.live import TpRules
+from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
 from zckpt.training.other_state import read_other_state
 
 TOGETHER_NUMEL = 1 << 22
@@ -105,48 +100,31 @@ def assert_restored(
         raise UsageError("nothing is given to be held against the checkpoint", path=path, advice="give model=")
     if workers_of(optimizer) is not None:
         raise UnsupportedError("what the workers of a DistributedOptimizer have is not compared", path=path)
-    ranks, checks = Ranks(process_group or process_group_of(optimizer)), Checks()
+    ranks = Ranks(process_group or process_group_of(optimizer))
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    asked = Asked(tag, names, strict, naming, dequantize)
 
-    def prepared() -> _Held:
-        notes: list[str] = []
-        known, order = everywhere.tensors or (*live.tensors.tensors, *live.tensors.tied), live.optimizers.order
-        with headers_shared(ranks.rank, ranks.world_size):
-            checkpoint = open_for(
-                place, known, order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize,
-                model=model, notes=notes,
-            )  # fmt: skip
-            if verify:
-                find_checksums(checks, checkpoint, ranks)
-            if slices is not None:
-                slices.cut(checkpoint, [*known, *(name for its in order for name in its)])
-        report = Restored(os.fspath(path), checkpoint.format, checkpoint.step, world_size=checkpoint.world_size)
-        report.notes = notes
-        held = _Held(checkpoint, live, report, strict=strict, allow_rounding=allow_rounding)
-        held.hold_optimizers(everywhere.parameters, everywhere.optimizers, tag, names)
+    def prepared() -> None:
+        held.open(asked, verify=verify)
+        held.hold_optimizers()
         if model is not None:
-            held.hold_model(known)
+            held.hold_model()
         held.hold_others(scheduler, grad_scaler)
         held.check()
-        return held
 
     with ExitStack() as stack:
-        stack.enter_context(watching(checks))
-        place = ranks.do(lambda: stack.enter_context(at_path(place_of(path))))
-        slices = slices_of(ranks, tp_rules, optimizer)
-        live = ranks.do(lambda: Live.of(model, optimizer, slices))
-        unpartition(live.tensors)
-        everywhere = everywhere_of(live, ranks, broadcast=False)
-        held = ranks.do(prepared)
+        held = _Held(stack, ranks, place_of(path), model, optimizer, tp_rules)
+        held.allow_rounding = allow_rounding
+        unpartition(held.live.tensors)
+        ranks.do(prepared)
         with torch.no_grad():
             ranks.do(held.compare)
-        check_together(checks, ranks, os.fspath(place))
+        held.check_sums()
         ranks.do(stack.close)
     found = _said_by(ranks.gather_all(held.differences))
     if found:
         raise NotRestoredError([shown(one) for one in found], path=path)
-    held.report.notes = [shown(note) for note in held.report.notes]
-    return held.report
+    return held.reported()
 
 
 def _without_engine(model: Model) -> Model:
@@ -220,26 +198,21 @@ def _comparable(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, t
     return one.long(), other.long()
 
 
-@dataclass(slots=True)
-class _Held:
-    """A checkpoint and what is live, piece by piece; all but elements is compared as it is found."""
+class _Held(Meeting):
+    """A checkpoint and what is live, piece by piece; all but elements is compared as it is found.
 
-    checkpoint: OpenedCheckpoint
-    live: Live
-    report: Restored
-    strict: bool
-    allow_rounding: bool
-    pairs: list[_Pair] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)
-    stepped: set[str] = field(default_factory=set)
-    """Names of the parameters whose optimizer has no masters of them."""
-    published: set[str] = field(default_factory=set)
-    """Names of the parameters whose weights are made of masters."""
+    `stepped`: names of the parameters whose optimizer has no masters of them; `published`: of those whose weights are
+    made of masters.
+    """
 
-    def owner(self, name: str) -> Parameter | None:
-        """Return the checkpoint's parameter of a name."""
-        there = name in self.checkpoint.parameters or name in self.checkpoint.buffers
-        return self.checkpoint.owner(name) if there else self.checkpoint.unnamed.get(name)
+    allow_rounding = False
+
+    def __init__(self, *given: Any) -> None:  # noqa: ANN401  # what a Meeting is given
+        super().__init__(*given)
+        self.pairs: list[_Pair] = []
+        self.differences: list[str] = []
+        self.stepped: set[str] = set()
+        self.published: set[str] = set()
 
     def pair(self, what: str, slot: Slot, share: Share, *, may_round: bool) -> None:
         """Let elements be compared, if there are as many."""
@@ -250,10 +223,10 @@ class _Held:
 
     # --- what there is
 
-    def hold_model(self, known: Sequence[str]) -> None:
+    def hold_model(self) -> None:
         """Pair weights and buffers, and say which have no counterpart."""
-        found = matched(self.checkpoint, self.live, known, self.report)
-        if self.strict:
+        found = self.matched()
+        if self.source.asked.strict:
             self.differences += [f"{what} {listed(names)}" for what, names in self.report.unmatched()]
         for name, slot, share in self.live.tensors.shares():
             its = found.get(name)
@@ -265,19 +238,14 @@ class _Held:
             stepped = name in self.stepped and not self.allow_rounding
             self.pair(f"{slot} of {name}", source, share, may_round=not stepped)
 
-    def hold_optimizers(
-        self, elsewhere: Iterable[str], called: Sequence[str], tag: str | None, listed_: Sequence[str] | None
-    ) -> None:
+    def hold_optimizers(self) -> None:
         """Pair the state of optimizers, and compare their settings and numbers."""
-        optimizers, checkpoint, path = self.live.optimizers, self.checkpoint, self.report.path
-        if optimizers.states and not checkpoint.param_groups:
+        optimizers = self.live.optimizers
+        if optimizers.states and not self.source.checkpoint.param_groups:
             self.differences.append("the checkpoint has no state of an optimizer")
             return
-        for name, (groups, metadata) in optimizers.each(checkpoint, path, called, strict=self.strict).items():
-            state = optimizers.states[name]
-            others = frozenset(elsewhere).difference(*state.names())
-            state.source = Source(checkpoint, path, groups, metadata, tag, listed_, self.strict, others)
-            state.notes = []
+        for state, source in optimizers.sources(self.source, self.everywhere.optimizers):
+            state.source, state.notes = source, []
             self._hold_optimizer(state)
             self.report.notes += state.notes
         self.report.notes += optimizers.notes
@@ -290,7 +258,7 @@ class _Held:
             self._compare(what, value, mine)
         of_group = {name: one.state for one in snapshot.groups for name in one.parameters}
         names = list(dict.fromkeys([*of_group, *(name for name, _ in state.holding())]))
-        owners = {name: self.owner(name) for name in names}
+        owners = {name: owner_of(self.source.checkpoint, name) for name in names}
         read: list[dict[str, Any]] = [{} if one is None else {**state.values(one)} for one in owners.values()]
         read_numbers(read, list(owners.values()))
         expected = dict(zip(names, read, strict=True))
@@ -335,7 +303,7 @@ class _Held:
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""
-        other = read_other_state(self.checkpoint, scheduler, grad_scaler, None)
+        other = read_other_state(self.source.checkpoint, scheduler, grad_scaler, None)
         self.differences += [one.partition(":")[0] for one in other.missing]
         for target, state in other.states:
             self._compare("grad_scaler" if target is grad_scaler else "scheduler", state, target.state_dict())
@@ -366,13 +334,12 @@ class _Held:
 
     def check(self) -> None:
         """Find out all that can be known before elements are read."""
-        casts = ((one.slot, dtype_name(one.tensor.dtype)) for one in self.pairs)
-        refuse_casts(self.checkpoint, casts, "dequantize=True compares the numbers")
+        refuse_lossy(self.source.checkpoint, self.pairs, "dequantize=True compares the numbers")
         check_tensors(one.read() for one in self.pairs)
 
     def compare(self) -> None:
         """Read elements, some at a time, and compare them."""
-        for pairs in _rounds(self.pairs):
+        for pairs in filled(self.pairs, lambda one: one.tensor.nbytes, ROUND_NBYTES):
             reads = [one.read() for one in pairs]
             read_tensors(reads)
             found = (one.difference(its.tensor) for one, its in zip(pairs, reads, strict=True))
@@ -388,17 +355,3 @@ def _plain(value: Any) -> Any:  # noqa: ANN401  # whatever a state dict has
     if isinstance(value, np.generic):
         return value.item()
     return list(value) if isinstance(value, (tuple, list)) else value
-
-
-def _rounds(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield pairs whose elements are read together."""
-    some: list[_Pair] = []
-    nbytes = 0
-    for one in pairs:
-        some.append(one)
-        nbytes += one.tensor.nbytes
-        if nbytes >= ROUND_NBYTES:
-            yield some
-            some, nbytes = [], 0
-    if some:
-        yield some

@@ -18,8 +18,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,22 @@ UNREADABLE = (ValueError, TypeError, KeyError, IndexError, RecursionError)
 """What a document raises that is none."""
 
 
-def document(path: Path, form: str) -> dict[str, Any]:
-    """Return a small JSON document of a form. Raises SourceError, or one of `UNREADABLE`: it is none."""
-    found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
-    if (found["format"], found["version"]) != (form, VERSION):
-        raise ValueError(f"{found['format']}, version {found['version']}")
-    return dict(found)
+@contextmanager
+def document(path: Path, form: str, wrong: str, advice: str) -> Iterator[dict[str, Any]]:
+    """Yield a small JSON document of a form. Raises DamagedFileError: it is none, or who looks at it finds that."""
+    try:
+        found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
+        if (found["format"], found["version"]) != (form, VERSION):
+            raise ValueError(f"{found['format']}, version {found['version']}")
+        yield found
+    except UNREADABLE as error:
+        raise DamagedFileError(
+            wrong,
+            path=path,
+            expected=f"{form}, version {VERSION}",
+            found=f"{type(error).__name__}: {error}",
+            advice=advice,
+        ) from error
 
 
 def document_text(form: str, about: Mapping[str, object]) -> str:
@@ -126,18 +136,9 @@ def read_record(directory: Path) -> Record:
 
     if not os.path.lexists(path):
         return Record()
-    try:
-        found = document(path, FORMAT)
+    with document(path, FORMAT, "is no record of a Checkpointer", "use a directory of its own for the run") as found:
         saved, saving = tuple(written(*row) for row in found["saved"]), found["saving"]
         return Record(saved) if saving is None else Record(saved, written(*saving[:2]), str(saving[2]))
-    except UNREADABLE as error:
-        raise DamagedFileError(
-            "is no record of a Checkpointer",
-            path=path,
-            expected=f"{FORMAT}, version {VERSION}",
-            found=f"{type(error).__name__}: {error}",
-            advice="use a directory of its own for the run",
-        ) from error
 
 
 def latest_of(directory: Path) -> str | None:

@@ -21,15 +21,16 @@ import torch.distributed as dist
 from zckpt.errors import UsageError, WorkerError
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.places import place_of
+from zckpt.optim import files
 from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states import state_class
-from zckpt.optim.states.by_parameter import NamedShare, Snapshot, Target
+from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, check_file_system, named, process_group_of, workers_of
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, world_rank
 from zckpt.optim.values import Values
 from zckpt.training.directory import Prepared, RankState, Staging, divide, entries, of_first, save_workers, write
 from zckpt.training.live import NOT_THE_SAME, Live, Part, TpRules, settled, slices_of
-from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, random_states
+from zckpt.training.other_state import others_given, random_states
 
 if TYPE_CHECKING:
     from zckpt.training.slices import Sliced
@@ -285,16 +286,8 @@ def _save_as(form: str, path: Place, given: Mapping[str, Any], *, async_: bool, 
     ):
         if is_so:
             raise UsageError(message, advice=advice)
-    others = {
-        key: given[name].state_dict()
-        for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
-        if given[name] is not None
-    }
-    if given["extra"] is not None:
-        others[EXTRA] = dict(given["extra"])
-    whole = next(iter(parts_of(model)), None)
-    [state] = Live.of(model, given["optimizer"]).optimizers.states.values()
-    state.write(Target(path, whole, given["step"], others, overwrite))
+    [optimizer], whole = every.values(), next(iter(parts_of(model)), None)
+    files.save(optimizer, path, model=whole, step=given["step"], beside=others_given(given), overwrite=overwrite)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from zckpt.engine.plan import plan
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import DamagedFileError, SourceError, TargetError, UsageError, WorkerError, ZckptError
+from zckpt.errors import SourceError, TargetError, UsageError, WorkerError, ZckptError
 from zckpt.formats.companions import copy_of
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, is_own, rank_name
 from zckpt.operations.small_file import write_text
@@ -47,7 +47,7 @@ from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import new_identity, record_fingerprint, write_all
-from zckpt.training.run_directory import UNREADABLE, VERSION, RunPlace, document, document_text
+from zckpt.training.run_directory import RunPlace, document, document_text
 from zckpt.training.saving import prepared_of
 
 SPARE = "spare.json"
@@ -399,12 +399,10 @@ def spares(directory: Path) -> list[Path]:
 
 def _read_about(directory: Path) -> About | None:
     """Return what is said of a spare that is whole; None: it is not, or this version does not know."""
-    try:
-        found = document(directory / SPARE, FORMAT)
+    with suppress(SourceError), document(directory / SPARE, FORMAT, "is none of a spare", "remove it") as found:
         follows = tuple(str(one) for one in found["follows"])
         return About(directory.name, int(found["step"]), int(found["world_size"]), follows, int(found["made"]))
-    except (SourceError, *UNREADABLE):
-        return None
+    return None
 
 
 def identity_of_run(place: RunPlace) -> str:
@@ -413,16 +411,10 @@ def identity_of_run(place: RunPlace) -> str:
     with place.seen() as directory:
         path = directory / SPARE
         if os.path.lexists(path):
-            try:
-                run = document(path, FORMAT)["run"]
-                if not IDENTITY.fullmatch(run):
-                    raise ValueError(run)
-            except UNREADABLE as error:
-                raise DamagedFileError(
-                    "does not name a run", path=path, expected=f"{FORMAT}, version {VERSION}", found=str(error),
-                    advice="remove it",
-                ) from error  # fmt: skip
-            return str(run)
+            with document(path, FORMAT, "does not name a run", "remove it") as found:
+                if not IDENTITY.fullmatch(found["run"]):
+                    raise ValueError(found["run"])
+                return str(found["run"])
     run = secrets.token_hex(16)
     write_text(place.checkpoint(SPARE), document_text(FORMAT, {"run": run}))
     return run

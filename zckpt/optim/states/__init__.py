@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.optim.flat_parameters import Members, check_named
+from zckpt.optim.param_groups import parameters_of
 from zckpt.optim.states.by_parameter import OptimizerState
 
 STATES = {
@@ -82,7 +83,7 @@ def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: M
     FullyShardedDataParallel.
     """
     cls = state_class(optimizer)
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = parameters_of(optimizer.param_groups)
     made: OptimizerState
     if not any(isinstance(one, torch.Tensor) and one in members.held for one in parameters):
         for one in parameters:

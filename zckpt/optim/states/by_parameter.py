@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,15 +19,24 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.formats.remainder import BESIDE
-from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.param_groups import SHOWN, Group, Names, by_tensor, group_names, hyperparameters
+from zckpt.optim.param_groups import (
+    SHOWN,
+    Group,
+    Names,
+    by_tensor,
+    group_names,
+    hyperparameters,
+    numbers_of,
+    parameters_of,
+)
 from zckpt.optim.ranks import Place
 from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import as_stored, as_torch, like, value_of
-from zckpt.state import Parameter, ParamGroup, Slot, number_of
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, number_of
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -69,6 +79,31 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What the user says with the path of a checkpoint that is loaded.
+
+    Parameters
+    ----------
+    tag : str, optional
+        Which checkpoint of a run's directory.
+    names : sequence of str, optional
+        Of numbered parameters, in the order of the optimizer that was saved.
+    strict : bool
+        Whether all parameters must be there, and numbers have certain names.
+    naming : Naming
+        What the tensors are called here; then the live order says nothing of the numbers in a file.
+    dequantize : bool
+        Have quantised state as floats.
+    """
+
+    tag: str | None = None
+    names: Sequence[str] | None = None
+    strict: bool = True
+    naming: Naming = AS_IT_IS
+    dequantize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """What of a checkpoint one optimizer takes.
 
@@ -80,10 +115,6 @@ class Source:
         The checkpoint's groups of this optimizer, in its order.
     metadata : mapping
         What the checkpoint's optimizer kept besides its state.
-    tag, listed : optional
-        What the user said with the path: which checkpoint of a directory, and the names of numbered parameters.
-    strict : bool
-        Whether all parameters must be there.
     elsewhere : frozenset of str
         Parameters of its groups that are not this optimizer's, but another part's or rank's.
     """
@@ -92,10 +123,14 @@ class Source:
     path: str
     param_groups: Sequence[ParamGroup]
     metadata: Mapping[str, object]
-    tag: str | None = None
-    listed: Sequence[str] | None = None
-    strict: bool = True
+    asked: Asked = Asked()
     elsewhere: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, checkpoint: OpenedCheckpoint, path: str, asked: Asked, elsewhere: Iterable[str] = ()) -> Source:
+        """Return all that a checkpoint has of optimizers."""
+        groups, metadata = checkpoint.param_groups, checkpoint.optimizer_metadata
+        return cls(checkpoint, path, groups, metadata, asked, frozenset(elsewhere))
 
 
 class OptimizerState:
@@ -201,8 +236,7 @@ class OptimizerState:
 
     def members(self) -> Iterator[tuple[str, Any]]:
         """Yield each parameter's name, with what the optimizer has of it in its param groups."""
-        for its, group in zip(self.names(), self.optimizer.param_groups, strict=True):
-            yield from zip(its, group["params"], strict=True)
+        yield from zip(chain(*self.names()), parameters_of(self.optimizer.param_groups), strict=True)
 
     # --- saving
 
@@ -302,7 +336,7 @@ class OptimizerState:
 
     def leave_out(self, error: UsageError) -> None:
         """Raise why something is not loaded, or note it where less than everything was asked for."""
-        if self.source.strict:
+        if self.source.asked.strict:
             raise error
         self.notes.append(f"left out: {error.message}")
 
@@ -315,17 +349,14 @@ class OptimizerState:
         """Find out what is to be read, and make room for it."""
         self.without: list[str] = []
         self._find_beside()
-        number = 0
-        hyperparameters = self.hyperparameters()
+        groups, hyperparameters = self._loads.param_groups, self.hyperparameters()
         apart = self.beside.groups or [{} for _ in hyperparameters]
-        for group, its, odd in zip(self._loads.param_groups, hyperparameters, apart, strict=True):
-            first = number
+        for group, numbers, its, odd in zip(groups, numbers_of(groups), hyperparameters, apart, strict=True):
             made = {**group, **its, **odd}
-            for parameter in group["params"]:
+            for number, parameter in zip(numbers, group["params"], strict=True):
                 if self.is_here(parameter):
                     self._add(number, parameter, made)
-                number += 1
-            self.settings.append({**made, "params": list(range(first, number))})
+            self.settings.append({**made, "params": list(numbers)})
         origin = self.source.checkpoint.details.get("origin")
         as_saved = isinstance(origin, Mapping) and origin.get("optimizer") == type(self.local).__name__
         if self.without and self.source.checkpoint.step and not as_saved:
@@ -368,13 +399,8 @@ class OptimizerState:
         return parameter_values(self.source.checkpoint, owner)
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
-        if holds_tensors(value):
-            raise UnsupportedError(
-                f"{key} of {owner.name} is no plain tensor but quantised, say, and cannot be loaded as one",
-                advice="dequantize=True takes the floats that it stands for; or load the model alone",
-            )
         if not isinstance(value, Slot):
-            return as_torch(value)
+            return as_torch(value, f"{key} of {owner.name}")
         dtype = getattr(torch, value.dtype)
         if not isinstance(parameter, DTensor) or value.shape != owner.shape:
             if isinstance(parameter, DTensor) and value.shape:
@@ -400,7 +426,7 @@ class OptimizerState:
         )
 
     def _by_tensor(self) -> dict[torch.Tensor, dict[str, Any]]:
-        every = [parameter for group in self._loads.param_groups for parameter in group["params"]]
+        every = parameters_of(self._loads.param_groups)
         return {every[number]: its for number, its in self.loaded.items()}
 
     def check(self) -> None:
@@ -426,13 +452,11 @@ class OptimizerState:
 
         `optional`: the optimizer has nothing of it. Raises UsageError: there is none, or it has another shape.
         """
-        checkpoint = self.source.checkpoint
-        there = name in checkpoint.parameters or name in checkpoint.buffers
-        found = checkpoint.owner(name) if there else checkpoint.unnamed.get(name)
+        found = owner_of(self.source.checkpoint, name)
         if found is not None and found.shape == shape:
             return found
         listed = any(name in group.parameters for group in self.source.param_groups)  # no step had reached it
-        if not self.source.strict or (found is None and (listed or optional)):
+        if not self.source.asked.strict or (found is None and (listed or optional)):
             return None
         if found is None:
             raise UsageError(f"the checkpoint has no parameter {name}")
@@ -451,7 +475,7 @@ class OptimizerState:
         try:
             self._check_groups(names)
         except UsageError as error:
-            if self.source.strict:
+            if self.source.asked.strict:
                 raise
             self.notes.append(f"hyperparameters stay as they are: {error}")
             return [{} for _ in names]
@@ -481,6 +505,12 @@ class OptimizerState:
 def is_trained(parameter: torch.Tensor) -> bool:
     """Tell whether an optimizer has anything of a parameter."""
     return parameter.requires_grad and parameter.numel() > 0
+
+
+def owner_of(checkpoint: Checkpoint, name: str) -> Parameter | None:
+    """Return what has the slots of a name, be it one that an optimizer only numbers; None: there is nothing."""
+    found = checkpoint.find(name)
+    return found if found is None or found.tied_to is None else checkpoint.parameters[found.tied_to]
 
 
 def stored_groups(

@@ -124,20 +124,17 @@ def _held(optimizer: Any) -> Held:
 
 def _flat_groups(optimizer: Any) -> Iterator[tuple[int, torch.Tensor, Sequence[torch.Tensor], Any]]:
     """Yield param groups, what is stepped, its parameters end to end, and the ranks that have parts; None: whole."""
-    whole = itertools.repeat(None)
-    every: Iterator[tuple[int, Any, Any, Any]]
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
-        flats, groups = optimizer.single_partition_of_fp32_groups, optimizer.round_robin_bit16_groups
-        every = zip(itertools.count(), flats, groups, optimizer.real_dp_process_group)
-    elif hasattr(optimizer, "bf16_groups"):
-        flats, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
-        every = zip(itertools.count(), flats, groups, optimizer.real_dp_process_group)
-    elif hasattr(optimizer, "fp32_groups_flat"):  # without ZeRO
-        every = zip(itertools.count(), optimizer.fp32_groups_flat, optimizer.fp16_groups, whole)
-    else:
-        pairs = enumerate(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True))
-        every = ((at, one, [p], None) for at, group in pairs for one, p in zip(*group, strict=True))
-    yield from every
+    for flats, groups, ranks in (
+        ("single_partition_of_fp32_groups", "round_robin_bit16_groups", "real_dp_process_group"),  # ZeRO-1 and 2
+        ("fp32_groups_flat_partition", "bf16_groups", "real_dp_process_group"),
+        ("fp32_groups_flat", "fp16_groups", None),  # without ZeRO
+    ):
+        if hasattr(optimizer, flats):
+            of = getattr(optimizer, ranks) if ranks else itertools.repeat(None)
+            yield from zip(itertools.count(), getattr(optimizer, flats), getattr(optimizer, groups), of)
+            return
+    for at, group in enumerate(zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)):
+        yield from ((at, one, [p], None) for one, p in zip(*group, strict=True))
 
 
 def unpartition(model: ModelState) -> None:

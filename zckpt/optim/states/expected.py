@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
-from zckpt.optim.param_groups import Group, hyperparameters
+from zckpt.optim.param_groups import Group, hyperparameters, parameters_of
 from zckpt.optim.states.beside import Beside
 
 STEP = "step"
@@ -154,8 +154,7 @@ def rehearse(
     of_torch = cls.load_state_dict is Optimizer.load_state_dict
     if of_torch and (not state or wanted(optimizer, {}, 1) is not None):
         return
-    numbered = list(enumerate(one for group in optimizer.param_groups for one in group["params"]))
-    numbers = {one: number for number, one in numbered}
+    numbers = {one: number for number, one in enumerate(parameters_of(optimizer.param_groups))}
     groups = [
         {**group, **its, "params": [numbers[one] for one in group["params"]]}
         for group, its in zip(optimizer.param_groups, map(hyperparameters, settings), strict=True)

@@ -18,7 +18,7 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.optim.flat_parameters import Member, Members
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, parameters_of
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, is_trained
 from zckpt.optim.states.expected import check_keys, makes_state
 from zckpt.optim.tensors import Share
@@ -38,9 +38,8 @@ class OfMembers(OptimizerState):
 
     def holding(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter's name, with the tensor that has it."""
-        for group in self._loads.param_groups:
-            for tensor in group["params"]:
-                yield from ((name, tensor) for name, _ in self._members_of(tensor))
+        for tensor in parameters_of(self._loads.param_groups):
+            yield from ((name, tensor) for name, _ in self._members_of(tensor))
 
     def _shares(
         self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor, found: Snapshot
@@ -52,8 +51,7 @@ class OfMembers(OptimizerState):
             raise UnsupportedError(f"{key} of {name} is not one value for each element")
         if member.extent is None:
             return {}
-        its = value.detach().reshape(-1)[member.offset : member.offset + member.extent.numel]
-        return {key: Share(tuple(member.shape), member.extent, its, member.ranks)}
+        return {key: Share(tuple(member.shape), member.extent, member.within(value.detach()), member.ranks)}
 
     def is_here(self, parameter: torch.Tensor) -> bool:
         """Tell whether this rank has elements of a tensor, or nobody has any: torch has no state of none."""
@@ -106,7 +104,7 @@ class OfMembers(OptimizerState):
                     advice=self.advice,
                 )
             if not slots:
-                state[key] = as_torch(found[0])
+                state[key] = as_torch(found[0], f"{key} of {next(iter(owners))}")
                 continue
             dtype = reduce(torch.promote_types, (getattr(torch, one.dtype) for one in slots))
             state[key] = torch.zeros(of.shape, dtype=dtype, device=of.device)
@@ -115,8 +113,7 @@ class OfMembers(OptimizerState):
                 if owner is not None and isinstance(slot, Slot) and one.extent and one.extent.numel:
                     if slot.shape != owner.shape:
                         raise UsageError(f"{key} of {owner.name} is not one value for each element")
-                    into = state[key].view(-1)[one.offset : one.offset + one.extent.numel]
-                    self.reads.append(TensorRead(slot, one.extent, into))
+                    self.reads.append(TensorRead(slot, one.extent, one.within(state[key])))
         return state, [name for name, values in zip(owners, held, strict=True) if not values]
 
 

@@ -9,7 +9,7 @@ first groups are one group, and so on, on all ranks. Those that are given by nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,31 +124,16 @@ class Optimizers:
             setattr(found, same, said.pop() if len(said) == 1 else None)
         return found
 
-    def restore(
-        self,
-        checkpoint: OpenedCheckpoint,
-        path: str,
-        *,
-        tag: str | None = None,
-        listed: Sequence[str] | None = None,
-        strict: bool = True,
-        everywhere: Collection[str] = (),
-        called: Sequence[str] = (),
-    ) -> list[OptimizerState]:
+    def restore(self, whole: Source, called: Sequence[str] = ()) -> list[OptimizerState]:
         """Let each optimizer find out what it needs of a checkpoint; return those that need something of it.
 
-        `everywhere`: of a model in parts, all parameters that some rank's optimizers have; `called`: names of
-        optimizers that some rank has. Raises UsageError: the checkpoint has another number of optimizers, other names
-        of them, or other parameters; UnsupportedError: state that an optimizer has no way to keep.
+        Arguments and errors are those of `sources`; UnsupportedError: state that an optimizer has no way to keep.
         """
         self._check_kept()
-        found: list[OptimizerState] = []
-        for name, (groups, metadata) in self.each(checkpoint, path, called, strict=strict).items():
-            its = self.states[name]
-            elsewhere = frozenset(everywhere).difference(*its.names())
-            its.restore(Source(checkpoint, path, groups, metadata, tag, listed, strict, elsewhere))
-            found.append(its)
-        return found
+        every = self.sources(whole, called)
+        for state, source in every:
+            state.restore(source)
+        return [state for state, _ in every]
 
     def _check_kept(self) -> None:
         """Refuse optimizers that another program saves and loads."""
@@ -164,12 +149,27 @@ class Optimizers:
         """The names of the optimizers, those that are parts of one without a name."""
         return [ALONE] if self.is_one else list(self.states)
 
-    def each(
-        self, checkpoint: OpenedCheckpoint, path: str, called: Sequence[str], *, strict: bool
-    ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
+    def sources(self, whole: Source, called: Sequence[str]) -> list[tuple[OptimizerState, Source]]:
+        """Return what of a checkpoint each optimizer takes, of those that it has something of.
+
+        `whole`: what all take; `elsewhere` in it: of a model in parts, all parameters that some rank's optimizers have;
+        `called`: names of optimizers that some rank has. Raises UsageError: the checkpoint has another number of
+        optimizers, other names of them, or other parameters.
+        """
+        found = []
+        for name, (groups, metadata) in self._divided(whole, called).items():
+            state = self.states[name]
+            elsewhere = whole.elsewhere.difference(*state.names())
+            found.append((state, replace(whole, param_groups=groups, metadata=metadata, elsewhere=elsewhere)))
+        return found
+
+    def _divided(
+        self, whole: Source, called: Sequence[str]
+    ) -> dict[str, tuple[Sequence[ParamGroup], Mapping[str, object]]]:
         """Return each optimizer's param groups of a checkpoint, and what it kept besides its state."""
         if not self.states:
             return {}
+        checkpoint, path = whole.checkpoint, whole.path
         ours = list(dict.fromkeys([*self.called, *called]))
         theirs: dict[str, list[ParamGroup]] = {}
         for group in checkpoint.param_groups:
@@ -181,7 +181,7 @@ class Optimizers:
         origin = checkpoint.details.get("origin")
         had_one = isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)  # without a name
         in_turn = theirs.keys() <= {ALONE} and not had_one
-        if self.is_one or (strict and not in_turn):
+        if self.is_one or (whole.asked.strict and not in_turn):
             _check_names(list(theirs), ours, path)
         if in_turn:  # the checkpoint does not say of which optimizer each group is
             counts = {name: len(state.names()) for name, state in self.states.items()}

@@ -13,7 +13,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.deepspeed.axes.experts import is_expert
 from zckpt.formats.deepspeed.loss_scaling import of_stage0
 from zckpt.optim.flat_parameters import Member
-from zckpt.optim.param_groups import Names, by_tensor, sync
+from zckpt.optim.param_groups import Names, by_tensor
 from zckpt.optim.ranks import answering
 from zckpt.optim.states.by_parameter import Snapshot, Target, stored_groups
 from zckpt.optim.states.flat_parameters import OfMembers
@@ -153,8 +153,7 @@ class ZeroState(OfMembers):
                 owner = self.owner(name, tuple(one.shape), optional=not one.is_trained)
                 slot = None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
                 if slot is not None and one.extent is not None:
-                    into = master[one.offset : one.offset + one.extent.numel]
-                    self.reads.append(TensorRead(slot, one.extent, into))
+                    self.reads.append(TensorRead(slot, one.extent, one.within(master)))
         self.scaler = self._scaler()
 
     def _scaler(self) -> Scaler:
@@ -184,7 +183,7 @@ class ZeroState(OfMembers):
         """Give the optimizer masters and state."""
         super().take()
         optimizer = self.optimizer
-        sync(self.local.param_groups, optimizer.param_groups)
+        optimizer._from_local()
         for group, master in zip(optimizer.groups, self.masters, strict=True):
             group.master.copy_(master)
         optimizer.loss_scaler = self.scaler

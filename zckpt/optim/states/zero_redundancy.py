@@ -7,7 +7,7 @@ metadata.pt                  what these do not say: the order of names, and whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +16,21 @@ import torch
 
 from zckpt.engine.checking import Checks, Seen, Sum, watched_by, watching
 from zckpt.errors import UsageError
-from zckpt.formats.remainder import VERSION
+from zckpt.formats.remainder import remainder
 from zckpt.formats.survey import checksums_by_path
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
 from zckpt.optim.flat_parameters import Bare
-from zckpt.optim.param_groups import Names, sync
+from zckpt.optim.param_groups import Names, numbers_of, sync
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states.beside import declared
-from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, Source, Target, stored_groups
+from zckpt.optim.states.by_parameter import Asked, OptimizerState, Snapshot, Source, Target, stored_groups
 from zckpt.optim.states.several import check_file_system
 from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
-from zckpt.state import ParamGroup
+from zckpt.state import Checkpoint, ParamGroup
 from zckpt.storage.durable import written
 from zckpt.version import __version__
 
@@ -65,7 +65,7 @@ class ZeroRedundancyState(PerRank):
         """Write a directory of each rank's share; all ranks call it together."""
         optimizer, names = self.optimizer, self.names()
         ranks = Ranks(optimizer.process_group)
-        sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
+        optimizer._to_local()
         write = write_torch_file if isinstance(target.path, str) else torch.save  # a store gets what has no pickle
         with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
             write(_local_state(optimizer.optim), partial / rank_name(optimizer.rank))
@@ -95,19 +95,10 @@ class TorchState(PerRank):
 
 def _metadata(target: Target, world_size: int, names: Names, **more: object) -> dict[str, Any]:
     """Return the content of `metadata.pt`."""
-    return {
-        "version": VERSION,
-        "origin": {"format": "zero-redundancy", "format_version": f"zckpt {__version__}"},
-        "step": target.step,
-        "loss_scale": None,
-        "frozen": [],
-        "tied": {},
-        "buffers": [],
-        "masters": False,
-        "metadata": dict(target.beside),
-        "optimizer_metadata": {},
-        KEY: {"world_size": world_size, "names": names, "shapes": {}, "unnamed": [], **more},
-    }
+    saved_by: dict[str, object] = {"origin": {"format": "zero-redundancy", "format_version": f"zckpt {__version__}"}}
+    kept = Checkpoint("", "zero-redundancy", step=target.step, details=saved_by, metadata=dict(target.beside))
+    about = {"world_size": world_size, "names": names, "shapes": {}, "unnamed": [], **more}
+    return {**remainder(kept), KEY: about}
 
 
 def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -155,9 +146,10 @@ class WorkersState(OptimizerState):
         with written([check_file_system(target.path)], overwrite=target.overwrite, owned=OWNED) as [partial]:
             arguments = [(str(partial.resolve()), rank) for rank in range(self.optimizer.num_workers)]
             numbers = self.optimizer.call_each(_save_worker, arguments)
-            first = [sum(len(group) for group in names[:index]) for index in range(len(names))]
+            every = numbers_of(self.optimizer.param_groups)
             held = [
-                [[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in numbers
+                [[its.index(number) for number in mine] for mine, its in zip(one, every, strict=True)]
+                for one in numbers
             ]
             torch.save(_metadata(target, len(held), names, held=held), partial / METADATA_NAME)
 
@@ -168,7 +160,7 @@ class WorkersState(OptimizerState):
     def read(self) -> None:
         """Let each worker read the state of its parameters into memory of its own."""
         checks, source = watched_by(), self.source
-        given = source.path, self.names(), source.tag, source.listed, checks.find is not None
+        given = source.path, self.names(), replace(source.asked, strict=True), checks.find is not None
         for parts in self.optimizer.call(_read, *given):
             for one, seen in parts:
                 checks.take_over(one, seen)
@@ -183,16 +175,14 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[
     """Write a worker's files; return the numbers of its parameters by group."""
     with local.lock:
         torch.save(_local_state(local.optimizer), Path(directory) / rank_name(rank))
-        tensors = {name: p.detach() for name, p in zip(local.names(), local.by_number().values(), strict=True)}
+        tensors = {name: p.detach() for name, p in local.named().items()}
         torch.save(tensors, Path(directory) / f"model_rank_{rank}.pt")
     return local.numbers
 
 
-def _read(
-    local: LocalOptimizer, path: str, order: Names, tag: str | None, listed: Sequence[str] | None, verify: bool
-) -> list[tuple[Sum, list[Seen]]]:
+def _read(local: LocalOptimizer, path: str, order: Names, asked: Asked, verify: bool) -> list[tuple[Sum, list[Seen]]]:
     """Read the state of a worker's parameters, which `_take` takes when all have read theirs; return what was seen."""
-    checkpoint = open_for(path, (), order, tag=tag, names=listed)
+    checkpoint = open_for(path, (), order, asked)
     checks = Checks()
     checks.find = checksums_by_path([checkpoint]) if verify else None
     state = OptimizerState(local.optimizer, {})

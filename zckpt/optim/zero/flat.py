@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group
+from zckpt.optim.ranks import broadcast
 from zckpt.optim.sharded import ShardedOptimizer
 from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
@@ -188,13 +189,12 @@ def broadcast_first(tensors: Iterable[torch.Tensor], process_group: dist.Process
     """Give all ranks of a group the elements that its first one has, of whatever type. All of them call it together."""
     if dist.get_world_size(process_group) == 1:
         return
-    first = dist.get_global_rank(process_group, 0)
     for tensor in tensors:
         if not tensor.numel():
             continue
         here = tensor.detach()
         wire = here.contiguous().view(-1).view(torch.uint8)
-        dist.broadcast(wire, src=first, group=process_group)
+        broadcast(wire, 0, process_group).wait()
         if not here.is_contiguous():
             here.copy_(wire.view(here.dtype).view(here.shape))
 
@@ -303,7 +303,7 @@ class FlatOptimizer(ShardedOptimizer):
             self._place[flat.parameters[position]] = Member(flat, position)
         if self._is_made:
             self.optim.add_param_group(_local_group(group, flat))
-            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self._from_local()
 
     # --- names
 

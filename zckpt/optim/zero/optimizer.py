@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.ranks import all_gather_flat
+from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
 from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import BackwardOptimizer, WindowFailedError
 from zckpt.optim.zero.deepspeed_state import MASTERS, STATE, STEP, VERSION, DeepSpeedState, ShareAddress, States
@@ -231,10 +231,9 @@ class ZeroOptimizer(BackwardOptimizer):
         self._settle()
         if not self._passes or self._is_complete:
             self._end_window()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._place:
-                    parameter.grad = None
+        for parameter in param_groups.parameters_of(self.param_groups):
+            if parameter not in self._place:
+                parameter.grad = None
 
     def _step_or_fail(self) -> None:
         norm = stepping.global_norm(self, failed=self._failed)
@@ -260,7 +259,7 @@ class ZeroOptimizer(BackwardOptimizer):
         return bool(flag.item())
 
     def _step_groups(self, divisor: float) -> None:
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         every = self.optim.param_groups
         handles: list[dist.Work] = []
         try:
@@ -272,7 +271,7 @@ class ZeroOptimizer(BackwardOptimizer):
         finally:
             self.optim.param_groups = every
         wait_for(handles)
-        param_groups.sync(every, self.param_groups)
+        self._from_local()
 
     # --- state
 
@@ -309,8 +308,7 @@ class ZeroOptimizer(BackwardOptimizer):
             if rank == group.rank:
                 into.copy_(held[share.of_partition])
             if group.world_size > 1:
-                source = dist.get_global_rank(group.process_group, rank)
-                handles.append(dist.broadcast(into, src=source, group=group.process_group, async_op=True))
+                handles.append(broadcast(into, rank, group.process_group))
         wait_for(handles)
         return whole.view(group.shapes[position])
 
@@ -376,7 +374,7 @@ class ZeroOptimizer(BackwardOptimizer):
 
     def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """Return `state_dict()` with other names of the parameters."""
-        param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
+        self._to_local()  # a scheduler's rates, set since the last step
         self.adopt_weights()
         groups, state = self.groups, self.optim.state
         lean = [group.partition - group.padding for group in groups]
@@ -451,7 +449,7 @@ class ZeroOptimizer(BackwardOptimizer):
         if load_optimizer_states:
             state, groups = states.local()
             self.optim.load_state_dict({"state": state, "param_groups": groups})
-            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self._from_local()
         self.loss_scaler = scaler
         self.clip_grad = own.get("clip_grad", self.clip_grad)
         self.overflow = bool(own.get("overflow", False))
@@ -511,17 +509,7 @@ def _gather(group: FlatGroup, piece: int) -> list[dist.Work]:
     for start in range(0, group.partition, piece):
         views = [group.weights_of(rank)[start : start + piece] for rank in range(group.world_size)]
         if by_broadcast:
-            sources = [dist.get_global_rank(group.process_group, rank) for rank in range(group.world_size)]
-            handles += [
-                dist.broadcast(view, source, group.process_group, async_op=True)
-                for view, source in zip(views, sources, strict=True)
-            ]
+            handles += [broadcast(view, rank, group.process_group) for rank, view in enumerate(views)]
         else:
             handles.append(dist.all_gather(views, views[group.rank], group=group.process_group, async_op=True))
     return handles
-
-
-def wait_for(handles: list[dist.Work]) -> None:
-    """Wait for what was begun."""
-    for handle in handles:
-        handle.wait()

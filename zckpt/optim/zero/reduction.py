@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from zckpt.optim.ranks import broadcast, wait_for
+from zckpt.optim.tensors import filled
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
 from zckpt.state.partition import FlatShare
 
@@ -99,18 +101,7 @@ class Bucket(NamedTuple):
 
 def fill(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
     """Yield the members of each bucket: at most `size` elements, or one parameter that is larger."""
-    bucket: list[Member] = []
-    numel = 0
-    for member in members:
-        if not member.numel:
-            continue
-        if bucket and numel + member.numel > size:
-            yield bucket
-            bucket, numel = [], 0
-        bucket.append(member)
-        numel += member.numel
-    if bucket:
-        yield bucket
+    return filled(members, lambda member: member.numel, size)
 
 
 class Reducer:
@@ -219,7 +210,7 @@ class Reducer:
         if order:
             group, device = self.optimizer.process_group, self.members[0].parameter.device
             agreed = torch.tensor([count, *order], device=device)
-            dist.broadcast(agreed, src=dist.get_global_rank(group, 0), group=group)
+            broadcast(agreed, 0, group).wait()
             count, *order = agreed.tolist()
         members, size = [self.members[number] for number in order], self.optimizer.reduce_bucket_size
         self._late = {member.parameter for member in members[count:]}
@@ -314,8 +305,7 @@ class Reducer:
     def _land(self) -> None:
         """Wait for the oldest bucket and keep what this rank owns of it."""
         bucket, sent, handles = self._flights.popleft()
-        for handle in handles:
-            handle.wait()
+        wait_for(handles)
         factor, world_size = self.optimizer.gradient_predivide_factor, self.optimizer.world_size
         for message, wire in sent:
             for extent in message.own:

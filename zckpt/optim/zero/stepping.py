@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import copied
+from zckpt.optim.ranks import wait_for
 from zckpt.optim.zero.flat import PIECE, PIECE_OF_GPU, FlatGroup, FlatOptimizer
 
 NORM_PIECE = 1 << 20  # elements, 8 MiB of float64
@@ -70,9 +71,7 @@ def global_norm(optimizer: FlatOptimizer, *, failed: bool = False) -> torch.Tens
     partial = [_partial(group, norm_type, model_parallel) for group in groups]
     if failed:
         partial = [torch.full_like(one, math.inf) for one in partial]
-    handles = [dist.all_reduce(one, op=op, group=optimizer.process_group, async_op=True) for one in partial]
-    for handle in handles:
-        handle.wait()
+    wait_for([dist.all_reduce(one, op=op, group=optimizer.process_group, async_op=True) for one in partial])
     if model_parallel is not None and model_rank(model_parallel)[1] > 1:
         for one in partial:
             dist.all_reduce(one, op=op, group=model_parallel.get_model_parallel_group())

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim import tensors
-from zckpt.optim.param_groups import copied
-from zckpt.optim.ranks import all_gather_flat
+from zckpt.optim.param_groups import copied_to_cpu
+from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
 from zckpt.optim.tensors import flat, is_dense
 
 DIRECT_NBYTES = 1 << 20
@@ -104,21 +104,13 @@ def plain_exchange(shares: Sequence[Sequence[torch.Tensor]]) -> Exchange:
 def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Return large parameters alone and small ones together."""
     alone: list[list[torch.Tensor]] = []
-    packs: list[list[torch.Tensor]] = []
-    nbytes = BUCKET_NBYTES
+    small: list[torch.Tensor] = []
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if size == 0:
-            continue
-        if size >= DIRECT_NBYTES and parameter.is_contiguous():
+        if parameter.nbytes >= DIRECT_NBYTES and parameter.is_contiguous():
             alone.append([parameter])
-            continue
-        if nbytes + size > BUCKET_NBYTES:
-            packs.append([])
-            nbytes = 0
-        packs[-1].append(parameter)
-        nbytes += size
-    return alone + packs
+        else:
+            small.append(parameter)
+    return [*alone, *tensors.filled(small, lambda one: one.nbytes, BUCKET_NBYTES)]
 
 
 def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bool) -> Exchange:
@@ -176,11 +168,7 @@ def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int
         own = whole.view(world_size, -1)[rank]
         handles.append(all_gather_flat(whole, own, group=group, async_op=True))
     sent = [(bucket, bucket.wire(mine=bucket.rank == rank)) for bucket in exchange.buckets]
-    for bucket, tensor in sent:
-        source = dist.get_global_rank(group, bucket.rank)
-        handles.append(dist.broadcast(tensor, src=source, group=group, async_op=True))
-    for handle in handles:
-        handle.wait()
+    wait_for([*handles, *(broadcast(tensor, bucket.rank, group) for bucket, tensor in sent)])
     for bucket, tensor in sent:
         if bucket.rank != rank and bucket.tensor is None and not bucket.is_direct:
             its = bucket.parameters
@@ -261,14 +249,7 @@ def move(
         if its is None:
             continue
         if rank == source == target:
-            found[number] = (
-                {
-                    key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
-                    for key, value in state[number].items()
-                }
-                if devices is None
-                else dict(state[number])
-            )
+            found[number] = copied_to_cpu(state[number]) if devices is None else dict(state[number])
         elif rank == source:
             for value in state[number].values():
                 if isinstance(value, torch.Tensor) and value.dim() and value.numel():
@@ -345,8 +326,7 @@ class OverlapInfo:
 
     def wait_for_broadcasts(self) -> None:
         """Wait until all parameters of this iteration have arrived."""
-        for handle in self.broadcast_handles:
-            handle.wait()
+        wait_for(self.broadcast_handles)
         self.broadcast_handles.clear()
 
     def clear_per_iter_info(self) -> None:

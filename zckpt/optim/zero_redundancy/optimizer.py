@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.param_groups import Group, numbered, selected
+from zckpt.optim.param_groups import Group, numbered, parameters_of, selected
 from zckpt.optim.sharded import ShardedOptimizer
 from zckpt.optim.tensors import with_gradients
 from zckpt.optim.zero_redundancy import exchange, state_dicts
@@ -72,7 +72,6 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         self._overlap_with_ddp = overlap_with_ddp
         self._bucket_assignments_per_rank: list[dict[int, BucketAssignment]] = []
         """Which rank steps which share of which bucket of DDP; empty until that is known."""
-        self._all_params: list[torch.Tensor] = []
         self._trained: set[torch.Tensor] = set()
         self._stepped: dict[int, Group] = {}
         self._step_lock = threading.Lock()
@@ -110,16 +109,13 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         """Assign all parameters to ranks again, those in none of the shares to the first; state is forgotten."""
         self._forget()
         self._is_greedy = False
-        every = enumerate(group["params"] for group in self.param_groups)
-        where = {parameter: (number, index) for number, its in every for index, parameter in enumerate(its)}
-        rest = where.keys() - {parameter for share in shares for parameter in share}
-        chosen: list[list[list[int]]] = [[[] for _ in self.param_groups] for _ in shares]
-        for rank, share in enumerate(shares):
-            for parameter in (*share, *([p for p in where if p in rest] if rank == 0 else ())):
-                if parameter in where:  # DDP may have others
-                    number, index = where[parameter]
-                    chosen[rank][number].append(index)
-        self._partition = self._groups_of(chosen)
+        taken = {parameter for share in shares for parameter in share}
+        rest = [parameter for parameter in self._all_params if parameter not in taken]
+        where = [{p: index for index, p in enumerate(group["params"])} for group in self.param_groups]
+        self._partition = self._groups_of(
+            [[at[p] for p in share if p in at] for at in where]  # DDP may have others
+            for share in ([*shares[0], *rest], *shares[1:])
+        )
         self._settle()
 
     def _settle(self) -> None:
@@ -131,24 +127,24 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
     @cached_property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """The rank that steps each parameter."""
-        every = enumerate(self._partition_parameters())
-        return {p: rank for rank, groups in every for group in groups for p in group["params"]}
+        return {p: rank for rank, groups in enumerate(self._partition_parameters()) for p in parameters_of(groups)}
 
     @property
-    def _index_to_param(self) -> list[torch.Tensor]:
+    def _all_params(self) -> list[torch.Tensor]:
         """Parameters by number: position over all groups, in order."""
-        return list(self._param_to_index)
+        return parameters_of(self.param_groups)
+
+    _index_to_param = _all_params
 
     @cached_property
     def _param_to_index(self) -> dict[torch.Tensor, int]:
         """The number of each parameter."""
-        every = (parameter for group in self.param_groups for parameter in group["params"])
-        return {parameter: index for index, parameter in enumerate(every)}
+        return {parameter: index for index, parameter in enumerate(self._all_params)}
 
     @property
     def shares(self) -> list[int]:
         """Elements that each rank steps; a step takes as long as the largest share."""
-        return [sum(p.numel() for group in groups for p in group["params"]) for groups in self._partition_parameters()]
+        return [sum(p.numel() for p in parameters_of(groups)) for groups in self._partition_parameters()]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; its parameters are assigned to ranks, and those of earlier groups stay where they are.
@@ -166,11 +162,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
                 "rank has which parameter"
             )
         super().add_param_group(param_groups.read_group(param_group))
-        self._all_params.extend(self.param_groups[-1]["params"])
         if self._is_made:
             self._forget()
             self.optim.add_param_group(dict(self._partition_parameters()[self.rank][-1]))
-            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self._from_local()
             self._note_trained()
             if self.parameters_as_bucket_view:
                 self._exchange = self._make_exchange()
@@ -226,7 +221,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         """
         Join.notify_join_context(self)
         if gradients is not None:
-            mine = [p for group in self.optim.param_groups for p in group["params"]]
+            mine = parameters_of(self.optim.param_groups)
             self._step_gradients({p: g for p, g in zip(mine, gradients, strict=True) if g is not None})
             self._end_step()
             return None
@@ -242,9 +237,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
 
     def _step_share(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         self._note_trained()
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
-        param_groups.sync(self.optim.param_groups, self.param_groups)
+        self._from_local()
         return loss
 
     def _step_gradients(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -254,7 +249,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         steps in its param groups counts one. `_end_step` makes what has become of them known.
         """
         with self._step_lock:
-            param_groups.sync(self.param_groups, self.optim.param_groups)
+            self._to_local()
             every = self.optim.param_groups
             kept = [group["params"] for group in every]
             mine = {p: gradients[p] for its in kept for p in its if p in gradients}
@@ -289,10 +284,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
             self._exchange = None
 
     def _make_exchange(self) -> exchange.Exchange:
-        shares = [
-            [p for group in groups for p in group["params"] if p in self._trained]
-            for groups in self._partition_parameters()
-        ]
+        shares = [[p for p in parameters_of(its) if p in self._trained] for its in self._partition_parameters()]
         if not self.parameters_as_bucket_view:
             return exchange.plain_exchange(shares)
         gather = exchange.wire_device(self.process_group).type != "cpu"
@@ -374,7 +366,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         if not 0 <= to < self.world_size:
             raise ValueError(f"no rank {to}: the process group has {self.world_size} ranks")
         self._consolidated = None
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         whole, settings = self._moved([to] * len(self._index_to_param), to)
         if self.rank == to:
             made = numbered(self.param_groups)
@@ -438,7 +430,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
                 )
             self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
         self.optim.load_state_dict(param_groups.local_dict(given, numbers, self.optim.param_groups))
-        param_groups.sync(self.optim.param_groups, self.param_groups)
+        self._from_local()
         self._consolidated = None
         self._through(self._optimizer_load_state_dict_post_hooks)
 
@@ -458,7 +450,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         ValueError
             The checkpoint has no optimizer there.
         """
-        param_groups.sync(self.param_groups, self.optim.param_groups)
+        self._to_local()
         own = {number: p for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank}
         if metadata is not None:
             return state_dicts.room(metadata, within, self.param_groups, own)

@@ -16,9 +16,9 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from zckpt.optim.ranks import broadcast
 from zckpt.optim.tensors import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.zero_redundancy.exchange import OverlapStatus
 
@@ -168,7 +168,5 @@ class _Steps:
             zero._step_gradients(dict(zip(mine.parameters, found, strict=True)))
         if zero.world_size == 1:
             return
-        for rank, tensor in tensors.items():
-            source = dist.get_global_rank(zero.process_group, rank)
-            handle = dist.broadcast(tensor, src=source, group=zero.process_group, async_op=True)
-            zero._overlap_info.broadcast_handles.append(handle)
+        handles = [broadcast(tensor, rank, zero.process_group) for rank, tensor in tensors.items()]
+        zero._overlap_info.broadcast_handles += handles

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zckpt.errors import UnsupportedError
-from zckpt.optim.param_groups import SHOWN, Group, check_shapes, hyperparameters, matched
+from zckpt.optim.param_groups import SHOWN, Group, check_shapes, hyperparameters, matched, parameters_of
 from zckpt.optim.param_groups import numbered as numbered_groups
 
 PARTITION = "partition"
@@ -49,7 +49,7 @@ class GroupOfPart(Group):
 def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.Tensor, int]:
     """Return the number that a dict has for each parameter of an optimizer. Raises ValueError: it is another's."""
     numbers = matched(state_dict, groups, by_name=True)
-    found = dict(zip((parameter for group in groups for parameter in group["params"]), numbers, strict=True))
+    found = dict(zip(parameters_of(groups), numbers, strict=True))
     for parameter, number in found.items():
         if number in state_dict["state"]:
             check_shapes(number, state_dict["state"][number], parameter)
@@ -90,7 +90,7 @@ Label = str | int
 def labels(groups: Sequence[Group]) -> list[Label]:
     """Return what each parameter is called: its name if all have different ones, else its number."""
     names = [name for group in groups for name in group.get("param_names", ())]
-    count = sum(len(group["params"]) for group in groups)
+    count = len(parameters_of(groups))
     return list(names) if len(set(names)) == count else list(range(count))
 
 
