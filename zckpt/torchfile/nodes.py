@@ -46,6 +46,12 @@ class Global:
         return self.qualified
 
 
+def _attribute(name: str, *states: object, default: object = None) -> object:
+    """Return an attribute from states, each of which is `__dict__`, or that and `__slots__`."""
+    parts = [part for state in states for part in (state if isinstance(state, tuple) else (state,))]
+    return next((part[name] for part in parts if isinstance(part, dict) and name in part), default)
+
+
 _NOTHING: list[Any] = []
 """What objects have that nothing is appended to or set in, as hardly anything is: one list for all, never changed,
 in whatever process an object comes to."""
@@ -94,11 +100,7 @@ class Object:
 
     def get(self, name: str, default: object = None) -> object:
         """Return an attribute that the pickle set, whether from `__dict__` or from `__slots__`."""
-        parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        for part in parts:
-            if isinstance(part, dict) and name in part:
-                return part[name]
-        return default
+        return _attribute(name, self.state, default=default)
 
     def extend(self, items: Iterable[object]) -> None:
         """Append to it, as to a list."""
@@ -354,6 +356,10 @@ class MetaTensor:
     device: Device | str | None = None
     attributes: dict[object, object] | None = None
     state: object | None = None
+
+    def get(self, name: str) -> object:
+        """Return an attribute that the pickle set, whether from `__dict__` or from `__slots__`."""
+        return _attribute(name, self.attributes, self.state)
 
 
 # --- numpy's: an array is pickled as an empty one, in which (version, shape, dtype, fortran order, bytes) are set then,

@@ -104,9 +104,7 @@ def model_tree(tensors: Tensors) -> OrderedMapping:
     return root
 
 
-def lay_out(
-    checkpoint: Checkpoint, *, dtype: str = "keep", max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
-) -> list[TargetFile]:
+def lay_out(checkpoint: Checkpoint, *, dtype: str = "keep") -> list[TargetFile]:
     """Return the files of a directory.
 
     `dtype`: of trained parameters in the model's files. Raises UnsupportedError: state that no single parameter can
@@ -119,7 +117,7 @@ def lay_out(
             advice="give a .pt file as the target, or `--to dcp` or `--to zckpt`",
         )
     entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]
-    files = safetensors_layout.lay_out_directory(entries, max_shard_size, indexed=True)
+    files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, indexed=True)
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))

@@ -74,7 +74,7 @@ def extra_state(checkpoint: Checkpoint, rank: int, world_size: int) -> dict[str,
     return found
 
 
-ONE, KEEP = "one", "keep"
+ONE = "one"
 
 DCP = "dcp"
 """The format whose files have a model in the order of its state dict."""

@@ -160,12 +160,10 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
 
 def _claim(checkpoint: Checkpoint, directory: Directory) -> None:
     """Say what files without tensors are."""
-    for path in directory.trackers:
-        checkpoint.claims[str(path)] = Claim(IMPLIED, "which step is the last")
-    if is_file(directory.path / CONFIG_NAME):
-        checkpoint.claims[str(directory.path / CONFIG_NAME)] = Claim(IMPLIED, "the version of FSDP, and how many ranks")
-    if is_file(directory.path / LORA_NAME):
-        checkpoint.claims[str(directory.path / LORA_NAME)] = Claim(IMPLIED, "the configuration of LoRA")
+    known = dict.fromkeys(directory.trackers, "which step is the last")
+    known[directory.path / CONFIG_NAME] = "the version of FSDP, and how many ranks"
+    known[directory.path / LORA_NAME] = "the configuration of LoRA"
+    checkpoint.claims |= {str(path): Claim(IMPLIED, about) for path, about in known.items() if is_file(path)}
     if directory.config:
         checkpoint.details["fsdp_config"] = dict(directory.config)
     if directory.others:

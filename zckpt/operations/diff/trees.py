@@ -42,14 +42,14 @@ class Leaf:
     slot: Slot | None = None
 
 
-def leaves(value: object, path: str = "") -> dict[str, Leaf]:
+def leaves(value: object) -> dict[str, Leaf]:
     """Return the leaves below a value by their path, `client.args[0].name`.
 
     Lists and tuples are alike, and a single value is what it is however it is stored; tensors are compared by their
     elements wherever they lie.
     """
     collector = _Collector()
-    collector.collect(value, path, "", MAXIMUM_LEAVES)
+    collector.collect(value, "", "", MAXIMUM_LEAVES)
     return collector.found
 
 
