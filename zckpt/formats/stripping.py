@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,7 +33,18 @@ from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import FINGERPRINT_NAME
-from zckpt.torchfile import PARTS, Storage, Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
+from zckpt.torchfile import (
+    PARTS,
+    Below,
+    Storage,
+    Tensor,
+    TorchFile,
+    children,
+    each,
+    is_leaf,
+    read_torchfile,
+    walk_tensors,
+)
 
 
 def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:
@@ -55,7 +66,7 @@ def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:
     kept: list[object] = [root]  # an id is that of one object only as long as the object is there
     seen = {id(root)}
     nodes: list[object] = [root]
-    levels: list[Iterator[tuple[object, object]]] = [iter(list(children(root)))]
+    levels: list[Below] = [iter(list(children(root)))]
     while nodes:
         for _, child in levels[-1]:
             if id(child) in seen or (is_leaf(child) and id(child) not in new):

@@ -22,6 +22,10 @@ from typing import Any
 
 from zckpt.errors import PickleError
 from zckpt.state.dtypes import itemsize as itemsize_of
+from zckpt.state.spans import Shape
+
+Args = tuple[object, ...]
+"""What a call passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ class Object:
     """
 
     cls: Global | Object
-    args: tuple[object, ...] = ()
+    args: Args = ()
     kwargs: dict[object, object] | None = None
     state: object | None = None
     items: list[object] = field(default_factory=lambda: _NOTHING)
@@ -239,8 +243,8 @@ class Tensor:
 
     storage: Storage
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     storage_offset: int
     byteorder: str
     requires_grad: bool = False
@@ -316,7 +320,7 @@ class SparseTensor:
 
     layout: Layout
     parts: tuple[object, ...]
-    shape: Size | tuple[int, ...]
+    shape: Size | Shape
     is_coalesced: bool | None = None
     rebuild: str = "_rebuild_sparse_tensor"
 
@@ -347,8 +351,8 @@ class MetaTensor:
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     requires_grad: bool = False
     subclass: Global | None = None
     storage_offset: int = 0
@@ -386,7 +390,7 @@ class NumpyDType:
     """
 
     code: str
-    flags: tuple[object, ...] = ()
+    flags: Args = ()
     state: tuple[object, ...] | None = None
 
     @property
@@ -456,14 +460,14 @@ class NumpyArray:
     """
 
     dtype: str = "|V0"
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     fortran_order: bool = False
     data: bytes = b""
     items: list[object] | None = None
     dtype_node: NumpyDType | None = None
     cls: Global | None = None
 
-    def fill(self, shape: tuple[int, ...], dtype: NumpyDType, data: object, *, fortran_order: bool = False) -> None:
+    def fill(self, shape: Shape, dtype: NumpyDType, data: object, *, fortran_order: bool = False) -> None:
         """Give the array its contents.
 
         Raises
