@@ -76,7 +76,7 @@ class Layouts:
         for piece in (piece for layout in self._layouts for piece in layout):
             if piece["file"] >= count:
                 raise wrong("file of piece", f"a number below {count}", piece["file"])
-        self._checked: dict[tuple[int, tuple[int, ...]], Pieces] = {}
+        self._checked: dict[tuple[int, Shape], Pieces] = {}
 
     def pieces(self, layout: int, key: str, shape: Shape) -> Pieces:
         """Return which file has which elements of a slot: together as many as it has.
@@ -146,13 +146,13 @@ def summed(files: Sequence[Listed], identity: str, cuts: Sequence[Cut]) -> Offse
 
     None where the headers that follow from the document have not the CRC-32 that it lists: headers are to be read.
     """
-    tensors: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
+    tensors: list[list[tuple[str, str, Shape]]] = [[] for _ in files]
     ordered = sorted(cuts, key=lambda cut: cut.order)
     for cut in ordered:
         for file, extent in cut.pieces:
             tensors[file].append(cut.tensor(extent))
     at = [one.header_nbytes + DIGEST_NBYTES * len(held) for one, held in zip(files, tensors, strict=True)]
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Shape] = {}
     for cut in ordered:
         own = []
         for file, extent in cut.pieces:

@@ -10,6 +10,7 @@ import struct
 from base64 import b64encode
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.formats.native.document import Form, Json, is_text
@@ -139,11 +140,9 @@ class NodeWriter:
 
     def _check_keys(self, container: Iterable[object]) -> None:
         """Refuse keys that the reader refuses."""
-        try:
+        with _refusing():
             for key in container:
                 self._context.check_key(container, key)
-        except PickleError as error:
-            raise UnsupportedError(f"a value is not written: {error.message}", expected=error.expected) from None
 
     def _storage(self, storage: Storage, source: FromFile | None, tensor: object) -> int:
         """Return the number of a storage that a tensor, or the tree itself, mentions."""
@@ -168,8 +167,9 @@ def _shared(roots: list[object]) -> set[int]:
     shared: set[int] = set()
     waiting: list[tuple[object, bool]] = [(root, False) for root in roots]
     heights: dict[int, int] = {}
-    for root in roots:
-        _check_depth(root, heights)
+    with _refusing():
+        for root in roots:
+            check_depth(root, heights)
     while waiting:
         node, carried = waiting.pop()
         if type(node) in UNNUMBERED:
@@ -181,7 +181,8 @@ def _shared(roots: list[object]) -> set[int]:
             continue
         seen.add(id(node))
         if isinstance(node, FromFile):
-            _check_depth(node.node, heights)
+            with _refusing():
+                check_depth(node.node, heights)
         waiting.extend((child, carried or isinstance(node, FromFile)) for child in _below(node))
     return shared
 
@@ -202,9 +203,11 @@ def _below(node: Node) -> Iterator[object]:
                 yield from pair
 
 
-def _check_depth(root: object, heights: dict[int, int]) -> None:
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Say of what cannot be in a pickle that it is not written either."""
     try:
-        check_depth(root, heights)
+        yield
     except PickleError as error:
         raise UnsupportedError(f"a value is not written: {error.message}", expected=error.expected) from None
 
