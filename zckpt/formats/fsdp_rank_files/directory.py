@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.codes import LATEST
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
@@ -25,6 +26,9 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.state.names import is_number
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.torchfile import Place
 
 FORMAT = "fsdp-rank-files"
 CONFIG_NAME = "fsdp_config.json"
@@ -88,7 +92,7 @@ class Directory:
     step: int | None = None
     config: dict[str, object] = field(default_factory=dict)
     own: Path | None = None
-    places: tuple[tuple[object, ...], tuple[object, ...]] = ((), ())
+    places: tuple[Place, Place] = ((), ())
     format: str = FORMAT
 
 

@@ -65,7 +65,7 @@ class RankTensors:
             _object(_PLACEMENTS, one.kind, {} if one.kind == REPLICATE else {"dim": one.dim})
             for one in self._placements
         )
-        self._specs: dict[tuple[tuple[int, ...], str], Object] = {}
+        self._specs: dict[tuple[Shape, str], Object] = {}
 
     def dtensor(self, slot: Slot, dtype: str, label: str) -> MetaTensor:
         """Return this rank's rows of a slot, as a DTensor."""

@@ -29,7 +29,7 @@ from zckpt.state import Checkpoint, Duplicate, Parameter, Shape, Slot
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import CutFiles, CutSpans
 from zckpt.state.views import placed
-from zckpt.torchfile import LEAVES, MetaTensor, Object, Tensor, TorchFile, brief, children
+from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children
 
 REPLICATE, SHARD, STRIDED = "Replicate", "Shard", "_StridedShard"
 
@@ -56,7 +56,7 @@ class Mesh:
     """
 
     sizes: Shape
-    coordinate: tuple[int, ...]
+    coordinate: Shape
     names: tuple[str, ...] = ()
     device: str = ""
     rank: int | None = None
@@ -164,9 +164,7 @@ def read_placements(node: object) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def box_of(
-    shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) -> tuple[Shape, Shape]:
     """Return the offsets and sizes of the box that a rank has.
 
     Each dimension of the mesh cuts what the ones before it have left, in pieces of ceil(n / ranks), of which the last
@@ -305,9 +303,9 @@ def is_share(file: TorchFile) -> bool:
     return any(name.rpartition(".")[2] in (DTENSOR, SHARDED) for names in file.globals.values() for name in names)
 
 
-def shares(root: object) -> Iterator[tuple[tuple[object, ...], MetaTensor]]:
+def shares(root: object) -> Iterator[tuple[Place, MetaTensor]]:
     """Yield the tensors below a node that several ranks share, and the keys that lead to them."""
-    waiting: list[tuple[tuple[object, ...], object]] = [((), root)]
+    waiting: list[tuple[Place, object]] = [((), root)]
     seen: set[int] = set()
     while waiting:
         place, node = waiting.pop()
@@ -437,7 +435,7 @@ def _groups(state: object) -> Mesh | None:
     return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])
 
 
-Cell = tuple[tuple[int, ...], tuple[int, ...]]
+Cell = tuple[Shape, Shape]
 """Offsets and sizes of a box."""
 
 
@@ -446,6 +444,8 @@ class RankFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
+        self.lost = [rank for rank, path in enumerate(paths) if is_lost(path)]
+        self.there = [rank for rank in range(len(paths)) if rank not in self.lost]
         self._known: dict[tuple[int, ...], tuple[tuple[str, ...], dict[str, int]]] = {}
 
     def cut(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> CutFiles | None:
@@ -518,12 +518,11 @@ class RankFiles:
                 cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
         if not math.prod(first.shape):
             return [(rank, Slot(name, first.dtype, first.shape, ()))]
-        lost = next((rank for rank, path in enumerate(self.paths) if is_lost(path)), None)
-        if lost is not None:
+        if self.lost:
             cells |= {box: [] for box in absent_boxes(first.shape, list(cells))}
             most = max(map(len, cells.values()))
             for (_, shape), holders in cells.items():
-                holders.extend([(lost, tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
+                holders.extend([(self.lost[0], tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
         self._check(label, first.shape, cells)
         ordered = sorted(cells.items())
         count = min(len(holders) for _, holders in ordered)
