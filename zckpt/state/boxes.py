@@ -64,6 +64,12 @@ def intersection(a: Box, b: Box) -> Box | None:
     return (low, sizes) if all(size > 0 for size in sizes) else None
 
 
+def is_within(box: Box, shape: Shape) -> bool:
+    """Tell whether a box lies within a tensor of a shape."""
+    ends = zip(*box, shape, strict=False)
+    return len(box[0]) == len(box[1]) == len(shape) and all(o >= 0 and o + n <= whole for o, n, whole in ends)
+
+
 def locate(extent: Extent, box: Box, strides: Shape | None) -> tuple[int, Shape]:
     """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
     steps = row_major(extent.sizes) if strides is None else strides

@@ -23,7 +23,7 @@ from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.state import Shape
-from zckpt.state.boxes import Box
+from zckpt.state.boxes import Box, is_within
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
 
@@ -163,10 +163,7 @@ def _box(key: str, node: object, shape: Shape) -> Box:
     one = _object(node, "ChunkStorageMetadata")
     offsets = _integers(one.get("offsets"), f"offsets of {key}")
     sizes = _integers(one.get("sizes"), f"sizes of {key}")
-    inside = len(offsets) == len(sizes) == len(shape) and all(
-        o + n <= whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
-    )
-    if not inside:
+    if not is_within((offsets, sizes), shape):
         raise DamagedFileError(
             f"a chunk of {key} lies outside of it", expected=f"within {shape}", found=f"{sizes} at {offsets}"
         )

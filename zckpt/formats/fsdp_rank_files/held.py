@@ -26,6 +26,7 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError,
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.state import Checkpoint, Duplicate, Parameter, Shape, Slot
+from zckpt.state.boxes import is_within
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import CutFiles, CutSpans
 from zckpt.state.views import placed
@@ -415,10 +416,7 @@ class RankReader:
                 expected=f"a tensor of shape {sizes}",
                 found=tensor.shape if isinstance(tensor, Tensor) else brief(tensor),
             )
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            low >= 0 and low + n <= whole for low, n, whole in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
+        if not is_within((offsets, sizes), shape):
             raise DamagedFileError(
                 "a shard outside its tensor", expected=f"within {shape}", found=f"{offsets} + {sizes}"
             )

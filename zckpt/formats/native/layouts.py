@@ -29,7 +29,7 @@ from zckpt.formats.native.rank_file import (
     stored_as,
 )
 from zckpt.state import Extent, Shape, Span, Spans
-from zckpt.state.boxes import bounds
+from zckpt.state.boxes import bounds, is_within
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 
@@ -108,9 +108,7 @@ def _extent(piece: Mapping[str, Json], key: str, shape: Shape) -> Extent:
         offsets, sizes = (0,) * len(shape), shape
     if start is None:
         start, numel = 0, math.prod(sizes)
-    if not len(offsets) == len(sizes) == len(shape):
-        raise wrong(f"box of {key}", f"{len(shape)} dimensions", sizes)
-    if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+    if not is_within((offsets, sizes), shape):
         raise wrong(f"box of {key}", f"within {shape}", (offsets, sizes))
     if start + numel > math.prod(sizes):
         raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
