@@ -22,6 +22,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -140,17 +141,9 @@ def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
     alignment : int, bytes
         Every byte keeps its place relative to multiples of this.
     """
-    ranges: list[Range] = []
-    for low, high in merge((a - a % alignment, min(b + -b % alignment, nbytes)) for a, b in used if a < b):
-        if ranges and ranges[-1][1] == low:
-            ranges[-1] = (ranges[-1][0], high)
-        else:
-            ranges.append((low, high))
-    starts, at = [], 0
-    for low, high in ranges:
-        starts.append(at)
-        at += high - low
-    return Kept(tuple(ranges), tuple(starts))
+    ranges = merge((a - a % alignment, min(b + -b % alignment, nbytes)) for a, b in used if a < b)
+    starts = accumulate((high - low for low, high in ranges[:-1]), initial=0)
+    return Kept(tuple(ranges), tuple(starts) if ranges else ())
 
 
 def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> dict[str, int]:

@@ -21,8 +21,9 @@ from struct import unpack
 from typing import Any
 
 from zckpt.errors import PickleError
+from zckpt.state.boxes import is_row_major
 from zckpt.state.dtypes import itemsize as itemsize_of
-from zckpt.state.spans import Shape
+from zckpt.state.spans import Shape, reach_of
 
 Args = tuple[object, ...]
 """What a call passes."""
@@ -279,9 +280,8 @@ class Tensor:
     @property
     def reach(self) -> tuple[int, int]:
         """Bytes of its storage from the first element to the last."""
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        start = self.storage_offset * self.itemsize
-        return start, start + ((last + 1) * self.itemsize if self.numel else 0)
+        start, size = self.storage_offset * self.itemsize, self.itemsize
+        return start, start + (reach_of(self.shape, self.strides) * size if self.numel else 0)
 
     @property
     def is_contiguous(self) -> bool:
@@ -290,15 +290,7 @@ class Tensor:
         Source: torch 2.13: a tensor without elements is contiguous, and the stride of a dimension of
         size one does not matter.
         """
-        if 0 in self.shape:
-            return True
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1:
-                if stride != expected:
-                    return False
-                expected *= size
-        return True
+        return 0 in self.shape or is_row_major(self.shape, self.strides)
 
 
 @dataclass(slots=True, eq=False)

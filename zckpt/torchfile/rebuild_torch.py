@@ -11,6 +11,7 @@ from math import prod
 
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.state.dtypes import DTYPES
+from zckpt.state.spans import reach_of
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import Args, NumpyArray
 from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers
@@ -42,13 +43,11 @@ def dense(args: Args, dtype: object, byteorder: str, rebuild: str) -> nodes.Tens
     if numel > MAX_ELEMENTS:
         raise PickleError("a tensor", expected="fewer than 2**63 elements", found=f"shape {shape}")
     if numel:
-        last = start
-        for size, stride in zip(shape, strides, strict=True):
-            last += (size - 1) * stride
-        if (last + 1) * info.itemsize > storage.nbytes:
+        needed = (start + reach_of(shape, strides)) * info.itemsize
+        if needed > storage.nbytes:
             raise PickleError(
                 f"a tensor of shape {shape}, strides {strides} at {start} leaves storage {storage.key!r}",
-                expected=f"at least {(last + 1) * info.itemsize} bytes",
+                expected=f"at least {needed} bytes",
                 found=storage.nbytes,
             )
     return nodes.Tensor(storage, info.name, shape, strides, start, byteorder, rebuild=rebuild)

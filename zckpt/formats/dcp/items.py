@@ -137,12 +137,8 @@ def _kind(source: FileRange, file: TorchFile) -> Kind | None:
     end = begin + tensor.storage.nbytes
     if source.nbytes - tensor.storage.nbytes > MAXIMUM_FRAME:
         return None
-    holes = sorted([(begin, end), *_differences(source, file)])
-    parts, at = [], 0
-    for low, high in [*holes, (source.nbytes, source.nbytes)]:
-        if at < low:
-            parts.append((at, source.read(at, low - at)))
-        at = max(at, high)
+    alike = without([(0, source.nbytes)], merge([(begin, end), *_differences(source, file)]))
+    parts = [(low, source.read(low, high - low)) for low, high in alike]
     if any(at < begin < at + len(data) for at, data in parts):
         return None
     bare = replace(tensor, storage=replace(tensor.storage, offset=begin))

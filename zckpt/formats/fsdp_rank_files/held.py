@@ -26,9 +26,9 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError,
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.state import Checkpoint, Duplicate, Parameter, Shape, Slot
-from zckpt.state.boxes import is_within
+from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
-from zckpt.state.spans import CutFiles, CutSpans
+from zckpt.state.spans import CutFiles, CutSpans, position
 from zckpt.state.views import placed
 from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children
 
@@ -103,10 +103,9 @@ def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int]) -> int 
     rank, ranks = node.get("_rank"), integers(node.get("_flatten_mesh_list"))
     if type(rank) is int:
         return rank
-    at = 0
-    for size, one in zip(sizes, coordinate, strict=True):
-        at = at * size + one
-    return ranks[at] if ranks is not None and len(ranks) == math.prod(sizes) else None
+    if ranks is None or len(ranks) != math.prod(sizes):
+        return None
+    return ranks[position(coordinate, row_major(sizes))]
 
 
 def _sizes(node: Object) -> Shape | None:

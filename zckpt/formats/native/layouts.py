@@ -11,11 +11,9 @@ so that a table of slots by kinds, and one of kinds by files, hold all offsets, 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Form, Json, formed, record, wrong
@@ -29,7 +27,7 @@ from zckpt.formats.native.rank_file import (
     stored_as,
 )
 from zckpt.state import Extent, Shape, Span, Spans
-from zckpt.state.boxes import bounds, is_within
+from zckpt.state.boxes import ByPlace, is_within
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 
@@ -227,16 +225,13 @@ class Held:
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = [(file, extent) for file, extent in pieces if extent.numel]
-        self._by_low: tuple[Pieces, list[int], list[int]] | None = None
+        self._placed: ByPlace[tuple[int, Extent]] | None = None
 
     def reaching(self, shape: Shape, low: int, high: int) -> Pieces:
         """Return the pieces that may have some of elements [low, high) of the flattened slot."""
-        if self._by_low is None:
-            found = sorted(((*bounds(one[1], shape), one) for one in self.pieces), key=lambda one: one[:2])
-            highs = list(accumulate((high for _, high, _ in found), max))  # of this one and all before
-            self._by_low = [one for *_, one in found], [low for low, *_ in found], highs
-        placed, lows, highs = self._by_low
-        return placed[bisect_right(highs, low) : bisect_left(lows, high)]
+        if self._placed is None:
+            self._placed = ByPlace(shape, ((one, one[1]) for one in self.pieces))
+        return self._placed.reaching(low, high)
 
 
 class PieceSpans(Spans):
