@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zckpt.storage.files import read_into
-from zckpt.torchfile import CENTRAL, LOCAL, FileRange, Record, TorchFile, alike_file
+from zckpt.torchfile import LOCAL, FileRange, Record, TorchFile, alike_file, read_directory
 
 CLOSE = 1 << 13
 """Bytes of a record's data below which one read is cheaper than two."""
@@ -79,16 +79,11 @@ class Pattern:
 
         The archive's name is nowhere in it but where records are named.
         """
-        directory = source.read(start, size)
-        entries, headers, at = [], [], 0
-        while at < size:
-            fields = CENTRAL.unpack_from(directory, at)
-            entries.append(at)
-            headers.append(fields[-1])
-            at += CENTRAL.size + sum(fields[10:13])
         records = list(file.records)
+        listed = read_directory(source.read(start, size), len(records))
+        entries, headers = [one.at for one in listed], [one.header for one in listed]
         inner = [one.name.partition("/")[2] for one in records]
-        if "data.pkl" not in inner or not file.archive.isascii() or source.base or max(headers) == 0xFFFFFFFF:
+        if "data.pkl" not in inner or not file.archive.isascii() or source.base or max(headers) >= 0xFFFFFFFF:
             return None
         glanced = glanced and inner[int(np.argmin(headers))] == "data.pkl" and any(one.crc32 for one in records)
         made = cls(source, file, records, start, np.array(entries), np.array(headers), glanced=glanced)

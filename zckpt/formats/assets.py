@@ -78,11 +78,9 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
 
 def stem_of(assets: Mapping[str, Path]) -> str:
     """Return what the file of a model is called that these files go with: diffusers has a name of its own."""
-    return DIFFUSERS_STEM if _DIFFUSERS_KEY in _head(assets.get(CONFIG_NAME)) else STEM
-
-
-def _head(path: Path | None) -> bytes:
-    return b"" if path is None else read_head(str(path), MAXIMUM_CONFIG_NBYTES)
+    config = assets.get(CONFIG_NAME)
+    is_diffusers = config is not None and _DIFFUSERS_KEY in read_head(str(config), MAXIMUM_CONFIG_NBYTES)
+    return DIFFUSERS_STEM if is_diffusers else STEM
 
 
 def copies_of(assets: dict[str, Path]) -> list[TargetFile]:

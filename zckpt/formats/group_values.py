@@ -8,7 +8,7 @@ from zckpt.compare.logical import number_in
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.state import Checkpoint, ParamGroup, Scalar, number_of
-from zckpt.torchfile import Digests, node_of
+from zckpt.torchfile import alike, node_of
 
 STEP = "step"
 
@@ -56,8 +56,7 @@ def same(one: object, other: object) -> bool:
     """Tell whether two single values are the same, however they are stored."""
     a, b = (number_of(x) for x in (one, other))
     if _is_plain(a) and _is_plain(b):
-        digests = Digests()
-        return digests.of(a) == digests.of(b)
+        return alike(a, b)
     return bool(a == b)
 
 

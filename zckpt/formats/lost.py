@@ -8,19 +8,22 @@ mesh. So spans say of every element where it would lie; those of such a path are
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
-from zckpt.errors import SourceError
+from zckpt.codes import MISSING_FILE
+from zckpt.errors import ShardError, SourceError
 from zckpt.state import Checkpoint, Shape
 from zckpt.state.boxes import Box, intersection, row_major
 from zckpt.state.spans import LOST
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from zckpt.torchfile import Tensor
 
 Lost = dict[str, tuple[str, ...]]
@@ -53,6 +56,21 @@ def stand_in(error: SourceError, path: str | os.PathLike[str], names: Iterable[s
         raise error
     found[os.fspath(path)] = tuple(names)
     return LOST + os.fspath(path)
+
+
+def missing(path: Path, what: str, found: Mapping[int, Path], world_size: int) -> ShardError | None:
+    """Return the error for files of ranks of which some are missing; no more memory is used than files are there."""
+    if len(found) == world_size and max(found) == world_size - 1:
+        return None
+    rank = next(rank for rank in range(len(found) + 1) if rank not in found)
+    return ShardError(
+        f"the {what} of rank {rank} is missing",
+        path=path,
+        expected=f"{world_size} files",
+        found=f"{len(found)}, such as {found[min(found)].name}" if found else "none",
+        code=MISSING_FILE,
+        ranks=[rank],
+    )
 
 
 def is_lost(path: str | os.PathLike[str]) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, about
-from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
@@ -79,6 +79,13 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "metadata": dict(checkpoint.metadata),
         "optimizer_metadata": dict(checkpoint.optimizer_metadata),
     }
+
+
+def names_of_models(own: TorchFile | None, usual: list[str]) -> list[str]:
+    """Return what several models are called: as usual, unless zckpt has written what they were before."""
+    known = own.root.get("models") if own is not None and isinstance(own.root, dict) else None
+    is_known = isinstance(known, list) and len(known) == len(usual) and all(isinstance(name, str) for name in known)
+    return known if isinstance(known, list) and is_known else usual
 
 
 def known_names(checkpoint: Checkpoint) -> dict[str, object]:
@@ -157,6 +164,15 @@ def origin(checkpoint: Checkpoint) -> dict[str, object]:
         **checkpoint.details,
     }
     return {key: jsonable(value) for key, value in facts.items() if value is not None}
+
+
+def restore_from(checkpoint: Checkpoint, file: TorchFile, *rules: Rule) -> None:
+    """Add a file that is the tree to those of a checkpoint, and give the checkpoint what it says: see `restore`.
+
+    `rules`: of what the file has besides.
+    """
+    checkpoint.files.append(describe(file, "metadata", rules=(*remainder_rules(), *rules)))
+    restore(checkpoint, file.root, file)
 
 
 def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -33,7 +34,18 @@ from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import FINGERPRINT_NAME
-from zckpt.torchfile import PARTS, Storage, Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
+from zckpt.torchfile import (
+    PARTS,
+    Below,
+    Storage,
+    Tensor,
+    TorchFile,
+    children,
+    each,
+    is_leaf,
+    read_torchfile,
+    walk_tensors,
+)
 
 
 def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:
@@ -55,7 +67,7 @@ def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:
     kept: list[object] = [root]  # an id is that of one object only as long as the object is there
     seen = {id(root)}
     nodes: list[object] = [root]
-    levels: list[Iterator[tuple[object, object]]] = [iter(list(children(root)))]
+    levels: list[Below] = [iter(list(children(root)))]
     while nodes:
         for _, child in levels[-1]:
             if id(child) in seen or (is_leaf(child) and id(child) not in new):
@@ -129,17 +141,9 @@ def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
     alignment : int, bytes
         Every byte keeps its place relative to multiples of this.
     """
-    ranges: list[Range] = []
-    for low, high in merge((a - a % alignment, min(b + -b % alignment, nbytes)) for a, b in used if a < b):
-        if ranges and ranges[-1][1] == low:
-            ranges[-1] = (ranges[-1][0], high)
-        else:
-            ranges.append((low, high))
-    starts, at = [], 0
-    for low, high in ranges:
-        starts.append(at)
-        at += high - low
-    return Kept(tuple(ranges), tuple(starts))
+    ranges = merge((a - a % alignment, min(b + -b % alignment, nbytes)) for a, b in used if a < b)
+    starts = accumulate((high - low for low, high in ranges[:-1]), initial=0)
+    return Kept(tuple(ranges), tuple(starts) if ranges else ())
 
 
 def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> dict[str, int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 from operator import sub
+from typing import Generic, TypeVar
 
-from zckpt.state.spans import Extent, Shape, Slot, Span, Spans, position, reach_of
+from zckpt.state.spans import Extent, Shape, Slot, Spans, position, reach_of
+
+Item = TypeVar("Item")
 
 Box = tuple[Shape, Shape]
 """Offsets and sizes of a box of a tensor, in elements."""
@@ -25,6 +28,11 @@ def row_major(shape: Sequence[int]) -> Shape:
         strides.append(step)
         step *= size
     return tuple(reversed(strides))
+
+
+def is_row_major(shape: Shape, strides: Shape) -> bool:
+    """Tell whether a tensor's elements follow each other; the stride of a dimension of one does not matter."""
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major(shape), strict=True))
 
 
 def boxes_of(extent: Extent) -> list[Box]:
@@ -62,6 +70,12 @@ def intersection(a: Box, b: Box) -> Box | None:
     low = tuple(map(max, a[0], b[0]))
     sizes = tuple(min(oa + sa, ob + sb) - o for oa, sa, ob, sb, o in zip(*a, *b, low, strict=True))
     return (low, sizes) if all(size > 0 for size in sizes) else None
+
+
+def is_within(box: Box, shape: Shape) -> bool:
+    """Tell whether a box lies within a tensor of a shape."""
+    ends = zip(*box, shape, strict=False)
+    return len(box[0]) == len(box[1]) == len(shape) and all(o >= 0 and o + n <= whole for o, n, whole in ends)
 
 
 def locate(extent: Extent, box: Box, strides: Shape | None) -> tuple[int, Shape]:
@@ -133,6 +147,19 @@ def bounds(extent: Extent, shape: Shape) -> tuple[int, int]:
     return first, first + reach_of(extent.sizes, steps)
 
 
+class ByPlace(Generic[Item]):
+    """What is known of extents of a tensor, by where they lie in the flattened one."""
+
+    def __init__(self, shape: Shape, items: Iterable[tuple[Item, Extent]]) -> None:
+        placed = sorted(((*bounds(extent, shape), item) for item, extent in items), key=lambda one: one[:2])
+        self._items, self._lows = [item for _, _, item in placed], [low for low, _, _ in placed]
+        self._highs = list(accumulate((high for _, high, _ in placed), max))  # of this one and all before
+
+    def reaching(self, low: int, high: int) -> tuple[Item, ...]:
+        """Return what is known of those that may have some of elements [low, high)."""
+        return tuple(self._items[bisect_right(self._highs, low) : bisect_left(self._lows, high)])
+
+
 class SpanIndex:
     """The spans of a slot by where they lie in the flattened tensor.
 
@@ -142,21 +169,16 @@ class SpanIndex:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         shape = slot.factors or slot.shape
-        self._sets = [spans.reaching if isinstance(spans, Spans) else _reaching(shape, spans) for spans in slot.sets]
+        self._sets = [
+            spans if isinstance(spans, Spans) else ByPlace(shape, [(span, span.extent) for span in spans])
+            for spans in slot.sets
+        ]
 
     def reaching(self, extent: Extent) -> Slot:
         """Return the slot with only those spans that may reach into an extent."""
         low, high = bounds(extent, self.slot.shape)
-        spans, *replicas = (reaching(low, high) for reaching in self._sets)
+        spans, *replicas = (spans.reaching(low, high) for spans in self._sets)
         return replace(self.slot, spans=spans, replicas=tuple(replicas))
-
-
-def _reaching(shape: Shape, spans: Sequence[Span]) -> Callable[[int, int], tuple[Span, ...]]:
-    """Return what returns those of spans that may have some of elements [low, high) of the flattened tensor."""
-    placed = sorted(((*bounds(span.extent, shape), span) for span in spans), key=lambda one: one[:2])
-    ordered, lows = [span for _, _, span in placed], [low for low, _, _ in placed]
-    highs = list(accumulate((high for _, high, _ in placed), max))  # of this one and all before
-    return lambda low, high: tuple(ordered[bisect_right(highs, low) : bisect_left(lows, high)])
 
 
 class SpanIndexes:

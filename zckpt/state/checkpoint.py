@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
@@ -432,6 +432,17 @@ class Checkpoint:
     def grouped(self) -> list[str]:
         """The names of what the param groups own, group by group."""
         return [name for group in self.param_groups for name in group.parameters]
+
+    def place(self, name: str, weight: Slot, *, trained: bool) -> None:
+        """Add a tensor of the model, which may be trained and then is a parameter, or is a buffer."""
+        (self.parameters if trained else self.buffers)[name] = Parameter.of(name, weight)
+
+    def regrouped(self, groups: Iterable[ParamGroup]) -> Checkpoint:
+        """Return it with other param groups, of which parameters are members as these list them."""
+        listed = list(groups)
+        number = {name: at for at, group in enumerate(listed) for name in group.parameters}
+        parameters = {name: replace(one, group=number.get(name)) for name, one in self.parameters.items()}
+        return replace(self, param_groups=listed, parameters=parameters)
 
     def find(self, name: str) -> Parameter | None:
         """Return the parameter or buffer of a name, or what an optimizer only numbers; None: there is none."""

@@ -17,10 +17,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zckpt.errors import LayoutError
 from zckpt.state.dtypes import itemsize
+from zckpt.state.numbered import Numbered
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,14 +118,10 @@ class Span:
         return self.strides is None and not self.unresolved
 
 
-class Spans(Sequence[Span]):
+class Spans(Numbered[Span]):
     """Spans that are not kept one by one: each is computed when it is asked for."""
 
     __slots__ = ()
-
-    @abstractmethod
-    def numbered(self, index: int) -> Span:
-        """Return one of them, counted from the first."""
 
     @abstractmethod
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
@@ -133,21 +130,6 @@ class Spans(Sequence[Span]):
     @abstractmethod
     def within(self, paths: Collection[str]) -> tuple[Span, ...]:
         """Return those that lie in some files."""
-
-    @overload
-    def __getitem__(self, index: int) -> Span: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
-        """Return a span, or some, in their order."""
-        every = range(len(self))
-        return tuple(map(self.numbered, every[index])) if isinstance(index, slice) else self.numbered(every[index])
-
-    def __iter__(self) -> Iterator[Span]:
-        """Yield the spans in their order."""
-        return map(self.numbered, range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         """Tell whether another sequence has the same spans."""

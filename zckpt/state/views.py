@@ -20,7 +20,17 @@ from itertools import accumulate, islice, pairwise, product
 from operator import add, mul, sub
 
 from zckpt.errors import LayoutError
-from zckpt.state.boxes import Box, SpanIndex, boxes_of, factored, factors_by_axis, intersection, locate, row_major
+from zckpt.state.boxes import (
+    Box,
+    SpanIndex,
+    boxes_of,
+    factored,
+    factors_by_axis,
+    intersection,
+    is_row_major,
+    locate,
+    row_major,
+)
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans, position, reach_of
 
@@ -92,8 +102,8 @@ class Move:
 def _strided(span: Span, offsets: Shape, sizes: Shape, first: int, strides: Shape) -> Span:
     """Return elements of a span, from one on, as a box."""
     extent, offset = Extent(offsets, sizes, 0, math.prod(sizes)), span.offset + first * itemsize(span.dtype)
-    is_dense = all(n == 1 or a == b for n, a, b in zip(sizes, strides, row_major(sizes), strict=True))
-    return replace(span, extent=extent, offset=offset, strides=None if is_dense and span.path != ZEROS else strides)
+    is_dense = is_row_major(sizes, strides) and span.path != ZEROS
+    return replace(span, extent=extent, offset=offset, strides=None if is_dense else strides)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -104,6 +104,14 @@ def json_object(path: str | os.PathLike[str], what: str, *, most: int) -> dict[s
     return found
 
 
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of an object as JSON is parsed. Raises ValueError: one is there twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
 def given_json(path: str | os.PathLike[str]) -> object:
     """Return what is in a file of JSON that a user gives; UsageError: it cannot be read, or is none."""
     try:

@@ -56,7 +56,9 @@ from zckpt.torchfile.trees import (
     LEAVES,
     MAX_DEPTH,
     PARTS,
+    Below,
     Digests,
+    Place,
     alike,
     check_depth,
     children,
@@ -64,6 +66,7 @@ from zckpt.torchfile.trees import (
     is_leaf,
     is_tensor,
     oddity,
+    value_at,
     walk_tensors,
 )
 
@@ -78,6 +81,7 @@ __all__ = [
     "NUMPY",
     "PARTS",
     "AlikeRecords",
+    "Below",
     "Context",
     "DType",
     "DefaultMapping",
@@ -100,6 +104,7 @@ __all__ = [
     "Object",
     "OrderedMapping",
     "Pickled",
+    "Place",
     "Placed",
     "PlainParts",
     "QuantizedTensor",
@@ -135,5 +140,6 @@ __all__ = [
     "read_pickle",
     "read_source",
     "read_torchfile",
+    "value_at",
     "walk_tensors",
 ]

@@ -17,10 +17,11 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct, pack, unpack_from
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.state.numbered import Numbered
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import FileRange
 
@@ -85,7 +86,7 @@ class Record(NamedTuple):
     crc32: int
 
 
-class AlikeRecords(Sequence[Record]):
+class AlikeRecords(Numbered[Record]):
     """The records of a file that is like another, of which only what differs is kept.
 
     Parameters
@@ -117,23 +118,11 @@ class AlikeRecords(Sequence[Record]):
         """Return how many there are."""
         return len(self._records)
 
-    @overload
-    def __getitem__(self, index: int) -> Record: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Record, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Record | tuple[Record, ...]:
-        """Return a record, or some."""
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
+    def numbered(self, index: int) -> Record:
+        """Return one of them, in the order of the directory."""
         one = self._records[index]
-        crc = self._changed.get(index % len(self._records), one.crc32)
+        crc = self._changed.get(index, one.crc32)
         return Record(self._archive + one.name[self._skip :], one.offset, one.nbytes, crc)
-
-    def __iter__(self) -> Iterator[Record]:
-        """Yield the records in the order of the directory."""
-        return (self[index] for index in range(len(self)))
 
 
 def has_checksums(records: Iterable[Record]) -> bool:
@@ -150,6 +139,8 @@ class Entry:
 
     Parameters
     ----------
+    at : int, bytes
+        Offset of this in the directory.
     raw_name, name : bytes, str
     header : int, bytes
         Offset of its local header.
@@ -159,6 +150,7 @@ class Entry:
         Whether the data is neither compressed nor encrypted.
     """
 
+    at: int
     raw_name: bytes
     name: str
     header: int
@@ -251,7 +243,7 @@ def read_directory(data: bytes, count: int) -> list[Entry]:
         magic, _, _, flags, method, _, _, crc, packed, nbytes, name_size, extra_size, comment, *_, header = (
             CENTRAL.unpack_from(data, at)
         )
-        start = at + CENTRAL.size
+        begin, start = at, at + CENTRAL.size
         at = start + name_size + extra_size + comment
         if magic != b"PK\1\2" or at > len(data):
             raise damaged("its central directory is malformed")
@@ -264,7 +256,7 @@ def read_directory(data: bytes, count: int) -> list[Entry]:
             raise damaged(f"record {name!r} is there twice")
         stored = not flags & ENCRYPTED and method == 0 and packed == nbytes
         names.add(raw)
-        entries.append(Entry(raw, name, header, nbytes, crc, stored=stored))
+        entries.append(Entry(begin, raw, name, header, nbytes, crc, stored=stored))
     if len(entries) != count:
         raise damaged("its central directory", expected=f"{count} records", found=len(entries))
     return entries

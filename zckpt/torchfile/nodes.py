@@ -21,7 +21,12 @@ from struct import unpack
 from typing import Any
 
 from zckpt.errors import PickleError
+from zckpt.state.boxes import is_row_major
 from zckpt.state.dtypes import itemsize as itemsize_of
+from zckpt.state.spans import Shape, reach_of
+
+Args = tuple[object, ...]
+"""What a call passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,12 @@ class Global:
 
     def __str__(self) -> str:
         return self.qualified
+
+
+def _attribute(name: str, *states: object, default: object = None) -> object:
+    """Return an attribute from states, each of which is `__dict__`, or that and `__slots__`."""
+    parts = [part for state in states for part in (state if isinstance(state, tuple) else (state,))]
+    return next((part[name] for part in parts if isinstance(part, dict) and name in part), default)
 
 
 _NOTHING: list[Any] = []
@@ -76,7 +87,7 @@ class Object:
     """
 
     cls: Global | Object
-    args: tuple[object, ...] = ()
+    args: Args = ()
     kwargs: dict[object, object] | None = None
     state: object | None = None
     items: list[object] = field(default_factory=lambda: _NOTHING)
@@ -94,11 +105,7 @@ class Object:
 
     def get(self, name: str, default: object = None) -> object:
         """Return an attribute that the pickle set, whether from `__dict__` or from `__slots__`."""
-        parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        for part in parts:
-            if isinstance(part, dict) and name in part:
-                return part[name]
-        return default
+        return _attribute(name, self.state, default=default)
 
     def extend(self, items: Iterable[object]) -> None:
         """Append to it, as to a list."""
@@ -237,8 +244,8 @@ class Tensor:
 
     storage: Storage
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     storage_offset: int
     byteorder: str
     requires_grad: bool = False
@@ -273,9 +280,8 @@ class Tensor:
     @property
     def reach(self) -> tuple[int, int]:
         """Bytes of its storage from the first element to the last."""
-        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        start = self.storage_offset * self.itemsize
-        return start, start + ((last + 1) * self.itemsize if self.numel else 0)
+        start, size = self.storage_offset * self.itemsize, self.itemsize
+        return start, start + (reach_of(self.shape, self.strides) * size if self.numel else 0)
 
     @property
     def is_contiguous(self) -> bool:
@@ -284,15 +290,7 @@ class Tensor:
         Source: torch 2.13: a tensor without elements is contiguous, and the stride of a dimension of
         size one does not matter.
         """
-        if 0 in self.shape:
-            return True
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1:
-                if stride != expected:
-                    return False
-                expected *= size
-        return True
+        return 0 in self.shape or is_row_major(self.shape, self.strides)
 
 
 @dataclass(slots=True, eq=False)
@@ -314,7 +312,7 @@ class SparseTensor:
 
     layout: Layout
     parts: tuple[object, ...]
-    shape: Size | tuple[int, ...]
+    shape: Size | Shape
     is_coalesced: bool | None = None
     rebuild: str = "_rebuild_sparse_tensor"
 
@@ -345,8 +343,8 @@ class MetaTensor:
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: Shape
+    strides: Shape
     requires_grad: bool = False
     subclass: Global | None = None
     storage_offset: int = 0
@@ -354,6 +352,10 @@ class MetaTensor:
     device: Device | str | None = None
     attributes: dict[object, object] | None = None
     state: object | None = None
+
+    def get(self, name: str) -> object:
+        """Return an attribute that the pickle set, whether from `__dict__` or from `__slots__`."""
+        return _attribute(name, self.attributes, self.state)
 
 
 # --- numpy's: an array is pickled as an empty one, in which (version, shape, dtype, fortran order, bytes) are set then,
@@ -380,7 +382,7 @@ class NumpyDType:
     """
 
     code: str
-    flags: tuple[object, ...] = ()
+    flags: Args = ()
     state: tuple[object, ...] | None = None
 
     @property
@@ -450,14 +452,14 @@ class NumpyArray:
     """
 
     dtype: str = "|V0"
-    shape: tuple[int, ...] = ()
+    shape: Shape = ()
     fortran_order: bool = False
     data: bytes = b""
     items: list[object] | None = None
     dtype_node: NumpyDType | None = None
     cls: Global | None = None
 
-    def fill(self, shape: tuple[int, ...], dtype: NumpyDType, data: object, *, fortran_order: bool = False) -> None:
+    def fill(self, shape: Shape, dtype: NumpyDType, data: object, *, fortran_order: bool = False) -> None:
         """Give the array its contents.
 
         Raises

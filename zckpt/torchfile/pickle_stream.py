@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from zckpt.errors import UnsupportedError
 from zckpt.state.dtypes import itemsize
-from zckpt.torchfile.nodes import Storage
+from zckpt.torchfile.nodes import Args, Storage
 from zckpt.torchfile.torch_file import FromFile, Mentioned, class_of
 
 PROTOCOL = b"\x80\x02"
@@ -28,7 +28,7 @@ Parts = Iterator[object]
 StandFor = Callable[[object], object]
 """From a node that the writer does not know to one that it does; None where there is none."""
 
-Call = tuple[str, str, tuple[object, ...]]
+Call = tuple[str, str, Args]
 """Module, function and arguments of what an unpickler calls for a node."""
 
 LEAVES: dict[type, Callable[[Writer, Any], None]] = {}

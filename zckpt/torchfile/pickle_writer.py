@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError
 from zckpt.torchfile import nodes
-from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.nodes import Args, NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Parts, StandFor, Writer, appended, entered, nested
 from zckpt.torchfile.rebuild import NAMESPACE
 from zckpt.torchfile.rebuild_torch import TENSOR
@@ -240,7 +240,7 @@ def meta(writer: Writer, node: nodes.MetaTensor) -> Parts:
     if isinstance(node.layout, nodes.Layout):
         function = nodes.Global(UTILS, "_rebuild_wrapper_subclass")
         rest = (node.storage_offset, node.layout, node.device, gradient)
-        args: tuple[object, ...] = (node.subclass, nodes.DType(node.dtype), node.shape, node.strides, *rest)
+        args: Args = (node.subclass, nodes.DType(node.dtype), node.shape, node.strides, *rest)
         wrapped = has_state
     else:
         function = nodes.Global(UTILS, "_rebuild_meta_tensor_no_storage")
@@ -256,7 +256,7 @@ def meta(writer: Writer, node: nodes.MetaTensor) -> Parts:
         yield from writer.built(None if wrapped else node.state)
 
 
-def sparse_parts(node: nodes.SparseTensor) -> tuple[object, ...]:
+def sparse_parts(node: nodes.SparseTensor) -> Args:
     """Return the parts of a sparse tensor as its call takes them."""
     known = () if node.is_coalesced is None else (node.is_coalesced,)
     return (*node.parts, nodes.Size(node.shape), *known)

@@ -100,7 +100,7 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
             raise DamagedFileError("is empty", expected="a pickle")
         with collector_paused():
             machine, root = run_pickle(pickle_of(source, 0, source.nbytes, "pickle"), "pickle")
-        return PickleFile(source.path, root, machine.names, machine.protocol)
+        return PickleFile(source.path, root, machine.globals.names, machine.protocol)
 
 
 def read_source(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> TorchFile:
@@ -219,7 +219,7 @@ def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> 
         byteorder,
         root,
         table.storages,
-        {"data.pkl": machine.names},
+        {"data.pkl": machine.globals.names},
         machine.protocol,
         tuple(records.values()),
         archive,
@@ -296,7 +296,7 @@ def read_pickles(source: FileRange, data: bytes) -> TorchFile:
         "little",
         root,
         table.storages,
-        {"pickle 4": machine.names},
+        {"pickle 4": machine.globals.names},
         machine.protocol,
         plain=PlainParts(),
     )

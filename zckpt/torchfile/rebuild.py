@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zckpt.errors import PickleError
+from zckpt.state.spans import Shape
 from zckpt.torchfile import nodes
-from zckpt.torchfile.nodes import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.nodes import Args, NumpyArray, NumpyDType, NumpyScalar
 
 FREE_WORK = 1 << 16
 WORK_PER_BYTE = 2
@@ -116,7 +117,7 @@ def measure(key: object, nodes: int, depth: int) -> int:
     return nodes - 1
 
 
-Builder = Callable[[tuple[object, ...], Context], object]
+Builder = Callable[[Args, Context], object]
 
 MAX_DIMENSIONS = 64
 """Dimensions of a tensor or array: numpy and torch stop at 64."""
@@ -128,7 +129,7 @@ HASHED = 2
 """Work for a member of a new set or mapping: at least the bytes that it takes in a pickle."""
 
 
-def integers(value: object, what: str) -> tuple[int, ...]:
+def integers(value: object, what: str) -> Shape:
     """Return a shape or strides as a tuple of non-negative integers that fit int64."""
     if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMENSIONS:
         raise PickleError(f"{what} of a tensor", expected="a tuple of integers", found=type(value).__name__)
@@ -138,7 +139,7 @@ def integers(value: object, what: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def ordered_dict(args: tuple[object, ...], context: Context) -> object:
+def ordered_dict(args: Args, context: Context) -> object:
     """Build `OrderedDict()` or, as Python 2 wrote it, `OrderedDict([[key, value], ...])`."""
     mapping, pairs = nodes.OrderedMapping(), args[0] if args else ()
     if len(args) > 1 or not isinstance(pairs, (list, tuple)):
@@ -152,7 +153,7 @@ def ordered_dict(args: tuple[object, ...], context: Context) -> object:
     return mapping
 
 
-def default_dict(args: tuple[object, ...], _: Context) -> object:
+def default_dict(args: Args, _: Context) -> object:
     """Build `defaultdict(factory)`."""
     match args:
         case () | (nodes.Global() | nodes.Object() | None,):
@@ -160,7 +161,7 @@ def default_dict(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def make_set(args: tuple[object, ...], context: Context) -> set[object] | None:
+def make_set(args: Args, context: Context) -> set[object] | None:
     """Build a `set`."""
     found: set[object] = set()
     elements = args[0] if args else ()
@@ -173,13 +174,13 @@ def make_set(args: tuple[object, ...], context: Context) -> set[object] | None:
     return found
 
 
-def make_frozenset(args: tuple[object, ...], context: Context) -> object:
+def make_frozenset(args: Args, context: Context) -> object:
     """Build a `frozenset`."""
     found = make_set(args, context)
     return None if found is None else frozenset(found)
 
 
-def make_bytes(args: tuple[object, ...], context: Context) -> bytes | None:
+def make_bytes(args: Args, context: Context) -> bytes | None:
     """Build `bytes()` or `bytes(data)`; a length is refused, for it could be any.
 
     In protocols 0 to 2 they are `_codecs.encode(text, "latin1")`.
@@ -204,13 +205,13 @@ def make_bytes(args: tuple[object, ...], context: Context) -> bytes | None:
     return None
 
 
-def make_bytearray(args: tuple[object, ...], context: Context) -> object:
+def make_bytearray(args: Args, context: Context) -> object:
     """Build `bytearray()`, `bytearray(data)` or `bytearray(text, "latin-1")`."""
     found = make_bytes(args, context)
     return None if found is None else bytearray(found)
 
 
-def make_complex(args: tuple[object, ...], _: Context) -> object:
+def make_complex(args: Args, _: Context) -> object:
     """Build a `complex` from two floats."""
     match args:
         case (float(real), float(imaginary)):
@@ -218,12 +219,12 @@ def make_complex(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def make_slice(args: tuple[object, ...], _: Context) -> object:
+def make_slice(args: Args, _: Context) -> object:
     """Build a `slice` of integers."""
     return slice(*args) if len(args) == 3 and all(arg is None or type(arg) is int for arg in args) else NotImplemented
 
 
-def make_range(args: tuple[object, ...], _: Context) -> object:
+def make_range(args: Args, _: Context) -> object:
     """Build a `range`."""
     match args:
         case (int(start), int(stop), int(step)) if step:
@@ -231,7 +232,7 @@ def make_range(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def reconstructor(args: tuple[object, ...], _: Context) -> object:
+def reconstructor(args: Args, _: Context) -> object:
     """Build what `copyreg._reconstructor(cls, base, state)` would: an instance in protocols 0 and 1."""
     match args:
         case (nodes.Global() | nodes.Object() as cls, _, _):
@@ -239,7 +240,7 @@ def reconstructor(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def numpy_dtype(args: tuple[object, ...], _: Context) -> object:
+def numpy_dtype(args: Args, _: Context) -> object:
     """Build `numpy.dtype(code, align, copy)`."""
     match args:
         case ():
@@ -249,7 +250,7 @@ def numpy_dtype(args: tuple[object, ...], _: Context) -> object:
     return NotImplemented
 
 
-def numpy_scalar(args: tuple[object, ...], context: Context) -> object:
+def numpy_scalar(args: Args, context: Context) -> object:
     """Build `numpy.core.multiarray.scalar(dtype, data)`."""
     match args:
         case (NumpyDType() as dtype, value):
@@ -262,7 +263,7 @@ def numpy_scalar(args: tuple[object, ...], context: Context) -> object:
     return NotImplemented
 
 
-def numpy_array(args: tuple[object, ...], _: Context) -> object:
+def numpy_array(args: Args, _: Context) -> object:
     """Build the empty array that `numpy.core.multiarray._reconstruct` makes; its state fills it."""
     match args:
         case (nodes.Global() as cls, _, _):
@@ -270,7 +271,7 @@ def numpy_array(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def numpy_buffer(args: tuple[object, ...], context: Context) -> object:
+def numpy_buffer(args: Args, context: Context) -> object:
     """Build the array of `numpy._core.numeric._frombuffer(buffer, dtype, shape, order)`, protocol 5."""
     match args:
         case (data, NumpyDType() as dtype, shape, "C" | "F" as order, *others) if not any(others):

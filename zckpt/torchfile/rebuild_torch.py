@@ -11,14 +11,15 @@ from math import prod
 
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.state.dtypes import DTYPES
+from zckpt.state.spans import reach_of
 from zckpt.torchfile import nodes
-from zckpt.torchfile.nodes import NumpyArray
+from zckpt.torchfile.nodes import Args, NumpyArray
 from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers
 
 TENSOR = nodes.Global("torch", "Tensor")
 
 
-def dense(args: tuple[object, ...], dtype: object, byteorder: str, rebuild: str) -> nodes.Tensor:
+def dense(args: Args, dtype: object, byteorder: str, rebuild: str) -> nodes.Tensor:
     """Build a dense tensor from (storage, storage offset, shape, strides, ...).
 
     Raises
@@ -42,19 +43,17 @@ def dense(args: tuple[object, ...], dtype: object, byteorder: str, rebuild: str)
     if numel > MAX_ELEMENTS:
         raise PickleError("a tensor", expected="fewer than 2**63 elements", found=f"shape {shape}")
     if numel:
-        last = start
-        for size, stride in zip(shape, strides, strict=True):
-            last += (size - 1) * stride
-        if (last + 1) * info.itemsize > storage.nbytes:
+        needed = (start + reach_of(shape, strides)) * info.itemsize
+        if needed > storage.nbytes:
             raise PickleError(
                 f"a tensor of shape {shape}, strides {strides} at {start} leaves storage {storage.key!r}",
-                expected=f"at least {(last + 1) * info.itemsize} bytes",
+                expected=f"at least {needed} bytes",
                 found=storage.nbytes,
             )
     return nodes.Tensor(storage, info.name, shape, strides, start, byteorder, rebuild=rebuild)
 
 
-def wrong(function: object, args: tuple[object, ...]) -> PickleError:
+def wrong(function: object, args: Args) -> PickleError:
     """Return the error for a known function called with arguments it does not take."""
     kinds = ", ".join(type(arg).__name__ for arg in args[:12])
     return PickleError(f"{function} is called with arguments it does not take", found=f"({kinds})")
@@ -73,7 +72,7 @@ def plain_tensor(rebuild: str, fewest: int, most: int) -> Builder:
     _rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])
     """
 
-    def build(args: tuple[object, ...], context: Context) -> object:
+    def build(args: Args, context: Context) -> object:
         if not fewest <= len(args) <= most or not isinstance(args[0], nodes.Storage):
             return None
         dtype: object = args[0].dtype if fewest < 7 else args[6]
@@ -100,7 +99,7 @@ def with_gradient(
     return tensor
 
 
-def parameter(args: tuple[object, ...], _: Context) -> object:
+def parameter(args: Args, _: Context) -> object:
     """Build `_rebuild_parameter(data, requires_grad, hooks)`, or `_rebuild_parameter_with_state(..., state)`."""
     match args:
         case (nodes.Tensor() as data, gradient, hooks, *state) if len(state) <= 1:
@@ -116,7 +115,7 @@ def with_state(node: nodes.Tensor | nodes.MetaTensor, state: object) -> nodes.Te
     return replace(node, state=state)
 
 
-def from_type_v2(args: tuple[object, ...], context: Context) -> object:
+def from_type_v2(args: Args, context: Context) -> object:
     """Build `_rebuild_from_type_v2(function, class, arguments, state)`; version 1 has the same form.
 
     The function is not called either: it is looked up among those known here. What it makes is kept
@@ -136,7 +135,7 @@ def from_type_v2(args: tuple[object, ...], context: Context) -> object:
     return None
 
 
-def sparse(args: tuple[object, ...], _: Context) -> object:
+def sparse(args: Args, _: Context) -> object:
     """Build `_rebuild_sparse_tensor(layout, (indices, values, size[, coalesced]))` or a compressed one."""
     match args:
         case (nodes.Layout("torch.sparse_coo") as layout, (indices, values, shape)):
@@ -148,7 +147,7 @@ def sparse(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def sparse_csr(args: tuple[object, ...], _: Context) -> object:
+def sparse_csr(args: Args, _: Context) -> object:
     """Build `_rebuild_sparse_csr_tensor(layout, (rows, columns, values, size))` of torch 1.9 to 1.12."""
     match args:
         case (nodes.Layout() as layout, (rows, columns, values, shape)):
@@ -157,7 +156,7 @@ def sparse_csr(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def quantized(args: tuple[object, ...], context: Context) -> object:
+def quantized(args: Args, context: Context) -> object:
     """Build `_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)`."""
     match args:
         case (nodes.Storage() as storage, _, _, _, tuple(quantizer), gradient, hooks):
@@ -166,7 +165,7 @@ def quantized(args: tuple[object, ...], context: Context) -> object:
     return None
 
 
-def meta(args: tuple[object, ...], _: Context) -> object:
+def meta(args: Args, _: Context) -> object:
     """Build `_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
     match args:
         case (nodes.DType(dtype), size, stride, gradient):
@@ -175,7 +174,7 @@ def meta(args: tuple[object, ...], _: Context) -> object:
     return None
 
 
-def wrapper(args: tuple[object, ...], _: Context) -> object:
+def wrapper(args: Args, _: Context) -> object:
     """Build `_rebuild_wrapper_subclass(class, dtype, size, stride, offset, layout, device, gradient)`."""
     match args:
         case (
@@ -196,7 +195,7 @@ def wrapper(args: tuple[object, ...], _: Context) -> object:
 def on_device(name: str) -> Builder:
     """Return the builder of `_rebuild_device_tensor_from_...(data, dtype, device, requires_grad)`."""
 
-    def build(args: tuple[object, ...], _: Context) -> object:
+    def build(args: Args, _: Context) -> object:
         match args:
             case (
                 nodes.Tensor() | NumpyArray() as data,
@@ -210,7 +209,7 @@ def on_device(name: str) -> Builder:
     return build
 
 
-def device(args: tuple[object, ...], _: Context) -> object:
+def device(args: Args, _: Context) -> object:
     """Build `torch.device(type[, index])`, or of one string, `cuda:1`."""
     match args:
         case (str(kind), int(index)):
@@ -253,7 +252,7 @@ ALL_BUILDERS: dict[tuple[str, str], Builder] = {
 }
 
 
-def kept_call(function: object, args: tuple[object, ...]) -> nodes.Object:
+def kept_call(function: object, args: Args) -> nodes.Object:
     """Return the inert call of a known function, under the name that it has today."""
     if isinstance(function, nodes.Global):
         function = nodes.Global(MODULES.get(function.module, function.module), function.name)

@@ -91,26 +91,18 @@ class StorageTable:
 
     def _view(self, root: Storage, metadata: object) -> Storage:
         """Return the view of a legacy storage: a range of `root` with a key of its own."""
-        if not isinstance(metadata, tuple) or len(metadata) != 3:
-            raise PickleError(f"view of storage {root.key!r}", expected="(key, offset, size)")
-        key, start, numel = metadata
-        if not isinstance(key, str) or len(key) > MAX_NAME:
-            raise PickleError(f"view of storage {root.key!r}", expected="a key")
-        size = DTYPES[root.dtype].itemsize
-        if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
-            raise PickleError(f"view of storage {root.key!r}", expected="an offset and a size")
+        match metadata:
+            case tuple((str(key), int(start), int(numel))) if len(key) <= MAX_NAME and min(start, numel) >= 0:
+                size = DTYPES[root.dtype].itemsize
+            case _:
+                raise PickleError(f"view of storage {root.key!r}", expected="(key, offset, size)")
         if (start + numel) * size > root.nbytes:
             raise PickleError(f"a view leaves storage {root.key!r}", expected=f"at most {root.nbytes} bytes")
-        known = self._by_id.get((key, root.dtype, root.location))
-        if known is not None:
-            if known.nbytes != numel * size or known.offset != root.offset + start * size:
-                raise PickleError(f"storage {key!r} is mentioned in two ways")
-            return known
-        if key in self.storages:
-            raise PickleError(f"storage {key!r} is mentioned in two ways")
         view = Storage(key, root.dtype, numel * size, root.location, root.offset + start * size)
-        self.storages[key] = self._by_id[(key, root.dtype, root.location)] = view
-        return view
+        known = self._by_id.setdefault((key, root.dtype, root.location), view)
+        if known != view or (known is view and self.storages.setdefault(key, view) is not view):
+            raise PickleError(f"storage {key!r} is mentioned in two ways")
+        return known
 
 
 PLAIN = frozenset({type(None), bool, int, float, str})

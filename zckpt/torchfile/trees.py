@@ -42,7 +42,14 @@ PARTS: dict[type, tuple[str, ...]] = {
 """The fields of each node that may hold other nodes."""
 
 
-def children(node: object) -> Iterator[tuple[object, object]]:
+Place = tuple[object, ...]
+"""Keys, indices and names of fields that lead to a node."""
+
+Below = Iterator[tuple[object, object]]
+"""What is directly below a node, each with its key, index or name of a field."""
+
+
+def children(node: object) -> Below:
     """Yield the objects directly below one, each with its key, index or field name.
 
     Leaves may be among them. A dict key that is no leaf comes under ("key", its number).
@@ -58,6 +65,14 @@ def children(node: object) -> Iterator[tuple[object, object]]:
         part = getattr(node, name)
         if part is not None:
             yield name, part
+
+
+def value_at(root: object, place: Place) -> object:
+    """Return what lists and dicts have at a place; None where they have nothing there."""
+    for key in place:
+        inside = root if isinstance(root, dict) else dict(enumerate(root)) if isinstance(root, list) else {}
+        root = inside.get(key)
+    return root
 
 
 _REBUILT = frozenset({
@@ -103,7 +118,7 @@ def is_leaf(node: object) -> bool:
     )
 
 
-def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], nodes.Tensor]]:
+def walk_tensors(root: object) -> Iterator[tuple[Place, nodes.Tensor]]:
     """Yield every dense tensor below `root` with its path, each object once, in the order of the file.
 
     Parameters
@@ -194,27 +209,36 @@ def inner(node: object) -> list[object]:
 
 
 class Digests:
-    """Digests of what trees say: equal for equal ones, whether or not they share parts. Answers are remembered.
+    """Digests of what trees say: equal for equal ones, whether or not they share parts; and how many values they have.
+
+    Answers are remembered.
 
     The order of a dict and of a set says nothing. A tensor is what it is in its file: its elements are not looked at.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[object, bytes]] = {}
+        self._found: dict[int, tuple[object, bytes, int]] = {}
 
     def of(self, node: object) -> bytes:
         """Return the digest of a tree."""
+        return self.and_count(node)[0]
+
+    def and_count(self, node: object) -> tuple[bytes, int]:
+        """Return the digest of a tree, and how many values it has when every path is gone down; back to itself one."""
         value = self.value(node)
         if value is not None:
-            return _hash(value)
+            return _hash(value), 1
         if id(node) not in self._found:
-            self._found[id(node)] = node, b"itself"  # what leads back to it while it is open
-            parts = []
+            self._found[id(node)] = node, b"itself", 1  # what leads back to it while it is open
+            parts, total = [], 0
             for step, child in self.below(node):
                 name = "" if isinstance(node, (list, tuple, set, frozenset)) else repr(step)
-                parts.append((name, self.of(child)))
-            self._found[id(node)] = node, self._digest(node, parts)
-        return self._found[id(node)][1]
+                digest, count = self.and_count(child)
+                parts.append((name, digest))
+                total += count
+            said = sorted(parts) if isinstance(node, (dict, set, frozenset)) else parts
+            self._found[id(node)] = node, _hash(f"{self.kind(node)} {said}"), max(total, 1)
+        return self._found[id(node)][1:]
 
     def value(self, node: object) -> str | None:
         """Return all there is to say about a node that has nothing below it; None for any other."""
@@ -228,13 +252,9 @@ class Digests:
         own = [name for name in getattr(node, "__dataclass_fields__", ()) if name not in PARTS.get(type(node), ())]
         return f"{type(node).__name__} {[getattr(node, name) for name in own if name != 'node']}"
 
-    def below(self, node: object) -> Iterator[tuple[object, object]]:
+    def below(self, node: object) -> Below:
         """Yield what is directly below a node, each with its key, index or field name."""
         return children(node) if not isinstance(node, FromFile) else iter([("node", node.node)])
-
-    def _digest(self, node: object, parts: list[tuple[str, bytes]]) -> bytes:
-        said = sorted(parts) if isinstance(node, (dict, set, frozenset)) else parts
-        return _hash(f"{self.kind(node)} {said}")
 
 
 def _hash(text: str) -> bytes:

@@ -23,6 +23,7 @@ from struct import unpack
 
 from zckpt.errors import PickleError, UnsupportedError, ZckptError
 from zckpt.torchfile.nodes import (
+    Args,
     DefaultMapping,
     Global,
     MetaTensor,
@@ -229,7 +230,7 @@ def callee(function: object) -> Global | Object:
     return function
 
 
-def arguments(args: object) -> tuple[object, ...]:
+def arguments(args: object) -> Args:
     """Return the arguments of a call, if they are a tuple."""
     if type(args) is not tuple:
         raise PickleError("a call", expected="a tuple of arguments", found=type(args).__name__)
@@ -451,11 +452,6 @@ class Machine:
         self.memo: Memo = Memo()
         self.globals = Globals()
         self.builders = self.globals.builders
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every global the pickle mentions, `module.name`, sorted."""
-        return self.globals.names
 
     def take(self, count: int) -> bytes:
         """Return the next `count` bytes."""

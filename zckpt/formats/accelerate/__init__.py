@@ -12,11 +12,13 @@ DIR/zckpt.pt                                                    what none of the
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
+from zckpt.formats.dcp.directory import is_own as is_dcps
 from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
@@ -47,10 +49,19 @@ class Options:
     )
 
 
-def _is_own(name: str) -> bool:
-    from zckpt.formats.accelerate.writer import is_own
+_OWN = re.compile(
+    r"model(?:_[0-9]+)?\.safetensors|(?:pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict)(?:_[0-9]+)?\.bin"
+    r"|(?:custom_checkpoint|random_states)_[0-9]+\.pkl|(?:scaler|zckpt)\.pt"
+)
+_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
 
-    return is_own(name)
+
+def _is_own(name: str) -> bool:
+    """Tell whether a file name is one that a directory of this format has of its own, as zckpt writes it."""
+    folder, slash, file = name.partition("/")
+    if slash:
+        return _FOLDER.fullmatch(folder) is not None and is_dcps(file)
+    return _OWN.fullmatch(name) is not None
 
 
 class Accelerate(Format):

@@ -25,7 +25,6 @@ from zckpt.formats.assets import copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import model_tree, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.dcp import writer as dcp_writer
-from zckpt.formats.dcp.directory import is_own as is_dcps
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import items_of, named_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -36,7 +35,8 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
-from zckpt.state import Checkpoint, Parameter, Scalar
+from zckpt.state import Checkpoint, ParamGroup, Scalar
+from zckpt.state.names import renamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,46 +91,24 @@ def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
 
 def _of_model(checkpoint: Checkpoint, model: str) -> Checkpoint:
     """Return what is of one model under its own names; param groups only where all of their parameters are."""
-    prefix = f"{model}."
-    groups = [
-        at
-        for at, one in enumerate(checkpoint.param_groups)
-        if one.parameters and all(name.startswith(prefix) for name in one.parameters)
-    ]
-    new = {old: at for at, old in enumerate(groups)}
-
-    def bare(one: Parameter) -> Parameter:
-        tied = None if one.tied_to is None else one.tied_to.removeprefix(prefix)
-        group = None if one.group is None else new.get(one.group)
-        return replace(one, name=one.name.removeprefix(prefix), tied_to=tied, group=group)
-
-    own = [bare(one) for name, one in checkpoint.parameters.items() if name.startswith(prefix)]
-    buffers = [bare(one) for name, one in checkpoint.buffers.items() if name.startswith(prefix)]
-    return replace(
+    names = {one.name: one.name.removeprefix(f"{model}.") for one in checkpoint.tensors()}
+    own = {name: short for name, short in names.items() if name != short}
+    alone = replace(
         checkpoint,
-        parameters={one.name: one for one in own},
-        buffers={one.name: one for one in buffers},
-        param_groups=[
-            replace(group, parameters=[name.removeprefix(prefix) for name in group.parameters])
-            for group in map(checkpoint.param_groups.__getitem__, groups)
-        ],
+        parameters={name: one for name, one in checkpoint.parameters.items() if name in own},
+        buffers={name: one for name, one in checkpoint.buffers.items() if name in own},
     )
+    groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
+    return renamed(alone.regrouped(groups), own)
 
 
 def _arranged(checkpoint: Checkpoint, models: Sequence[str]) -> Checkpoint:
     """Return a checkpoint whose param groups follow each other as its models do."""
 
-    def model_of(at: int) -> int:
-        name = checkpoint.param_groups[at].parameters[0]
-        return next(number for number, model in enumerate(models) if name.startswith(f"{model}."))
+    def model_of(group: ParamGroup) -> int:
+        return next(at for at, model in enumerate(models) if group.parameters[0].startswith(f"{model}."))
 
-    order = sorted(range(len(checkpoint.param_groups)), key=model_of)
-    new = {old: at for at, old in enumerate(order)}
-    parameters = {
-        name: one if one.group is None else replace(one, group=new[one.group])
-        for name, one in checkpoint.parameters.items()
-    }
-    return replace(checkpoint, parameters=parameters, param_groups=[checkpoint.param_groups[at] for at in order])
+    return checkpoint.regrouped(sorted(checkpoint.param_groups, key=model_of))
 
 
 MODEL, OPTIMIZER, FSDP_MODEL = "model", "optimizer", "pytorch_model_fsdp"
@@ -148,20 +126,6 @@ DEFAULTS: dict[str, object] = {
 """Hyperparameters of torch's optimizers that others do not have, and what they are unless someone sets them."""
 
 STEP = "step"
-
-_OWN = re.compile(
-    r"model(?:_[0-9]+)?\.safetensors|(?:pytorch_model_fsdp|optimizer|scheduler|sampler|dl_state_dict)(?:_[0-9]+)?\.bin"
-    r"|(?:custom_checkpoint|random_states)_[0-9]+\.pkl|(?:scaler|zckpt)\.pt"
-)
-_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
-
-
-def is_own(name: str) -> bool:
-    """Tell whether a file name is one that a directory of this format has of its own, as zckpt writes it."""
-    folder, slash, file = name.partition("/")
-    if slash:
-        return _FOLDER.fullmatch(folder) is not None and is_dcps(file)
-    return _OWN.fullmatch(name) is not None
 
 
 def lay_out(job: Job) -> TargetFiles:
@@ -243,7 +207,7 @@ def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile
         metadata = {**tied, **safetensors_layout.FOR_TORCH}
         yield safetensors_layout.lay_out(f"{MODEL}{after}.safetensors", entries, metadata)
     for number, optimizer in enumerate(parts.optimizers):
-        tree = _by_name(optimizer, notes) if full else optimizer_tree(optimizer, _slots(optimizer))
+        tree = _by_name(optimizer, notes) if full else optimizer_tree(optimizer, optimizer.optimizer_slot_names())
         yield torch_writer.lay_out(f"{OPTIMIZER}_{number}.bin" if number else f"{OPTIMIZER}.bin", tree)
 
 
@@ -259,13 +223,9 @@ def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[Target
             yield replace(file, name=f"{folder}/{file.name}")
 
 
-def _slots(optimizer: Checkpoint) -> list[str]:
-    return optimizer.optimizer_slot_names()
-
-
 def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:
     """Return an optimizer's state dict with names, in which all is that torch's own optimizers have."""
-    tree: dict[str, Any] = named_tree(optimizer, _slots(optimizer))
+    tree: dict[str, Any] = named_tree(optimizer, optimizer.optimizer_slot_names())
     for values in tree["state"].values():
         step = values.get(STEP)
         if type(step) in (int, float):

@@ -8,7 +8,7 @@ what it is, and a value that is said to be state has to be under a key that some
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -30,6 +30,7 @@ from zckpt.state.inventory import (
 from zckpt.state.ranges import Range, total
 from zckpt.torchfile import (
     LEAVES,
+    Below,
     FromFile,
     OrderedMapping,
     Storage,
@@ -191,7 +192,7 @@ class FileAccount:
         seen: set[int] = set()
         steps = list(above)
         fits = [fit]
-        levels: list[Iterator[tuple[object, object]]] = [self._below(root, steps, fit, seen)]
+        levels: list[Below] = [self._below(root, steps, fit, seen)]
         while levels:
             fit = fits[-1]
             for step, child in levels[-1]:
@@ -210,7 +211,7 @@ class FileAccount:
                 if fits:
                     steps.pop()
 
-    def _below(self, node: object, steps: Steps, fit: Fit, seen: set[int]) -> Iterator[tuple[object, object]]:
+    def _below(self, node: object, steps: Steps, fit: Fit, seen: set[int]) -> Below:
         """Account for a node by itself; return what is below it and has to be looked at."""
         if type(node) in LEAVES:
             self._value(node, steps, fit.rule)
@@ -228,7 +229,7 @@ class FileAccount:
             return self._entries(node, steps)
         return children(node) if node else _NOTHING
 
-    def _of_tensor(self, tensor: Tensor, steps: Steps) -> Iterator[tuple[object, object]]:
+    def _of_tensor(self, tensor: Tensor, steps: Steps) -> Below:
         """Yield what a tensor has besides its elements, but flags of its view and attributes that torch itself sets."""
         for step, child in children(tensor):
             own = child is tensor.attributes and all(_TORCHS.fullmatch(str(key)) for key in tensor.attributes or ())
@@ -237,7 +238,7 @@ class FileAccount:
             elif child is not tensor.metadata:
                 yield step, child
 
-    def _entries(self, node: dict[object, object], steps: Steps) -> Iterator[tuple[object, object]]:
+    def _entries(self, node: dict[object, object], steps: Steps) -> Below:
         """Yield what is in a mapping, but plain values that the metadata have under their keys.
 
         Nor does it yield what `state_dict` sets on its result: the version of each module's layout.
@@ -275,10 +276,7 @@ class FileAccount:
 
     def _tensor(self, tensor: Tensor, steps: Steps, rule: Rule | None) -> None:
         low, high = _range(tensor)
-        if low == high:
-            self._add(TENSOR, IMPLIED, "tensors without elements", steps)
-            return
-        if rule is not None and rule.tensors:
+        if rule is not None and rule.tensors and tensor.numel:
             self._add(TENSOR, rule.fate, rule.about, steps, high - low)
             self.ranges.setdefault(rule.fate, []).append((low, high))
             return
@@ -337,7 +335,7 @@ class FileAccount:
 
 _RECORDS = frozenset({"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment",
                       ".data/serialization_id"})  # fmt: skip
-_NOTHING: Iterator[tuple[object, object]] = iter(())
+_NOTHING: Below = iter(())
 _VERSIONS = "_metadata"
 _TORCHS = re.compile(r"_has_been_cloned|_fsdp_\w+|_ddp_ignored|_is_buffer|_is_param|persistent|_dynamo_\w+")
 """Attributes of FSDP1's clones, of parameters and buffers under FSDP, DDP and torch.compile (torch 2.13); all say only

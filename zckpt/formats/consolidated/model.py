@@ -17,13 +17,12 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.optimizer import optimizer_tree
-from zckpt.formats.remainder import KEY, known_names, names_in, remainder, remainder_rules, restore
+from zckpt.formats.remainder import KEY, known_names, names_in, remainder, restore_from
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.reader import read_optimizer
-from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, read_torchfile
@@ -104,9 +103,7 @@ def model_tree(tensors: Tensors) -> OrderedMapping:
     return root
 
 
-def lay_out(
-    checkpoint: Checkpoint, *, dtype: str = "keep", max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
-) -> list[TargetFile]:
+def lay_out(checkpoint: Checkpoint, *, dtype: str = "keep") -> list[TargetFile]:
     """Return the files of a directory.
 
     `dtype`: of trained parameters in the model's files. Raises UnsupportedError: state that no single parameter can
@@ -119,7 +116,7 @@ def lay_out(
             advice="give a .pt file as the target, or `--to dcp` or `--to zckpt`",
         )
     entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]
-    files = safetensors_layout.lay_out_directory(entries, max_shard_size, indexed=True)
+    files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, indexed=True)
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
@@ -151,6 +148,5 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         state = read_optimizer(checkpoint, optimizer)
         certain = None if names is not None else names_in(rest.root, checkpoint, rest.path)
         attach(checkpoint, state, str(optimizer), names=names, certain=certain)
-    checkpoint.files.append(describe(rest, "metadata", rules=remainder_rules()))
-    restore(checkpoint, rest.root, rest)
+    restore_from(checkpoint, rest)
     return checkpoint

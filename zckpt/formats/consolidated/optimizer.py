@@ -24,7 +24,7 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
-from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
 
@@ -113,9 +113,7 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
         return
     with about(path):
         _attach(checkpoint, tensors, texts)
-    used = sum(slot.nbytes for slot in tensors.values())
-    tree = {safetensors_file.METADATA_KEY: texts, **tensors}
-    checkpoint.files.append(SourceFile(str(path), nbytes, "optimizer", tensor_nbytes=used, tree=tree, rules=_RULES))
+    checkpoint.files.append(safetensors_file.source_file(path, tensors, texts, nbytes, _RULES, "optimizer"))
 
 
 def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[str, str]) -> None:

@@ -33,13 +33,12 @@ from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.safetensors.file import header_in
 from zckpt.formats.safetensors.shards import offsets_in
 from zckpt.formats.torch_files.tensors import TensorItem
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import Extent, Shape, Slot, Span
 from zckpt.state.boxes import row_major
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import is_file, opened
 from zckpt.torchfile import (
     ALIGNMENT,
-    CENTRAL,
     FileRange,
     Storage,
     Tensor,
@@ -138,12 +137,8 @@ def _kind(source: FileRange, file: TorchFile) -> Kind | None:
     end = begin + tensor.storage.nbytes
     if source.nbytes - tensor.storage.nbytes > MAXIMUM_FRAME:
         return None
-    holes = sorted([(begin, end), *_differences(source, file)])
-    parts, at = [], 0
-    for low, high in [*holes, (source.nbytes, source.nbytes)]:
-        if at < low:
-            parts.append((at, source.read(at, low - at)))
-        at = max(at, high)
+    alike = without([(0, source.nbytes)], merge([(begin, end), *_differences(source, file)]))
+    parts = [(low, source.read(low, high - low)) for low, high in alike]
     if any(at < begin < at + len(data) for at, data in parts):
         return None
     bare = replace(tensor, storage=replace(tensor.storage, offset=begin))
@@ -156,21 +151,16 @@ def _differences(source: FileRange, file: TorchFile) -> list[tuple[int, int]]:
     variable = {f"{file.archive}{IDENTITY}", *(f"{file.archive}/data/{key}" for key in file.storages)}
     data = {record.name: (record.offset - source.base, record.nbytes) for record in file.records}
     count, directory, size = find_directory(source)
-    at = directory
     for entry in read_directory(source.read(directory, size), count):
         if entry.name in variable:
             start, nbytes = data[entry.name]
-            found += [
-                (entry.header + CRC_IN_LOCAL, entry.header + CRC_IN_LOCAL + 4),
-                (at + CRC_IN_CENTRAL, at + CRC_IN_CENTRAL + 4),
-            ]
+            stated = entry.header + CRC_IN_LOCAL, directory + entry.at + CRC_IN_CENTRAL
+            found += [(at, at + 4) for at in stated]
             if entry.name.endswith(IDENTITY):
                 found.append((start, start + nbytes))
             after = start + nbytes
             if after + CRC_IN_DESCRIPTOR + 4 <= directory and source.read(after, 4) == DESCRIPTOR:
                 found.append((after + CRC_IN_DESCRIPTOR, after + CRC_IN_DESCRIPTOR + 4))
-        fields = CENTRAL.unpack(source.read(at, CENTRAL.size))
-        at += CENTRAL.size + sum(fields[10:13])
     return found
 
 
@@ -179,7 +169,7 @@ class Blob:
     """A chunk: its node, and its first index in its tensor."""
 
     tensor: Tensor
-    offsets: tuple[int, ...]
+    offsets: Shape
 
 
 def read_blob(source: FileRange) -> dict[str, Blob] | None:

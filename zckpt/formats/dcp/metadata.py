@@ -21,8 +21,9 @@ from pathlib import Path, PurePosixPath
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
+from zckpt.formats.torch_files.tensors import as_mapping
 from zckpt.state import Shape
-from zckpt.state.boxes import Box
+from zckpt.state.boxes import Box, is_within
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
 
@@ -87,7 +88,7 @@ def read_metadata(directory: Path) -> Metadata:
     file = read_pickle(path)
     with about(path):
         root = _object(file.root, "Metadata")
-        entries = _mapping(root.get("state_dict_metadata"), "state_dict_metadata")
+        entries = as_mapping(root.get("state_dict_metadata"), expected="a dict in state_dict_metadata")
         chunks, keys = Chunks(directory), list(entries)
         tensors: dict[str, Entry] = {}
         objects: dict[str, Entry] = {}
@@ -104,7 +105,7 @@ def read_metadata(directory: Path) -> Metadata:
                 if (twice := next((one for one, after in pairwise(firsts) if one == after), None)) is not None:
                     raise LayoutError(f"two chunks of {key} begin at {twice}")
                 numbers[key] = dict(zip(firsts, tensors[key].numbers, strict=True))
-        _place(_mapping(root.get("storage_data"), "storage_data"), chunks, numbers)
+        _place(as_mapping(root.get("storage_data"), expected="a dict in storage_data"), chunks, numbers)
         missing = next((key for key, one in objects.items() if chunks.file[one.first] == NOWHERE), None)
         if missing is not None:
             raise DamagedFileError(f"it does not say where {missing} is")
@@ -123,12 +124,6 @@ def _object(node: object, name: str) -> Object:
         raise _unexpected(f"torch.distributed.checkpoint's {name}", node)
     if not node.qualified.endswith((f".{name}", f".MCore{name}")):
         raise _unexpected(name, node)
-    return node
-
-
-def _mapping(node: object, name: str) -> dict[object, object]:
-    if not isinstance(node, dict):
-        raise _unexpected(f"a dict in {name}", node)
     return node
 
 
@@ -168,10 +163,7 @@ def _box(key: str, node: object, shape: Shape) -> Box:
     one = _object(node, "ChunkStorageMetadata")
     offsets = _integers(one.get("offsets"), f"offsets of {key}")
     sizes = _integers(one.get("sizes"), f"sizes of {key}")
-    inside = len(offsets) == len(sizes) == len(shape) and all(
-        o + n <= whole for o, n, whole in zip(offsets, sizes, shape, strict=True)
-    )
-    if not inside:
+    if not is_within((offsets, sizes), shape):
         raise DamagedFileError(
             f"a chunk of {key} lies outside of it", expected=f"within {shape}", found=f"{sizes} at {offsets}"
         )

@@ -20,16 +20,14 @@ from zckpt.evidence import Evidence
 from zckpt.formats.dcp.optimizer import Optimizer
 from zckpt.formats.dcp.tree import Branch, carry
 from zckpt.formats.dcp.write_items import expanded
-from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, remainder_rules, restore
-from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe, with_scalars
+from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, restore_from
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, with_scalars
 from zckpt.formats.torch_files.writer import value_node
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
 
 KEY = "dcp"
-
-RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
 
 
 def own_tree(
@@ -106,7 +104,6 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
     `lost`: gets the keys of tensors in several pieces. Raises DamagedFileError: the file is malformed, or speaks of
     what is not there.
     """
-    checkpoint.files.append(describe(file, "metadata", rules=RULES))
     with about(file.path):
         said = as_mapping(as_mapping(file.root).get(KEY))
         for label, one in described(said.get("unnamed", {})).items():
@@ -116,7 +113,7 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
             if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
                 raise DamagedFileError("hyperparameters of a param group that is not there")
             checkpoint.param_groups[index].hyperparameters.update(with_scalars(as_mapping(values), file.path))
-        restore(checkpoint, file.root, file)
+        restore_from(checkpoint, file, Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
         keys = as_names(said.get("items", []))
         strange = next((key for key in keys if key not in root or key in checkpoint.metadata), None)
         if strange is not None:

@@ -30,15 +30,16 @@ from zckpt.formats.dcp.tree import (
     joined,
     owners,
 )
+from zckpt.formats.remainder import names_of_models
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
-from zckpt.state import WEIGHT, Checkpoint, Parameter, SourceFile
+from zckpt.state import WEIGHT, Checkpoint, SourceFile
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
-from zckpt.torchfile import TorchFile, read_torchfile
+from zckpt.torchfile import TorchFile, read_torchfile, value_at
 
 FORMAT = "dcp"
 
@@ -166,9 +167,7 @@ def _find(
         optimizers = find_optimizers(root)
         models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
         return models, optimizers, _states(optimizers, models, checkpoint)
-    known = own.root.get("models") if own is not None and isinstance(own.root, Mapping) else None
-    if not (isinstance(known, list) and len(known) == len(pairs) and all(isinstance(name, str) for name in known)):
-        known = [f"model_{number}" if number else "model" for number in range(len(pairs))]
+    known = names_of_models(own, [f"model_{number}" if number else "model" for number in range(len(pairs))])
     checkpoint.details["models"] = known
     every: tuple[list[ModelPart], list[OptimizerPart], list[Optimizer]] = [], [], []
     for name, folders in zip(known, pairs, strict=True):
@@ -322,8 +321,7 @@ def _place(checkpoint: Checkpoint, models: Sequence[ModelPart]) -> None:
         dtypes = {bare: item.dtype for bare, item in model.tensors.items()}
         for bare, item in model.tensors.items():
             name = model.prefix + bare
-            parameter = Parameter(name, item.shape, item.dtype, {WEIGHT: item.slot(WEIGHT)})
-            (checkpoint.parameters if may_be_trained(bare, dtypes) else checkpoint.buffers)[name] = parameter
+            checkpoint.place(name, item.slot(WEIGHT), trained=may_be_trained(bare, dtypes))
             if (filed := model.prefix + model.filed.get(bare, bare)) != name:
                 checkpoint.wrapped[name] = filed
 
@@ -344,19 +342,11 @@ def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) ->
 
 def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | None:
     """Return the step that the program counted: at the root, next to the model, or where its trainer keeps it."""
-    places: list[Node] = [root]
-    for path in paths:
-        node: Node = root
-        for step in path[:-1]:
-            node = node.get(step) if isinstance(node, dict) else None
-            places.append(node)
+    places = [root, *(value_at(root, path[:end]) for path in paths for end in range(1, len(path)))]
     near = [one for place in places if isinstance(place, dict) for one in (place, *map(place.get, STEP_PLACES))]
     for ways in ([(key,) for key in STEP_KEYS], [COMPOSERS_STEP]):
         for place, way in product(near, ways):
-            node = place
-            for key in way:
-                node = node.get(key) if isinstance(node, dict) else None
-            found = _whole_number(node)
+            found = _whole_number(value_at(place, way))
             if found is not None:
                 return found
     return checkpoint.most_steps

@@ -23,6 +23,7 @@ from typing import Any
 from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
 from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.torch_files.optimizer import flattened, with_names
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
 from zckpt.state import Checkpoint
@@ -126,28 +127,18 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
     Raises UnsupportedError: state that no single parameter can hold, or more values than a file should have.
     """
     tree: dict[object, Any] = optimizer_tree(checkpoint, slots, in_pieces=True)
-    names = checkpoint.grouped
-    groups = [
-        {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}
-        for numbered, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True)
-    ]
     _check_size([*tree["state"].values(), *tree["param_groups"]])
-    return {"state": {names[number]: values for number, values in tree["state"].items()}, "param_groups": groups}
+    return with_names(tree, checkpoint.grouped)
 
 
 def _flattened(optimizer: Mapping[str, Any]) -> dict[str, object]:
-    """Return an optimizer's state dict with a key for each value of each parameter."""
-    found: dict[str, object] = {}
-    for name, values in optimizer["state"].items():
-        found.update({f"state.{name}.{key}": value for key, value in values.items()})
+    """Return an optimizer's state dict with joined keys. Raises UnsupportedError: these have no place for something."""
     for group in optimizer["param_groups"]:
         nested = [key for key, value in group.items() if isinstance(value, MAPPINGS)]
         if nested or not group["params"]:
             what = f"{nested[0]} of a param group" if nested else "a param group without parameters"
             raise UnsupportedError(f"flat keys have no place for {what}", advice="write nested ones")
-        for name in group["params"]:
-            found.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
-    return found
+    return flattened(optimizer)
 
 
 def _check_size(dicts: list[dict[object, object]]) -> None:

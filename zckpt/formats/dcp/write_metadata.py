@@ -70,9 +70,7 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
 
-def metadata(
-    entries: Sequence[Entry], *, paths: bool = True, flattened: Mapping[str, tuple[int, ...]] | None = None
-) -> bytes:
+def metadata(entries: Sequence[Entry], *, paths: bool = True, flattened: Mapping[str, Shape] | None = None) -> bytes:
     """Return the content of `.metadata`.
 
     Parameters
@@ -83,11 +81,32 @@ def metadata(
     flattened : mapping of str to tuple of int, optional
         The shapes of tensors that Megatron-Core flattens, by key: `mcore_data`, where it looks for them.
     """
-    return _Metadata().pickle(entries, paths=paths, flattened=flattened or {})
+    made = _Metadata()
+    writer = made.writer
+    made.new(CLASSES, "Metadata")
+    writer.out += b"}("
+    writer.text("state_dict_metadata")
+    made.mapping(made.storage_metadata, entries)
+    writer.text("planner_data")
+    if paths:
+        made.mapping(made.path, entries)
+    else:
+        writer.out += b"N"
+    writer.text("storage_data")
+    made.mapping(made.storage, ((entry, number) for entry in entries for number in range(len(entry.chunks))))
+    writer.text("storage_meta")
+    writer.out += b"N"
+    writer.text("version")
+    writer.text(VERSION)
+    if flattened:
+        writer.text("mcore_data")
+        made.mapping(made.flattened, flattened.items())
+    writer.out += b"ub."
+    return bytes(writer.out)
 
 
 class _Metadata:
-    """Writes the pickle.
+    """Writes the parts of the pickle.
 
     `repeated`: opcodes that mention only what is in the memo already, and so can be written again, by what they are
     about.
@@ -97,29 +116,6 @@ class _Metadata:
         self.writer = Writer(lambda _: None)
         self.sizes: dict[Shape, int] = {}
         self.repeated: dict[object, bytes] = {}
-
-    def pickle(self, entries: Sequence[Entry], *, paths: bool, flattened: Mapping[str, tuple[int, ...]]) -> bytes:
-        writer = self.writer
-        self.new(CLASSES, "Metadata")
-        writer.out += b"}("
-        writer.text("state_dict_metadata")
-        self.mapping(self.storage_metadata, entries)
-        writer.text("planner_data")
-        if paths:
-            self.mapping(self.path, entries)
-        else:
-            writer.out += b"N"
-        writer.text("storage_data")
-        self.mapping(self.storage, ((entry, number) for entry in entries for number in range(len(entry.chunks))))
-        writer.text("storage_meta")
-        writer.out += b"N"
-        writer.text("version")
-        writer.text(VERSION)
-        if flattened:
-            writer.text("mcore_data")
-            self.mapping(self.flattened, flattened.items())
-        writer.out += b"ub."
-        return bytes(writer.out)
 
     def mapping(self, write: Callable[[T], None], entries: Iterable[T]) -> None:
         """Write a dict, of which `write` writes one key and value."""
@@ -180,7 +176,7 @@ class _Metadata:
                 writer.text(part)
         writer.out += b"t"
 
-    def flattened(self, one: tuple[str, tuple[int, ...]]) -> None:
+    def flattened(self, one: tuple[str, Shape]) -> None:
         key, shape = one
         self.writer.text(key)
         self.writer.out += b"}"

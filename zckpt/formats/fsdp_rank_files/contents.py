@@ -21,7 +21,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about,
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Box, Held, RankFiles, RankReader, add, elements, rules_of
-from zckpt.formats.lost import is_lost, tensor_of
+from zckpt.formats.lost import tensor_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.optimizer import (
     GROUPS_KEY,
@@ -29,8 +29,7 @@ from zckpt.formats.torch_files.optimizer import (
     check_hyperparameters,
     looks_flattened,
     optimizer_rules,
-    parse,
-    unflattened,
+    parse_either,
 )
 from zckpt.formats.torch_files.tensors import (
     as_mapping,
@@ -43,7 +42,17 @@ from zckpt.formats.torch_files.tensors import (
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, number_of
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import opened, read_json
-from zckpt.torchfile import OrderedMapping, Tensor, TorchFile, alike, brief, has_checksums, read_torchfile
+from zckpt.torchfile import (
+    OrderedMapping,
+    Place,
+    Tensor,
+    TorchFile,
+    alike,
+    brief,
+    has_checksums,
+    read_torchfile,
+    value_at,
+)
 
 FLAT = "_flat_param"
 """What FSDP1 calls the flat parameter of a unit, where a program saves that (LOCAL_STATE_DICT)."""
@@ -70,22 +79,10 @@ class Model:
     sums: list[dict[int, tuple[int, int]]] = field(default_factory=list)
 
 
-Place = tuple[object, ...]
-"""Where in a file a model or an optimizer is: the keys that lead to it; none is the whole file."""
-
-
-def at(root: object, place: Place) -> object:
-    """Return what a file has at a place; None where it has nothing there."""
-    for key in place:
-        inside = root if isinstance(root, dict) else dict(enumerate(root)) if isinstance(root, list) else {}
-        root = inside.get(key)
-    return root
-
-
 def _put(root: object, place: Place, value: object) -> object:
     if not place:
         return value
-    inner = _put(at(root, place[:1]), place[1:], value)
+    inner = _put(value_at(root, place[:1]), place[1:], value)
     if isinstance(root, list):
         return [inner if number == place[0] else one for number, one in enumerate(root)]
     return {**as_mapping(root), place[0]: inner}
@@ -103,7 +100,7 @@ def add_part(
     if known == len(checkpoint.files):
         checkpoint.files.append(describe(file, role, dp_rank=rank))
     one = checkpoint.files[known]
-    whole = _put(one.tree, place, {**as_mapping(at(one.tree, place), file.path), **tree})
+    whole = _put(one.tree, place, {**as_mapping(value_at(one.tree, place), file.path), **tree})
     checkpoint.files[known] = replace(one, tree=whole, rules=(*one.rules, *own))
 
 
@@ -114,25 +111,23 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
     damaged, has other names than rank 0's, or ranks do not have every element once.
     """
     model = Model(RankFiles([str(path) for path in paths]))
-    there = [rank for rank, path in enumerate(paths) if not is_lost(path)]
-    for rank, path in enumerate(paths):
-        if is_lost(path):
-            model.sums.append({})
-            continue
+    model.sums = [{} for _ in paths]
+    for rank in model.files.there:
+        path = paths[rank]
         with about(path):
             file = read_torchfile(path)
-            root = at(file.root, place)
+            root = value_at(file.root, place)
             if not isinstance(root, dict) or not root:
                 raise DamagedFileError("unexpected content", expected="a state dict", found=brief(root, 60))
             tree = {name: elements(node) for name, node in root.items()}
             add_part(checkpoint, file, "model", rank, rules_of("*"), place, tree)
             records = file.records if has_checksums(file.records) else ()
-            model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
+            model.sums[rank] = {record.offset: (record.nbytes, record.crc32) for record in records}
             reader = RankReader()
             nodes = by_name(root, file.path)
             held = {name: reader.held(node) for name, node in nodes.items()}
             tensors = {name: one for name, one in held.items() if one is not None}
-            if rank == there[0]:
+            if rank == model.files.there[0]:
                 rest = {name: value for name, value in nodes.items() if name not in tensors}
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
                 if strange:
@@ -154,7 +149,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 )
             for name, one in tensors.items():
                 model.held[name].append(one)
-    for rank in sorted({*range(len(paths))} - {*there}):
+    for rank in model.files.lost:
         for its in model.held.values():
             its.insert(rank, replace(its[0], boxes=(), mesh=None))
     _place(checkpoint, model)
@@ -245,12 +240,12 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place 
     or other single values.
     """
     found = Optimizer(RankFiles([str(path) for path in paths]))
-    there = [rank for rank, path in enumerate(paths) if not is_lost(path)]
+    there = found.files.there
     for rank in there:
         path, first = paths[rank], rank == there[0]
         file = read_torchfile(path)
         with about(path):
-            node = at(file.root, place)
+            node = value_at(file.root, place)
             groups, state = _parsed(node, file.path)
             if first:
                 found.groups = groups
@@ -269,7 +264,7 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place 
                 for key, slots in as_mapping(root.get(STATE_KEY, {})).items()
             }
         add_part(checkpoint, file, "optimizer", rank, rules, place, tree)
-    for rank in sorted({*range(len(paths))} - {*there}):  # of flat parameters all ranks have as much
+    for rank in found.files.lost:  # of flat parameters all ranks have as much
         for held in (held for slots in found.tensors.values() for held in slots.values()):
             one = held[0][1]
             if one.kind == PLAIN and len(one.shape) == 1 and len(held) >= len(there):
@@ -291,7 +286,7 @@ def _rules(single: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
 
 
 def _parsed(node: object, path: str) -> tuple[list[dict[str, Any]], dict[Key, dict[str, object]]]:
-    found = parse(unflattened(node, path) if isinstance(node, dict) and looks_flattened(node) else node, path)
+    found = parse_either(node, path)
     label: dict[int, Key] = {number: found.names.get(number, number) for number in found.every_number}
     groups = [{**group, "params": [label[number] for number in group["params"]]} for group in found.groups]
     return groups, {label[number]: slots for number, slots in found.state.items()}

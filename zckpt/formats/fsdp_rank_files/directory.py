@@ -15,13 +15,20 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from zckpt.codes import LATEST, MISSING_FILE
+from zckpt.codes import LATEST
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
+from zckpt.formats.latest import is_tag, latest_name
+from zckpt.formats.lost import missing
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.storage.files import entries_of, is_file, read_head, read_json
+from zckpt.state.names import is_number
+from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.torchfile import Place
 
 FORMAT = "fsdp-rank-files"
 CONFIG_NAME = "fsdp_config.json"
@@ -34,7 +41,7 @@ BESIDE = ("data.pt", "trainer_state.pt")
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
 MAX_TEXT_NBYTES = 1 << 16
-"""Of a tracker or a configuration."""
+"""Of a configuration."""
 
 _RANK_FILE = re.compile(r"(model|optim|extra_state)_world_size_([0-9]{1,7})_rank_([0-9]{1,7})\.pt")
 _ACCELERATE = (
@@ -42,7 +49,6 @@ _ACCELERATE = (
     (OPTIMIZER, re.compile(r"optimizer_([0-9]{1,4})_rank([0-9]{1,7})\.bin")),
 )
 _STEP = re.compile(r"global_step_([0-9]{1,18})")
-_NUMBER = re.compile("[0-9]{1,18}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Directory:
     step: int | None = None
     config: dict[str, object] = field(default_factory=dict)
     own: Path | None = None
-    places: tuple[tuple[object, ...], tuple[object, ...]] = ((), ())
+    places: tuple[Place, Place] = ((), ())
     format: str = FORMAT
 
 
@@ -124,7 +130,7 @@ def has_rank_files(directory: Path) -> bool:
 def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory | NearMiss | None:
     """Return the checkpoint of a folder: of a role, of a step, or of a run."""
     if tag is not None:
-        named = "\0" not in tag and not {"", ".", ".."} & set(tag.split("/")) and (path / tag).is_dir()
+        named = is_tag(tag) and (path / tag).is_dir()
         return _below(path / tag, None, _beside(path, TRACKERS)) if named else None
     if has_rank_files(path):
         return _read(path, (), trackers)
@@ -151,8 +157,8 @@ def _last(path: Path) -> Directory | NearMiss | None:
     trackers = _beside(path, TRACKERS)
     shown = listed([steps[n].name for n in sorted(steps)])
     for tracker in trackers:
-        text = read_head(str(tracker), MAX_TEXT_NBYTES).decode("utf-8", "replace").strip()
-        found = steps.get(int(text)) if _NUMBER.fullmatch(text) else None
+        text = latest_name(path, tracker.name) or ""
+        found = steps.get(int(text)) if is_number(text) else None
         if found is None:
             raise UnknownFormatError(
                 "names no checkpoint",
@@ -218,18 +224,8 @@ def _world_size(path: Path, by_size: dict[int, dict[str, dict[int, Path]]], conf
 
 def complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> tuple[Path, ...]:
     """Return the files of all ranks, or none where there are none."""
-    if not found:
-        return ()
-    missing = next((rank for rank in range(len(found) + 1) if rank not in found), None)
-    if len(found) != world_size or max(found) != world_size - 1:
-        error = ShardError(
-            f"the {kind} file of rank {missing} is missing",
-            path=path,
-            expected=f"{world_size} files",
-            found=f"{len(found)}, such as {found[min(found)].name}",
-            code=MISSING_FILE,
-            ranks=[] if missing is None else [missing],
-        )
+    error = missing(path, f"{kind} file", found, world_size) if found else None
+    if error is not None:
         from zckpt.formats.lost import MOST_RANKS, stand_in
 
         if max(found) >= world_size or world_size > MOST_RANKS:

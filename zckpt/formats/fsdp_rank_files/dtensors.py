@@ -65,7 +65,7 @@ class RankTensors:
             _object(_PLACEMENTS, one.kind, {} if one.kind == REPLICATE else {"dim": one.dim})
             for one in self._placements
         )
-        self._specs: dict[tuple[tuple[int, ...], str], Object] = {}
+        self._specs: dict[tuple[Shape, str], Object] = {}
 
     def dtensor(self, slot: Slot, dtype: str, label: str) -> MetaTensor:
         """Return this rank's rows of a slot, as a DTensor."""
@@ -132,10 +132,9 @@ def _mesh_node(mesh: Mesh, world_size: int, rank: int) -> Object:
     return _object("torch.distributed.device_mesh", "DeviceMesh", state)
 
 
-def plain_tensor(slot: Slot, dtype: str, label: str, *, flat: bool = False) -> Tensor:
-    """Return the whole of a slot, as every rank has it of a buffer; `flat`: in one dimension."""
-    storage = new_storage(dtype, slot.numel, [SlotContent(0, slot, label)])
-    return view(storage, (slot.numel,) if flat else slot.shape)
+def plain_tensor(slot: Slot, dtype: str, label: str) -> Tensor:
+    """Return the whole of a slot, as every rank has it of a buffer."""
+    return view(new_storage(dtype, slot.numel, [SlotContent(0, slot, label)]), slot.shape)
 
 
 def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) -> dict[int, dict[str, object]]:

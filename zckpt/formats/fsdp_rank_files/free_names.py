@@ -12,14 +12,13 @@ from pathlib import Path
 
 from zckpt.errors import ShardError, SourceError, UnsupportedError, about, listed
 from zckpt.formats.format import Search
-from zckpt.formats.fsdp_rank_files.contents import Place, at
 from zckpt.formats.fsdp_rank_files.directory import MODEL, OPTIMIZER, Directory, complete
 from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.content import content_of
 from zckpt.storage.files import entries_of
-from zckpt.torchfile import MetaTensor, TorchFile, read_torchfile
+from zckpt.torchfile import MetaTensor, Place, TorchFile, read_torchfile, value_at
 
 
 def find(search: Search, first: str | None = None) -> Directory | None:
@@ -105,7 +104,7 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
     content = content_of(whole if isinstance(whole, dict) else {}, Path(path))
     base: Place = () if content.base_key is None else (content.base_key,)
     models = [base if key is None else (*base, key) for key in content.keys]
-    models = [place for place in models if any(True for _ in shares(at(root, place)))] or models
+    models = [place for place in models if any(True for _ in shares(value_at(root, place)))] or models
     optimizers = [one.path for one in content.optimizers]
     if max(len(models), len(optimizers)) > 1 or not models + optimizers:
         raise UnsupportedError(
@@ -130,7 +129,7 @@ def _whole(node: object) -> object:
 
 def _rank(root: object, places: tuple[Place | None, Place | None]) -> tuple[int, int]:
     """Return which rank a file is of, and of how many, as the meshes of its tensors say."""
-    shared = [node for place in places if place is not None for _, node in shares(at(root, place))]
+    shared = [node for place in places if place is not None for _, node in shares(value_at(root, place))]
     reader = RankReader()
     held = [reader.held(node) for node in shared]
     meshes = [one.mesh for one in held if one is not None and one.mesh is not None]

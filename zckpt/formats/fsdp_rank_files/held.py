@@ -26,10 +26,11 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError,
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.state import Checkpoint, Duplicate, Parameter, Shape, Slot
+from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
-from zckpt.state.spans import CutFiles, CutSpans
+from zckpt.state.spans import CutFiles, CutSpans, position
 from zckpt.state.views import placed
-from zckpt.torchfile import LEAVES, MetaTensor, Object, Tensor, TorchFile, brief, children
+from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children
 
 REPLICATE, SHARD, STRIDED = "Replicate", "Shard", "_StridedShard"
 
@@ -56,7 +57,7 @@ class Mesh:
     """
 
     sizes: Shape
-    coordinate: tuple[int, ...]
+    coordinate: Shape
     names: tuple[str, ...] = ()
     device: str = ""
     rank: int | None = None
@@ -92,20 +93,19 @@ def read_mesh(node: object) -> Mesh:
         )
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise DamagedFileError("a rank outside its mesh", expected=f"below {sizes}", found=coordinate)
-    known = isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
+    known = names if isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names) else ()
     device = node.get("_device_type", node.get("device_type"))
-    found = tuple(map(str, names)) if known and isinstance(names, (tuple, list)) else ()
-    return Mesh(sizes, coordinate, found, device if isinstance(device, str) else "", _rank(node, sizes, coordinate))
+    device = device if isinstance(device, str) else ""
+    return Mesh(sizes, coordinate, tuple(known), device, _rank(node, sizes, coordinate))
 
 
 def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int]) -> int | None:
     rank, ranks = node.get("_rank"), integers(node.get("_flatten_mesh_list"))
     if type(rank) is int:
         return rank
-    at = 0
-    for size, one in zip(sizes, coordinate, strict=True):
-        at = at * size + one
-    return ranks[at] if ranks is not None and len(ranks) == math.prod(sizes) else None
+    if ranks is None or len(ranks) != math.prod(sizes):
+        return None
+    return ranks[position(coordinate, row_major(sizes))]
 
 
 def _sizes(node: Object) -> Shape | None:
@@ -126,13 +126,10 @@ def _sizes(node: Object) -> Shape | None:
 
 
 def _product(shape: object) -> int | None:
-    """Return the product of the numbers in a shape, which may be nested; None if it has anything else."""
-    if type(shape) is int:
-        return shape if shape >= 0 else None
-    if not isinstance(shape, (tuple, list)) or len(shape) > MAX_MESH_DIMENSIONS:
-        return None
-    found = [one for one in shape if type(one) is int and one >= 0]
-    return math.prod(found) if len(found) == len(shape) else None
+    """Return the product of the numbers in a shape, or a number by itself; None if it has anything else."""
+    sizes = integers((shape,) if type(shape) is int else shape)
+    usable = sizes is not None and len(sizes) <= MAX_MESH_DIMENSIONS and min(sizes, default=0) >= 0
+    return math.prod(sizes) if sizes is not None and usable else None
 
 
 def integers(value: object) -> tuple[int, ...] | None:
@@ -167,9 +164,7 @@ def read_placements(node: object) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-def box_of(
-    shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) -> tuple[Shape, Shape]:
     """Return the offsets and sizes of the box that a rank has.
 
     Each dimension of the mesh cuts what the ones before it have left, in pieces of ceil(n / ranks), of which the last
@@ -289,7 +284,7 @@ def elements(node: object) -> object:
     """
     if not isinstance(node, MetaTensor) or node.attributes is not None or not isinstance(node.state, tuple):
         return node
-    kind = node.subclass.name if node.subclass is not None else ""
+    kind = _class_of(node)
     match node.state:
         case (None, dict(slots)) if kind == DTENSOR and slots.keys() == {"_local_tensor", "_spec"}:
             return slots["_local_tensor"]
@@ -298,18 +293,23 @@ def elements(node: object) -> object:
     return node
 
 
+def _class_of(node: MetaTensor) -> str:
+    """Return the name of a tensor's class; empty where it has none of its own."""
+    return "" if node.subclass is None else node.subclass.name
+
+
 def is_share(file: TorchFile) -> bool:
     """Tell whether a file names the classes of tensors that several ranks share."""
     return any(name.rpartition(".")[2] in (DTENSOR, SHARDED) for names in file.globals.values() for name in names)
 
 
-def shares(root: object) -> Iterator[tuple[tuple[object, ...], MetaTensor]]:
+def shares(root: object) -> Iterator[tuple[Place, MetaTensor]]:
     """Yield the tensors below a node that several ranks share, and the keys that lead to them."""
-    waiting: list[tuple[tuple[object, ...], object]] = [((), root)]
+    waiting: list[tuple[Place, object]] = [((), root)]
     seen: set[int] = set()
     while waiting:
         place, node = waiting.pop()
-        if isinstance(node, MetaTensor) and node.subclass is not None and node.subclass.name in (DTENSOR, SHARDED):
+        if isinstance(node, MetaTensor) and _class_of(node) in (DTENSOR, SHARDED):
             yield place, node
         elif id(node) not in seen:
             seen.add(id(node))
@@ -328,15 +328,19 @@ def refuse_share(file: TorchFile) -> None:
     except SourceError:
         held = None
     mesh = None if held is None else held.mesh
-    kind = "" if node.subclass is None else node.subclass.name
     raise UnsupportedError(
-        f"holds one rank's part of what ranks share: {'.'.join(map(str, place))[:80]} is a {kind}",
+        f"holds one rank's part of what ranks share: {'.'.join(map(str, place))[:80]} is a {_class_of(node)}",
         path=file.path,
         expected="whole tensors, or a format whose files say which rank's they are",
         found=None if mesh is None else f"rank {mesh.rank} of {math.prod(mesh.sizes)}",
         advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
         ranks=[] if mesh is None or mesh.rank is None else [mesh.rank],
     )
+
+
+def _data_of(node: object) -> object:
+    """Return the data of a parameter of another kind of tensor; any other node as it is."""
+    return node.args[0] if isinstance(node, Object) and node.qualified == PARAMETER and node.args else node
 
 
 class RankReader:
@@ -351,24 +355,20 @@ class RankReader:
 
         Raises SourceError: it is one of a kind that is not read, or contradicts itself.
         """
-        if isinstance(node, Object) and node.qualified == PARAMETER and node.args:
-            node = node.args[0]
+        node = _data_of(node)
         if isinstance(node, Tensor):
             boxes = (Box((0,) * len(node.shape), node.shape, node),) if node.numel else ()
             return Held(PLAIN, node.shape, node.dtype, boxes, None, CLONED in (node.attributes or {}))
         if not isinstance(node, MetaTensor):
             return None
-        kind = node.subclass.name if node.subclass is not None else ""
-        if kind == DTENSOR:
+        if _class_of(node) == DTENSOR:
             return self._dtensor(node)
-        if kind == SHARDED:
+        if _class_of(node) == SHARDED:
             return self._sharded(node)
         raise UnsupportedError(f"holds a tensor of class {node.subclass}", expected="Tensor, DTensor or ShardedTensor")
 
     def _dtensor(self, node: MetaTensor) -> Held:
-        local, spec = _attribute(node, "_local_tensor"), _attribute(node, "_spec")
-        if isinstance(local, Object) and local.qualified == PARAMETER and local.args:
-            local = local.args[0]
+        local, spec = _data_of(node.get("_local_tensor")), node.get("_spec")
         if not isinstance(local, Tensor) or not isinstance(spec, Object):
             raise UnsupportedError(
                 "a DTensor without elements of its own", expected="a local tensor", found=brief(local)
@@ -415,10 +415,7 @@ class RankReader:
                 expected=f"a tensor of shape {sizes}",
                 found=tensor.shape if isinstance(tensor, Tensor) else brief(tensor),
             )
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            low >= 0 and low + n <= whole for low, n, whole in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
+        if not is_within((offsets, sizes), shape):
             raise DamagedFileError(
                 "a shard outside its tensor", expected=f"within {shape}", found=f"{offsets} + {sizes}"
             )
@@ -435,13 +432,7 @@ def _groups(state: object) -> Mesh | None:
     return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])
 
 
-def _attribute(node: MetaTensor, name: str) -> object:
-    """Return an attribute of a tensor, from its `__dict__` or its `__slots__`."""
-    parts = [node.attributes, *(node.state if isinstance(node.state, tuple) else (node.state,))]
-    return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
-
-
-Cell = tuple[tuple[int, ...], tuple[int, ...]]
+Cell = tuple[Shape, Shape]
 """Offsets and sizes of a box."""
 
 
@@ -450,6 +441,8 @@ class RankFiles:
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
+        self.lost = [rank for rank, path in enumerate(paths) if is_lost(path)]
+        self.there = [rank for rank in range(len(paths)) if rank not in self.lost]
         self._known: dict[tuple[int, ...], tuple[tuple[str, ...], dict[str, int]]] = {}
 
     def cut(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> CutFiles | None:
@@ -522,12 +515,11 @@ class RankFiles:
                 cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
         if not math.prod(first.shape):
             return [(rank, Slot(name, first.dtype, first.shape, ()))]
-        lost = next((rank for rank, path in enumerate(self.paths) if is_lost(path)), None)
-        if lost is not None:
+        if self.lost:
             cells |= {box: [] for box in absent_boxes(first.shape, list(cells))}
             most = max(map(len, cells.values()))
             for (_, shape), holders in cells.items():
-                holders.extend([(lost, tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
+                holders.extend([(self.lost[0], tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
         self._check(label, first.shape, cells)
         ordered = sorted(cells.items())
         count = min(len(holders) for _, holders in ordered)

@@ -19,7 +19,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence.order import GIVEN
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
-from zckpt.formats.remainder import as_masters, remainder, remainder_rules, types_of_weights
+from zckpt.formats.remainder import as_masters, remainder, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
 from zckpt.formats.transformers_trainer.states import PER_GROUP
 from zckpt.state import Checkpoint, ParamGroup
@@ -74,7 +74,7 @@ def extra_state(checkpoint: Checkpoint, rank: int, world_size: int) -> dict[str,
     return found
 
 
-ONE, KEEP = "one", "keep"
+ONE = "one"
 
 DCP = "dcp"
 """The format whose files have a model in the order of its state dict."""
@@ -154,7 +154,7 @@ def follows(names: Sequence[str], order: Sequence[str]) -> bool:
 
 KEY = "fsdp"
 
-RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "the order of the optimizer's parameters"))
+RULE = Rule((KEY, "**"), IMPLIED, "the order of the optimizer's parameters")
 
 
 def own_tree(checkpoint: Checkpoint, units: Sequence[str] | None) -> dict[str, object]:

@@ -12,9 +12,7 @@ from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
 from zckpt.formats.fsdp_rank_files.contents import (
     Model,
-    Place,
     add_part,
-    at,
     read_models,
     read_optimizers,
     tie_as_configured,
@@ -28,18 +26,18 @@ from zckpt.formats.fsdp_rank_files.directory import (
     rank_name,
 )
 from zckpt.formats.fsdp_rank_files.held import is_share, shares
-from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULES, give_masters, recorded_names
+from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULE, give_masters, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.lost import is_lost
-from zckpt.formats.remainder import restore
+from zckpt.formats.remainder import restore_from
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
-from zckpt.torchfile import TorchFile, read_torchfile
+from zckpt.torchfile import Place, TorchFile, read_torchfile, value_at
 
 ADAPTER = "lora_adapter/adapter_model.safetensors"
 """LoRA's parameters, under PEFT's names."""
@@ -87,8 +85,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     _claim(checkpoint, directory)
     checkpoint.step = step_of(checkpoint, checkpoint.metadata) if directory.step is None else directory.step
     if own is not None:
-        checkpoint.files.append(describe(own, "metadata", rules=RULES))
-        restore(checkpoint, own.root, own)
+        restore_from(checkpoint, own, RULE)
         give_masters(checkpoint, own)
         checkpoint.is_numbered = False
     return checkpoint
@@ -132,7 +129,7 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
                 continue
             file = read_torchfile(path)
             file = replace(file, root={key: file.root}) if key else file
-            root = as_mapping(at(file.root, where), file.path)
+            root = as_mapping(value_at(file.root, where), file.path)
             content = by_name({one: value for one, value in root.items() if one not in gone}, file.path)
             shared = [one for one, value in content.items() if is_share(file) and any(True for _ in shares(value))]
             if shared and not found:
@@ -160,12 +157,10 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
 
 def _claim(checkpoint: Checkpoint, directory: Directory) -> None:
     """Say what files without tensors are."""
-    for path in directory.trackers:
-        checkpoint.claims[str(path)] = Claim(IMPLIED, "which step is the last")
-    if is_file(directory.path / CONFIG_NAME):
-        checkpoint.claims[str(directory.path / CONFIG_NAME)] = Claim(IMPLIED, "the version of FSDP, and how many ranks")
-    if is_file(directory.path / LORA_NAME):
-        checkpoint.claims[str(directory.path / LORA_NAME)] = Claim(IMPLIED, "the configuration of LoRA")
+    known = dict.fromkeys(directory.trackers, "which step is the last")
+    known[directory.path / CONFIG_NAME] = "the version of FSDP, and how many ranks"
+    known[directory.path / LORA_NAME] = "the configuration of LoRA"
+    checkpoint.claims |= {str(path): Claim(IMPLIED, about) for path, about in known.items() if is_file(path)}
     if directory.config:
         checkpoint.details["fsdp_config"] = dict(directory.config)
     if directory.others:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.state import Shape
 
-Shape = tuple[int, ...]
 Sizes = Mapping[str, int | None]
 
 DIM, QUERIES, KEYS, WORDS, HIDDEN = "dim", "queries", "keys", "words", "hidden"

@@ -9,7 +9,7 @@ from zckpt.errors import LayoutError, ShardError, about
 from zckpt.evidence import is_trainable
 from zckpt.formats.meta.cut import Sizes, cut_dimension, sizes_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Topology
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Topology
 from zckpt.state.inventory import Claim
 from zckpt.state.views import concat
 from zckpt.storage.files import is_file, json_object
@@ -103,5 +103,4 @@ def _add(
             checkpoint.duplicates += [
                 Duplicate(kind, name, name, one, slot, rank) for rank, one in enumerate(slots) if rank and one.numel
             ]
-        section = checkpoint.buffers if is_buffer else checkpoint.parameters
-        section[name] = Parameter.of(name, slot)
+        checkpoint.place(name, slot, trained=not is_buffer)

@@ -30,7 +30,7 @@ from zckpt.codes import CHECKSUM, MISSING_FILE
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.files import DOCUMENT_NAME, rank_files
 from zckpt.state.dtypes import DTYPES
-from zckpt.storage.files import read_whole
+from zckpt.storage.files import each_once, read_whole
 from zckpt.torchfile import MAX_DIMENSIONS, MAX_ELEMENTS, brief
 
 FORMAT = "zckpt"
@@ -92,7 +92,7 @@ def read_document(directory: Path) -> tuple[dict[str, Json], int]:
     text = read_whole(str(path), most=MAXIMUM_NBYTES)
     try:
         document = json.loads(
-            text, object_pairs_hook=_once, parse_int=_integer, parse_float=_float, parse_constant=_float
+            text, object_pairs_hook=each_once, parse_int=_integer, parse_float=_float, parse_constant=_float
         )
     except (ValueError, RecursionError) as error:
         found = "too deep" if isinstance(error, RecursionError) else str(error)
@@ -127,13 +127,6 @@ def _check_sum(path: Path, text: bytes, document: dict[str, Json]) -> None:
             advice="copy it again; if you changed it on purpose, take the crc32 out",
             code=CHECKSUM,
         )
-
-
-def _once(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a member is there twice")
-    return found
 
 
 def _integer(text: str) -> int:

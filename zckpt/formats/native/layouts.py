@@ -11,11 +11,9 @@ so that a table of slots by kinds, and one of kinds by files, hold all offsets, 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Form, Json, formed, record, wrong
@@ -29,7 +27,7 @@ from zckpt.formats.native.rank_file import (
     stored_as,
 )
 from zckpt.state import Extent, Shape, Span, Spans
-from zckpt.state.boxes import bounds
+from zckpt.state.boxes import ByPlace, is_within
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 
@@ -76,7 +74,7 @@ class Layouts:
         for piece in (piece for layout in self._layouts for piece in layout):
             if piece["file"] >= count:
                 raise wrong("file of piece", f"a number below {count}", piece["file"])
-        self._checked: dict[tuple[int, tuple[int, ...]], Pieces] = {}
+        self._checked: dict[tuple[int, Shape], Pieces] = {}
 
     def pieces(self, layout: int, key: str, shape: Shape) -> Pieces:
         """Return which file has which elements of a slot: together as many as it has.
@@ -108,9 +106,7 @@ def _extent(piece: Mapping[str, Json], key: str, shape: Shape) -> Extent:
         offsets, sizes = (0,) * len(shape), shape
     if start is None:
         start, numel = 0, math.prod(sizes)
-    if not len(offsets) == len(sizes) == len(shape):
-        raise wrong(f"box of {key}", f"{len(shape)} dimensions", sizes)
-    if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+    if not is_within((offsets, sizes), shape):
         raise wrong(f"box of {key}", f"within {shape}", (offsets, sizes))
     if start + numel > math.prod(sizes):
         raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
@@ -146,13 +142,13 @@ def summed(files: Sequence[Listed], identity: str, cuts: Sequence[Cut]) -> Offse
 
     None where the headers that follow from the document have not the CRC-32 that it lists: headers are to be read.
     """
-    tensors: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
+    tensors: list[list[tuple[str, str, Shape]]] = [[] for _ in files]
     ordered = sorted(cuts, key=lambda cut: cut.order)
     for cut in ordered:
         for file, extent in cut.pieces:
             tensors[file].append(cut.tensor(extent))
     at = [one.header_nbytes + DIGEST_NBYTES * len(held) for one, held in zip(files, tensors, strict=True)]
-    found: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Shape] = {}
     for cut in ordered:
         own = []
         for file, extent in cut.pieces:
@@ -229,16 +225,13 @@ class Held:
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = [(file, extent) for file, extent in pieces if extent.numel]
-        self._by_low: tuple[Pieces, list[int], list[int]] | None = None
+        self._placed: ByPlace[tuple[int, Extent]] | None = None
 
     def reaching(self, shape: Shape, low: int, high: int) -> Pieces:
         """Return the pieces that may have some of elements [low, high) of the flattened slot."""
-        if self._by_low is None:
-            found = sorted(((*bounds(one[1], shape), one) for one in self.pieces), key=lambda one: one[:2])
-            highs = list(accumulate((high for _, high, _ in found), max))  # of this one and all before
-            self._by_low = [one for *_, one in found], [low for low, *_ in found], highs
-        placed, lows, highs = self._by_low
-        return placed[bisect_right(highs, low) : bisect_left(lows, high)]
+        if self._placed is None:
+            self._placed = ByPlace(shape, ((one, one[1]) for one in self.pieces))
+        return self._placed.reaching(low, high)
 
 
 class PieceSpans(Spans):

@@ -140,7 +140,7 @@ class NodeWriter:
 
     def _check_keys(self, container: Iterable[object]) -> None:
         """Refuse keys that the reader refuses."""
-        with _unwritten():
+        with _refusing():
             for key in container:
                 self._context.check_key(container, key)
 
@@ -167,8 +167,8 @@ def _shared(roots: list[object]) -> set[int]:
     shared: set[int] = set()
     waiting: list[tuple[object, bool]] = [(root, False) for root in roots]
     heights: dict[int, int] = {}
-    for root in roots:
-        with _unwritten():
+    with _refusing():
+        for root in roots:
             check_depth(root, heights)
     while waiting:
         node, carried = waiting.pop()
@@ -181,7 +181,7 @@ def _shared(roots: list[object]) -> set[int]:
             continue
         seen.add(id(node))
         if isinstance(node, FromFile):
-            with _unwritten():
+            with _refusing():
                 check_depth(node.node, heights)
         waiting.extend((child, carried or isinstance(node, FromFile)) for child in _below(node))
     return shared
@@ -204,8 +204,8 @@ def _below(node: Node) -> Iterator[object]:
 
 
 @contextmanager
-def _unwritten() -> Iterator[None]:
-    """Refuse what the reader would."""
+def _refusing() -> Iterator[None]:
+    """Say of what cannot be in a pickle that it is not written either."""
     try:
         yield
     except PickleError as error:

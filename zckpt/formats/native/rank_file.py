@@ -165,7 +165,7 @@ def order_key(key: str, width: int) -> tuple[int, str]:
 
 
 def header_for(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str, *, start: int | None = None, nbytes: int = 0
+    tensors: Sequence[tuple[str, str, Shape]], identity: str, *, start: int | None = None, nbytes: int = 0
 ) -> bytes:
     """Return the header of a file of these tensors: name, type and shape of each, in their order.
 

@@ -15,17 +15,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.lost import stand_in
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot, SourceFile, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, SourceFile, Span
 from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
-from zckpt.storage.files import FileRange, collector_paused, is_file, json_object, opened
+from zckpt.storage.files import FileRange, collector_paused, each_once, is_file, json_object, opened
 
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
@@ -76,8 +76,7 @@ def read(source: Path) -> Checkpoint:
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
         for name, slot in slots.items():
-            target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
-            target[name] = Parameter.of(name, slot)
+            checkpoint.place(name, slot, trained=is_floating(slot.dtype))
             where[name] = path.name
     if source.is_dir() and (source / INDEX_NAME).is_file():
         take_index(checkpoint, source / INDEX_NAME, where)
@@ -94,10 +93,15 @@ def add_file(checkpoint: Checkpoint, path: Path) -> tuple[dict[str, Slot], dict[
             checkpoint.metadata[kept] = text
             rules.append(Rule((METADATA_KEY, key), CARRIED, kept))
     checkpoint.files.append(source_file(path, slots, texts, nbytes, rules))
-    twice = [name for name in slots if name in checkpoint.parameters or name in checkpoint.buffers]
-    if twice:
-        raise DamagedFileError(f"{twice[0]} is in two files", path=path)
+    refuse_twice(checkpoint, slots, path)
     return slots, texts
+
+
+def refuse_twice(checkpoint: Checkpoint, names: Iterable[str], path: Path) -> None:
+    """Raise DamagedFileError if a file has tensors that another one has, too."""
+    twice = next((name for name in names if name in checkpoint.parameters or name in checkpoint.buffers), None)
+    if twice is not None:
+        raise DamagedFileError(f"{twice} is in two files", path=path)
 
 
 def take_index(checkpoint: Checkpoint, index: Path, where: Mapping[str, str]) -> None:
@@ -162,12 +166,13 @@ def is_delta(path: Path) -> bool:
 
 
 def source_file(
-    path: Path, slots: Mapping[str, Slot], texts: Mapping[str, str], nbytes: int, rules: Sequence[Rule]
-) -> SourceFile:
-    """Return a model's file as the inventory takes it, given what `read_header` returns."""
+    path: Path, slots: Mapping[str, Slot], texts: Mapping[str, str], nbytes: int, rules: Sequence[Rule],
+    role: str = "model",
+) -> SourceFile:  # fmt: skip
+    """Return a file as the inventory takes it, given what `read_header` returns."""
     used = sum(slot.nbytes for slot in slots.values())
     tree = {METADATA_KEY: texts, **slots}
-    return SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=tuple(rules))
+    return SourceFile(str(path), nbytes, role, tensor_nbytes=used, tree=tree, rules=tuple(rules))
 
 
 def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
@@ -190,7 +195,7 @@ def header_in(source: FileRange) -> tuple[dict[str, Slot], dict[str, str]]:
     text = source.at(8, length)
     try:
         with collector_paused():
-            header = json.loads(text, object_pairs_hook=_without_duplicates)
+            header = json.loads(text, object_pairs_hook=each_once)
         del text
         metadata = header.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -213,13 +218,6 @@ def header_in(source: FileRange) -> tuple[dict[str, Slot], dict[str, str]]:
             code=TRUNCATED if size < 8 + length + at else None,
         )
     return slots, metadata
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found
 
 
 def _slot(

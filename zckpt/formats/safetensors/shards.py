@@ -21,7 +21,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule
 
@@ -42,8 +42,8 @@ class Pieces:
 
     dtype: str
     dimensions: int
-    spans: dict[tuple[int, ...], Span] = field(default_factory=dict)
-    reach: tuple[int, ...] = ()
+    spans: dict[Shape, Span] = field(default_factory=dict)
+    reach: Shape = ()
 
 
 def is_sharded(path: Path) -> bool:
@@ -76,9 +76,7 @@ def read(path: Path) -> Checkpoint:
         checkpoint.files.append(replace(described, dp_rank=int(rank[1]) - 1 if rank else None))
     numbers = sorted({int(found[1]) for file in files if (found := _SHARD.fullmatch(file.name))})
     for name, pieces in tensors.items():
-        slot = _slot(name, pieces, numbers, path)
-        target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
-        target[name] = Parameter.of(name, slot)
+        checkpoint.place(name, _slot(name, pieces, numbers, path), trained=is_floating(pieces.dtype))
     checkpoint.world_size = max(len(numbers), 1)
     checkpoint.details["shards"] = numbers
     checkpoint.warnings.append(

@@ -15,7 +15,6 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.formats.dcp.reader import STEP_PLACES
-from zckpt.formats.fsdp_rank_files.contents import Place
 from zckpt.formats.fsdp_rank_files.directory import MODEL, Directory, complete
 from zckpt.formats.fsdp_rank_files.free_names import places_of
 from zckpt.formats.fsdp_rank_files.held import is_share
@@ -26,7 +25,7 @@ from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.state import Checkpoint, SourceFile, number_of
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import entries_of, is_file
-from zckpt.torchfile import TorchFile, brief, node_of, read_pickle, read_torchfile
+from zckpt.torchfile import Place, TorchFile, brief, node_of, read_pickle, read_torchfile
 
 NAME, VERSION = "metadata.pkl", "2.0"
 DTENSOR = "DTensorShardingMetadata"

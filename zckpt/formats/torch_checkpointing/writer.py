@@ -19,7 +19,7 @@ from zckpt.formats.fsdp_rank_files.writer import Ranks, refuse
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_checkpointing.directory import DTENSOR, NAME, VERSION
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.optimizer import FORM_KEY, GROUPS_KEY, STATE_KEY
+from zckpt.formats.torch_files.optimizer import FORM_KEY, GROUPS_KEY, flattened, with_names
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
 from zckpt.state.boxes import row_major
 from zckpt.state.partition import check_world_size
@@ -73,15 +73,10 @@ def _keyed(tree: dict[str, Any], names: list[str], keys: str) -> dict[str, objec
     """Return an optimizer's state dict in one of the forms that programs save."""
     if keys == "numbers":
         return dict(tree)
-    state = {names[number]: slots for number, slots in tree[STATE_KEY].items()}
-    groups = [({k: v for k, v in one.items() if k != "params"}, [names[n] for n in one["params"]])
-              for one in tree[GROUPS_KEY]]  # fmt: skip
-    if keys == "names":
-        return {STATE_KEY: state, GROUPS_KEY: [{"param_names": its, **one} for one, its in groups], FORM_KEY: 1}
-    return {
-        **{f"{STATE_KEY}.{name}.{slot}": one for name, slots in state.items() for slot, one in slots.items()},
-        **{f"{GROUPS_KEY}.{name}.{key}": value for one, its in groups for name in its for key, value in one.items()},
-    }
+    named = with_names(tree, names)
+    if keys == "flat":
+        return flattened(named)
+    return {**named, GROUPS_KEY: [{"param_names": one.pop("params"), **one} for one in named[GROUPS_KEY]], FORM_KEY: 1}
 
 
 def _cuts(node: object, keys: list[object], size: int, device: str) -> Iterator[tuple[list[object], object]]:

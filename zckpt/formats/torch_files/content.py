@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeGuard
 
 from zckpt.errors import about
 from zckpt.evidence import NAMES_ADVICE, agree, may_be_trained
@@ -28,13 +29,13 @@ from zckpt.formats.torch_files.optimizer import (
     looks_flattened,
     looks_like_optimizer,
     optimizer_rules,
-    parse,
-    unflattened,
+    parse_either,
 )
 from zckpt.formats.torch_files.tensors import identity_of
+from zckpt.state import Shape
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
-from zckpt.torchfile import Tensor, is_tensor
+from zckpt.torchfile import Place, Tensor, is_tensor
 
 STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 """Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
@@ -48,7 +49,7 @@ EXTRA_STATE = "_extra_state"
 """What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
 
 Node = Mapping[object, object]
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[str, Shape]
 """Of a model's parameters, by name; a tied one once."""
 
 
@@ -56,7 +57,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class Held:
     """An optimizer of a file: where it is, what it is called among several, and its state."""
 
-    path: tuple[object, ...]
+    path: Place
     state: OptimizerState
     is_flat: bool
     name: str = ""
@@ -151,7 +152,7 @@ def content_of(root: Node, path: Path) -> Content:
 # --- what is there
 
 
-def is_state_dict(node: object) -> bool:
+def is_state_dict(node: object) -> TypeGuard[dict[Any, Any]]:
     """Tell a dict of tensors, of which some are dense; what a module keeps as its extra state may be anything."""
     if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
         return False
@@ -164,9 +165,9 @@ def dtypes_of(model: Node) -> dict[str, str]:
     return {str(name): one.dtype for name, one in model.items() if isinstance(one, Tensor)}
 
 
-def shapes_of(model: Node) -> dict[str, tuple[int, ...]]:
+def shapes_of(model: Node) -> dict[str, Shape]:
     """Return the shapes of what an optimizer could have of a model."""
-    found: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
+    found: dict[object, tuple[str, Shape]] = {}
     dtypes = dtypes_of(model)
     for name, one in model.items():
         if isinstance(one, Tensor) and may_be_trained(str(name), dtypes):
@@ -178,7 +179,7 @@ def _models(base: Node) -> dict[object, Node]:
     """Return dicts of tensors by key; what is mostly tensors itself is one, under None."""
     if is_state_dict(base):
         return {None: base}
-    found: dict[object, Node] = {key: one for key, one in base.items() if isinstance(one, dict) and is_state_dict(one)}
+    found: dict[object, Node] = {key: one for key, one in base.items() if is_state_dict(one)}
     if found:
         return found
     tensors = {key: value for key, value in base.items() if is_tensor(value)}
@@ -191,7 +192,7 @@ def _models(base: Node) -> dict[object, Node]:
     return {None: tensors} if mostly else {}
 
 
-def _optimizers(base: Node, at: tuple[object, ...], path: Path) -> dict[object, list[Held]]:
+def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
     """Return optimizers by key: one under it, or a list or a dict of them. A base that is one is under None."""
     if _is_optimizer(base):
         return {None: [_held(base, at, path)]}
@@ -208,11 +209,9 @@ def _is_optimizer(node: object) -> bool:
     return looks_like_optimizer(node) or looks_flattened(node)
 
 
-def _held(node: object, place: tuple[object, ...], path: Path, name: str = "") -> Held:
-    flat = isinstance(node, dict) and looks_flattened(node)
+def _held(node: object, place: Place, path: Path, name: str = "") -> Held:
     with about(path):
-        state = parse(unflattened(node, str(path)) if flat and isinstance(node, dict) else node, str(path))
-    return Held(place, state, flat, name)
+        return Held(place, parse_either(node, str(path)), looks_flattened(node), name)
 
 
 # --- what belongs together
@@ -273,7 +272,7 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         _find_model(found, held, shapes)
 
 
-def _union(models: Mapping[object, Shapes]) -> dict[str, tuple[int, ...]]:
+def _union(models: Mapping[object, Shapes]) -> dict[str, Shape]:
     return {f"{key}.{name}": shape for key, model in models.items() for name, shape in model.items()}
 
 
@@ -301,7 +300,7 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
 
 def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
     """Where each of several optimizers has all parameters of one child of the model, and of no other, say of which."""
-    children: dict[str, dict[str, tuple[int, ...]]] = {}
+    children: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         child, dot, rest = name.partition(".")
         children.setdefault(f"{child}{dot}", {})[rest or child] = shape
@@ -322,7 +321,7 @@ def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
 
 def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: bool = True) -> bool:
     """Tell whether optimizers' parameters can all be different ones of a model, by their number, shapes and names."""
-    needed: Counter[tuple[int, ...]] = Counter()
+    needed: Counter[Shape] = Counter()
     free = 0
     have = Counter(shapes.values())
     for one in optimizers:

@@ -22,13 +22,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, Checkpoint, ParamGroup, number_of
+from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
@@ -89,14 +89,14 @@ class OptimizerState:
         """Return the tensors in the state of a parameter, by slot."""
         return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
 
-    def shape(self, number: int) -> tuple[int, ...] | None:
+    def shape(self, number: int) -> Shape | None:
         """Return the shape of a parameter as its state shows it: the largest of its tensors."""
         state = _elementwise(self.state.get(number, {}))
         shapes = {key: list(_shapes(value)) for key, value in state.items()}
         return shown_shape(shapes | ({MASTER: [self.masters[number].shape]} if number in self.masters else {}))
 
 
-def _shapes(value: object) -> Iterator[tuple[int, ...]]:
+def _shapes(value: object) -> Iterator[Shape]:
     """Yield the shapes of what an optimizer keeps under a key: a tensor of any class, or a dict, as bitsandbytes'."""
     if isinstance(value, (Tensor, MetaTensor, TensorItem)):
         yield value.shape
@@ -127,12 +127,12 @@ def optimizer_rules(*path: str) -> tuple[Rule, ...]:
     )
 
 
-def looks_like_optimizer(node: object) -> bool:
+def looks_like_optimizer(node: object) -> TypeGuard[dict[Any, Any]]:
     """Tell whether a node is a torch optimizer's state dict."""
     return isinstance(node, dict) and isinstance(node.get(STATE_KEY), dict) and isinstance(node.get(GROUPS_KEY), list)
 
 
-def looks_flattened(node: object) -> bool:
+def looks_flattened(node: object) -> TypeGuard[dict[str, Any]]:
     """Tell whether a node is one whose keys are joined."""
     if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
         return False
@@ -148,7 +148,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
     allows, where parameters have numbers.
     """
     with about(path):
-        if not isinstance(node, dict) or not looks_like_optimizer(node):
+        if not looks_like_optimizer(node):
             raise DamagedFileError(
                 "unexpected content", expected="an optimizer's state dict", found=type(node).__name__
             )
@@ -181,6 +181,11 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
             )
         found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
         return OptimizerState(state, groups, found, names)
+
+
+def parse_either(node: object, path: str) -> OptimizerState:
+    """Bring a state dict to one form, whether or not its keys are joined; errors are those of `parse`."""
+    return parse(unflattened(node, path) if looks_flattened(node) else node, path)
 
 
 def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
@@ -242,6 +247,24 @@ def unflattened(node: Mapping[str, object], path: str, names: Collection[str] = 
         read = with_scalars({str(key): value for key, value in its.items()}, path)
         groups.setdefault(digests.of(read), {**read, "params": []})["params"].append(name)
     return {STATE_KEY: state, GROUPS_KEY: list(groups.values())}
+
+
+def with_names(tree: Mapping[Any, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the state dict of an optimizer with the names of its parameters where it has their numbers."""
+    groups = [
+        {**{k: v for k, v in one.items() if k != "param_names"}, "params": [names[number] for number in one["params"]]}
+        for one in tree[GROUPS_KEY]
+    ]
+    return {STATE_KEY: {names[number]: slots for number, slots in tree[STATE_KEY].items()}, GROUPS_KEY: groups}
+
+
+def flattened(named: Mapping[str, Any]) -> dict[str, object]:
+    """Return a state dict of names with joined keys, one for each value of each parameter: see `unflattened`."""
+    found = {f"{STATE_KEY}.{name}.{key}": one for name, its in named[STATE_KEY].items() for key, one in its.items()}
+    for group in named[GROUPS_KEY]:
+        for name in group["params"]:
+            found |= {f"{GROUPS_KEY}.{name}.{key}": value for key, value in group.items() if key != "params"}
+    return found
 
 
 def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> OptimizerState:

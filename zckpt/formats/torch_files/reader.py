@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.codes import UNSUPPORTED
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.errors import SourceError, UnsupportedError
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
+from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter
-from zckpt.torchfile import Object, Tensor, brief, is_tensor, oddity, read_torchfile
+from zckpt.torchfile import Object, Tensor, brief, is_tensor, oddity, read_torchfile, value_at
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
@@ -126,13 +127,11 @@ def add_model(checkpoint: Checkpoint, path: Path, rest: object = None) -> None:
     file = read_torchfile(path)
     refuse_share(file)
     root = file.root
-    if not isinstance(root, dict) or not is_state_dict(root):
+    if not is_state_dict(root):
         raise UnsupportedError(
             "holds no state dict", path=path, expected="a dict of tensors by name", found=brief(root, 60)
         )
-    twice = [name for name in by_name(root, str(path)) if name in checkpoint.parameters or name in checkpoint.buffers]
-    if twice:
-        raise DamagedFileError(f"{twice[0]} is in two files", path=path)
+    refuse_twice(checkpoint, by_name(root, str(path)), path)
     add_tensors(checkpoint, root, str(path), rest)
     checkpoint.metadata |= {str(key): carried(file, value) for key, value in root.items() if not is_tensor(value)}
     checkpoint.files.append(describe(file, "model"))
@@ -148,13 +147,5 @@ def read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
 
 def step_of(checkpoint: Checkpoint, root: Mapping[Any, object]) -> int | None:
     """Return the step that a program has counted, or else the optimizer."""
-    for key in STEP_KEYS:
-        value = root.get(key)
-        if type(value) is int:
-            return value
-    clock: object = root
-    for key in COMPOSERS_STEP:
-        clock = clock.get(key) if isinstance(clock, Mapping) else None
-    if type(clock) is int:
-        return clock
-    return checkpoint.most_steps
+    found = (value_at(root, way) for way in (*((key,) for key in STEP_KEYS), COMPOSERS_STEP))
+    return next((one for one in found if type(one) is int), checkpoint.most_steps)

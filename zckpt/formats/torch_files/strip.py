@@ -97,13 +97,13 @@ def optimizer_edit(request: Request, slots: Collection[str]) -> Edit:
     def edit(file: TorchFile) -> Edited:
         edited = Edited(file.root)
         for node in each(file.root, _below) if request.slots else ():
-            if isinstance(node, dict) and looks_like_optimizer(node):
+            if looks_like_optimizer(node):
                 state = node[STATE_KEY]
                 before = {number for number, one in state.items() if one}
                 drop_slots(list(state.values()), request, slots, edited)
                 for number in [number for number, one in state.items() if number in before and not one]:
                     del state[number]
-            elif isinstance(node, dict) and looks_flattened(node):
+            elif looks_flattened(node):
                 _drop_joined(node, request, slots, edited)
         return edited
 
@@ -131,17 +131,17 @@ def drop_slots(states: list[object], request: Request, slots: Collection[str], e
             edited.changed = True
 
 
-def _drop_joined(node: dict[object, object], request: Request, slots: Collection[str], edited: Edited) -> None:
+def _drop_joined(node: dict[str, object], request: Request, slots: Collection[str], edited: Edited) -> None:
     """Take slots out of a state dict whose keys are joined."""
     states: dict[str, dict[str, object]] = {}
     for key, value in node.items():
-        kind, _, rest = str(key).partition(".")
+        kind, _, rest = key.partition(".")
         if kind == STATE_KEY:
             name, _, slot = rest.rpartition(".")
             states.setdefault(name, {})[slot] = value
     drop_slots(list(states.values()), request, slots, edited)
     kept = {f"{STATE_KEY}.{name}.{slot}" for name, its in states.items() for slot in its}
-    for key in [key for key in node if str(key).startswith(f"{STATE_KEY}.") and key not in kept]:
+    for key in [key for key in node if key.startswith(f"{STATE_KEY}.") and key not in kept]:
         del node[key]
 
 

@@ -189,10 +189,10 @@ def as_mapping(node: object, path: str | None = None, expected: str = "a dict") 
     return node
 
 
-def as_names(node: object, path: str | None = None) -> list[str]:
+def as_names(node: object) -> list[str]:
     """Return a node of a file that has to be a list of names. Raises DamagedFileError: it is something else."""
     if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
-        raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
+        raise DamagedFileError("unexpected content", expected="a list of names", found=type(node).__name__)
     return node
 
 

@@ -18,17 +18,17 @@ from zckpt.errors import UnsupportedError, about
 from zckpt.evidence import may_be_trained
 from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
-from zckpt.formats.remainder import remainder_rules, restore
+from zckpt.formats.remainder import names_of_models, restore_from
 from zckpt.formats.safetensors.file import add_file, aliases_in, indexed_files, take_index
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
-from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
-from zckpt.state import Checkpoint, Parameter
+from zckpt.state import Checkpoint
+from zckpt.state.names import renamed
 from zckpt.storage.files import read_json
-from zckpt.torchfile import TorchFile, read_torchfile
+from zckpt.torchfile import read_torchfile
 
 
 def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory: Directory) -> Weights:
@@ -46,7 +46,8 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
             place_of.setdefault(name, number)
     if files.is_indexed:
         take_index(one, files.path, {name: paths[number].name for name, number in place_of.items()})
-    weights = _weights(one, place_of, paths)
+    renamed(one, {name: f"{prefix}{name}" for name in place_of})
+    weights = _weights(one, {f"{prefix}{name}": place for name, place in place_of.items()}, paths)
     config = _config(directory)
     kind = (config or {}).get("model_type")
     weights.known = architecture(kind if isinstance(kind, str) else None)
@@ -54,10 +55,8 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
     checkpoint.files += one.files
     checkpoint.claims |= one.claims
     checkpoint.metadata |= {f"{prefix}{key}": value for key, value in one.metadata.items()}
-    for section in ("parameters", "buffers"):
-        for name, tensor in getattr(one, section).items():
-            tied = None if tensor.tied_to is None else f"{prefix}{tensor.tied_to}"
-            getattr(checkpoint, section)[f"{prefix}{name}"] = replace(tensor, name=f"{prefix}{name}", tied_to=tied)
+    checkpoint.parameters |= one.parameters
+    checkpoint.buffers |= one.buffers
     return weights
 
 
@@ -79,8 +78,7 @@ def _read_safetensors(one: Checkpoint, path: Path) -> None:
     slots, texts = add_file(one, path)
     dtypes = {name: slot.dtype for name, slot in slots.items()}
     for name, slot in slots.items():
-        kind = one.parameters if may_be_trained(name, dtypes) else one.buffers
-        kind[name] = Parameter.of(name, slot)
+        one.place(name, slot, trained=may_be_trained(name, dtypes))
     for alias, owner in aliases_in(texts, slots).items():
         if owner in one.parameters:
             one.parameters[alias] = replace(one.parameters[owner], name=alias, slots={}, tied_to=owner)
@@ -125,14 +123,11 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     own = read_torchfile(directory.own) if directory.own is not None else None
     prefixes = [""]
     if len(directory.models) > 1:
-        models = checkpoint.details["models"] = _names_of_models(directory, own)
-        prefixes = [f"{name}." for name in models]
+        models = names_of_models(own, [one.stem for one in directory.models])
+        checkpoint.details["models"], prefixes = models, [f"{name}." for name in models]
     weights: list[Weights] = []
     for files, prefix in zip(directory.models, prefixes, strict=True):
-        one = read_model(checkpoint, files, prefix, directory)
-        shapes = {f"{prefix}{name}": shape for name, shape in one.shapes.items()}
-        places = {f"{prefix}{name}": place for name, place in one.places.items()}
-        weights.append(replace(one, shapes=shapes, places=places))
+        weights.append(read_model(checkpoint, files, prefix, directory))
     if directory.is_adapter:  # what says how it is added to its model, as far as it is not the default of nothing
         config = read_json(directory.path / ADAPTER_CONFIG) or {}
         told = {key: value for key, value in config.items() if value not in (None, {}, [], False, "")}
@@ -151,17 +146,8 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     if type(said) is int:
         checkpoint.step = said
     if own is not None:
-        checkpoint.files.append(describe(own, "metadata", rules=remainder_rules()))
-        restore(checkpoint, own.root, own)
+        restore_from(checkpoint, own)
     return checkpoint
-
-
-def _names_of_models(directory: Directory, own: TorchFile | None) -> list[str]:
-    """Return what several models are called: as their files are, unless zckpt has written what they were before."""
-    known = own.root.get("models") if own is not None and isinstance(own.root, dict) else None
-    if isinstance(known, list) and len(known) == len(directory.models) and all(isinstance(one, str) for one in known):
-        return known
-    return [one.stem for one in directory.models]
 
 
 def _read_optimizers(

@@ -17,8 +17,7 @@ from zckpt.evidence import Evidence, in_order
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
-
-Shape = tuple[int, ...]
+from zckpt.state import Shape
 
 PEFT_FRONT = "base_model.model."
 

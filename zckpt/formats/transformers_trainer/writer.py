@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -237,12 +236,7 @@ def _regrouped(checkpoint: Checkpoint, members: Members) -> Checkpoint:
     for names in members:
         sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
         made.append(_joined(sources or checkpoint.param_groups[:1], names))
-    number_of = {name: at for at, names in enumerate(members) for name in names}
-    parameters = {
-        name: replace(one, group=number_of[name]) if name in number_of else one
-        for name, one in checkpoint.parameters.items()
-    }
-    return replace(checkpoint, param_groups=made, parameters=parameters)
+    return checkpoint.regrouped(made)
 
 
 def _joined(sources: Sequence[ParamGroup], names: list[str]) -> ParamGroup:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, UnknownFormatError
+from zckpt.formats.lost import missing
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
@@ -79,21 +79,18 @@ def find(path: Path) -> Directory | None:
     if metadata is not None:
         models = tuple(path / name for name in names if _MODEL.fullmatch(name))
         return Directory(path, _own_ranks(path, names, metadata), (), metadata, models)
-    families = [family for family in _families(names) if _holds_optimizer(path, family)]
+    families = [family for family in _families(path, names) if _holds_optimizer(family)]
     if len(families) > 1:
         raise UnknownFormatError(
             "several sets of files hold an optimizer's state",
             path=path,
             expected="one file for each rank",
-            found=" and ".join(family[min(family)] for family in families),
+            found=" and ".join(family[min(family)].name for family in families),
         )
     if not families:
         return None
-    family = families[0]
-    _check_complete(path, family, max(family) + 1)
-    ranks = tuple(path / family[rank] for rank in sorted(family))
-    others = tuple(path / name for name in names if name not in family.values())
-    return Directory(path, ranks, others)
+    ranks = _of_all(path, families[0], max(families[0]) + 1)
+    return Directory(path, ranks, tuple(path / name for name in names if path / name not in ranks))
 
 
 def optimizer_key(root: object) -> object:
@@ -124,7 +121,7 @@ def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path,
     world_size = about.get("world_size") if isinstance(about, dict) else None
     if world_size is None:
         return ()
-    found = {int(own[1]): own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
+    found = {int(own[1]): path / own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
     if type(world_size) is not int or not 1 <= world_size >= len(found):
         raise ShardError(
             "other files of ranks than the metadata says",
@@ -132,28 +129,18 @@ def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path,
             expected=f"{world_size} ranks",
             found=f"{len(found)} files",
         )
-    _check_complete(path, found, world_size)
-    return tuple(path / found[rank] for rank in sorted(found))
+    return _of_all(path, found, world_size)
 
 
-def _check_complete(path: Path, found: Mapping[int, str], world_size: int) -> None:
-    """Raise unless there is a file for every rank; no more memory is used than files are there."""
-    if len(found) == world_size and max(found) == world_size - 1:
-        return
-    known = sorted(found)
-    missing = next((rank for rank, name in enumerate(known) if rank != name), len(known))
-    raise ShardError(
-        f"the file of rank {missing} is missing",
-        path=path,
-        expected=f"{world_size} files",
-        found=f"{len(found)}, such as {found[known[0]]}" if found else "none",
-        code=MISSING_FILE,
-        ranks=[missing],
-    )
+def _of_all(path: Path, found: Mapping[int, Path], world_size: int) -> tuple[Path, ...]:
+    """Return the files of all ranks. Raises ShardError: one is missing."""
+    if (error := missing(path, "file", found, world_size)) is not None:
+        raise error
+    return tuple(found[rank] for rank in sorted(found))
 
 
-def _families(names: list[str]) -> list[dict[int, str]]:
-    """Return the sets of names that differ in one number only, which can be the rank, by that number."""
+def _families(path: Path, names: list[str]) -> list[dict[int, Path]]:
+    """Return the sets of files whose names differ in one number only, which can be the rank, by that number."""
     by_words: dict[tuple[str, ...], list[tuple[tuple[int, ...], str]]] = {}
     for name in names:
         words_and_numbers = re.split(r"([0-9]+)", name)
@@ -166,19 +153,19 @@ def _families(names: list[str]) -> list[dict[int, str]]:
             varying = [at for at, word in enumerate(words[:-1]) if _RANK.search(word)]
         if len(varying) != 1 or _ABOUT_TIME.search(words[varying[0]]) or not _ABOUT_RANKS.search("".join(words)):
             continue
-        family = {numbers[varying[0]]: name for numbers, name in members}
+        family = {numbers[varying[0]]: path / name for numbers, name in members}
         complete = max(family) == len(family) - 1
         if len(family) == len(members) and (complete or _RANK.search(words[varying[0]])):
             found.append(family)
     return found
 
 
-def _holds_optimizer(path: Path, family: Mapping[int, str]) -> bool:
+def _holds_optimizer(family: Mapping[int, Path]) -> bool:
     """Tell by its first file whether a set of files is what it seems; a file by itself has to say that it is whole."""
     from zckpt.formats.fsdp_rank_files.held import is_share
     from zckpt.torchfile import read_torchfile
 
-    file = read_torchfile(path / family[min(family)])
+    file = read_torchfile(family[min(family)])
     if is_share(file):
         return False
     root = file.root

@@ -28,7 +28,7 @@ from zckpt.errors import (
 )
 from zckpt.evidence import NAMES_ADVICE, Evidence, in_order, note_not_used
 from zckpt.formats.fsdp_rank_files.held import refuse_share
-from zckpt.formats.remainder import remainder_rules, restore
+from zckpt.formats.remainder import restore_from
 from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.torch_files.optimizer import (
     OptimizerState,
@@ -40,7 +40,7 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Topology
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
@@ -48,7 +48,6 @@ from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 Order = list[list[str]]
 """For each param group, the names of its parameters."""
 
-Shape = tuple[int, ...]
 
 Shares = list[list[list[int]]]
 """For each rank and each group, indices of the group's parameters."""
@@ -288,13 +287,11 @@ def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | N
         parameter = checkpoint.parameters.pop(name)
         if parameter.slots or parameter.state:
             checkpoint.unnamed[name] = parameter
-    rules = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "which rank has which parameters"))
-    checkpoint.files.append(describe(metadata, "metadata", rules=rules))
-    restore(checkpoint, metadata.root, metadata)
+    restore_from(checkpoint, metadata, Rule((KEY, "**"), IMPLIED, "which rank has which parameters"))
     return checkpoint
 
 
-def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, tuple[int, ...]], Shares | None, bool]:
+def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | None, bool]:
     """Return the optimizer's order, shapes of what is not the model's, which rank has what, and whether names lack.
 
     What ranks have is said where it does not follow from sizes (parameters that were put on RPC workers).
@@ -305,7 +302,7 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, tuple[int, ...]], 
     every = [name for group in order for name in group]
     if len(set(every)) != len(every):
         raise DamagedFileError("the optimizer has a parameter twice")
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for name, shape in as_mapping(said.get("shapes"), metadata.path).items():
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise DamagedFileError("unexpected content", expected=f"the shape of {name}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zckpt.compare.logical import single
@@ -17,7 +17,7 @@ from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.diff.match import Matches
 from zckpt.state import Checkpoint, Scalar, Slot
-from zckpt.torchfile import LEAVES, PARTS, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
+from zckpt.torchfile import LEAVES, PARTS, Below, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
 
 MAXIMUM_LEAVES = 1 << 14
 """Of one value: a file may refer to its parts so often that no one could look at each of them."""
@@ -42,23 +42,19 @@ class Leaf:
     slot: Slot | None = None
 
 
-def leaves(value: object, path: str = "") -> dict[str, Leaf]:
+def leaves(value: object) -> dict[str, Leaf]:
     """Return the leaves below a value by their path, `client.args[0].name`.
 
     Lists and tuples are alike, and a single value is what it is however it is stored; tensors are compared by their
     elements wherever they lie.
     """
     collector = _Collector()
-    collector.collect(value, path, "", MAXIMUM_LEAVES)
+    collector.collect(value, "", "", MAXIMUM_LEAVES)
     return collector.found
 
 
 class _Meaning(Digests):
-    """Digests of what values mean, and how many leaves they have when every path is gone down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[int, int] = {}
+    """Digests of what values mean, of which leaves are the values."""
 
     def value(self, node: object) -> str | None:
         leaf = _leaf(node)
@@ -69,20 +65,8 @@ class _Meaning(Digests):
             return node.qualified
         return "dict" if isinstance(node, dict) else type(node).__name__ if type(node) in PARTS else "list"
 
-    def below(self, node: object) -> Iterator[tuple[object, object]]:
+    def below(self, node: object) -> Below:
         return iter(_below(node))
-
-    def count(self, node: object) -> int:
-        """Return the number of leaves below a node; one that is not finished, for it leads back to itself, has one."""
-        if _leaf(node) is not None:
-            return 1
-        self.of(node)
-        return self.counts.get(id(node), 1)
-
-    def _digest(self, node: object, parts: list[tuple[str, bytes]]) -> bytes:
-        below = (self.counts.get(id(child), 1) for _, child in _below(node))
-        self.counts[id(node)] = max(sum(below), 1)
-        return super()._digest(node, parts)
 
 
 class _Collector:
@@ -112,7 +96,7 @@ class _Collector:
 
     def _open(self, node: object, path: str, file: str, most: int) -> None:
         below = _below(node)
-        counts = [self._meaning.count(child) for _, child in below]
+        counts = [self._meaning.and_count(child)[1] for _, child in below]
         if len(counts) > most:
             self._sum_up(node, path, file)
             return
@@ -130,8 +114,8 @@ class _Collector:
 
     def _sum_up(self, node: object, path: str, file: str) -> None:
         """Add one leaf for all values below a node, and each tensor, whose elements are compared, once."""
-        digest = self._meaning.of(node).hex()
-        self.found[path] = Leaf(f"{self._meaning.count(node)} values, digest {digest[:16]}")
+        digest, count = self._meaning.and_count(node)
+        self.found[path] = Leaf(f"{count} values, digest {digest.hex()[:16]}")
         parts = each(node, lambda one: (child for _, child in children(one)), self._summed)
         for number, part in enumerate(part for part in parts if isinstance(part, (Tensor, FromFile))):
             if isinstance(part, FromFile):
