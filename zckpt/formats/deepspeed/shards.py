@@ -32,12 +32,19 @@ Weights = dict[str, Slot]
 Shapes = dict[str, Shape]
 """Shapes by name, as `param_shapes` and its kin have them."""
 
-MODEL_KEYS = frozenset({
+STRUCTURE_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
-    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
+    "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_autoep_layers",
 })  # fmt: skip
+"""Keys of a model file that describe the model or how it was cut, and are written for each checkpoint."""
+
+KEPT_KEYS = (
+    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
+    "ds_config", "sparse_tensor_module_names",
+)  # fmt: skip
+"""DeepSpeed's own keys of a model file that go along as they are; so do all of the client's."""
+
+MODEL_KEYS = STRUCTURE_KEYS.union(KEPT_KEYS, ["ds_version"])
 """Keys that DeepSpeed itself writes into a model file; all others are the client's."""
 
 GROUPS_KEY = "ds_zero_partition_groups"
@@ -85,7 +92,7 @@ class ModelShard(_OfRank):
     param_shapes : list of dict, or None
         Shape by name for each group, in flat order; None in files that do not record it.
     shared : dict of str to str
-        Alias to owner.
+        Alias to owner; empty in files that do not record it.
     content : dict
         The file's whole top level.
     extra : mapping
@@ -102,8 +109,8 @@ class ModelShard(_OfRank):
     buffer_names: set[str]
     param_shapes: list[Shapes] | None
     frozen_shapes: Shapes | None
-    frozen_fragments: dict[str, Tensor] | None
-    shared: dict[str, str] | None
+    frozen_fragments: dict[str, Tensor]
+    shared: dict[str, str]
     content: dict[str, object]
     extra: Mapping[str, object] = field(default_factory=dict)
     configuration: object = None
@@ -115,9 +122,24 @@ class ModelShard(_OfRank):
         config = plain(self.configuration)
         return config if isinstance(config, dict) else {}
 
+    @property
+    def trained(self) -> Shapes:
+        """Shapes of the parameters that its groups list."""
+        return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
+
+    @property
+    def frozen(self) -> Shapes:
+        """Shapes of the frozen parameters that it lists."""
+        return self.frozen_shapes or {}
+
+    @property
+    def zero(self) -> Mapping[Any, Any]:
+        """What the configuration says of ZeRO."""
+        return section(self.config, "zero_optimization")
+
     def zero_option(self, name: str) -> bool:
         """Return a boolean option of `zero_optimization` in the configuration; false where absent."""
-        return section(self.config, "zero_optimization").get(name) is True
+        return self.zero.get(name) is True
 
     @property
     def reorders(self) -> bool:
@@ -127,7 +149,7 @@ class ModelShard(_OfRank):
     @property
     def uses_zenflow(self) -> bool:
         """Whether the configuration turns ZenFlow on, see `zenflow`."""
-        return section(self.config, "zero_optimization").get("zenflow") is not None
+        return self.zero.get("zenflow") is not None
 
     @property
     def optimizer(self) -> dict[object, object] | None:
@@ -182,6 +204,14 @@ class OptimizerShard(_OfRank):
     content: dict[str, object] = field(default_factory=dict)
     version: str | None = None
     order: Shape | None = None
+
+    def group(self, index: int) -> dict[str, object]:
+        """Return a param group of the base optimizer; empty where the file does not hold it."""
+        return self.groups[index] if index < len(self.groups) else {}
+
+    def mapping(self, index: int) -> dict[str, tuple[int, int]]:
+        """Return where the parameters of a group lie in the partition; empty where the file does not say."""
+        return self.mappings[index] if self.mappings and index < len(self.mappings) else {}
 
     def tensor(self, index: int, key: str) -> Tensor | None:
         """Return what the file has of a slot of a group."""
@@ -278,7 +308,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
         buffers,
         shapes,
         frozen_by_name,
-        _tensors_by_name(frozen) if isinstance(frozen, dict) else None,
+        _tensors_by_name(frozen) if isinstance(frozen, dict) else {},
         _shared(shared),
         by_name(content),
         extra,
@@ -306,12 +336,11 @@ def _tensors_by_name(node: dict[object, object]) -> dict[str, Tensor]:
     return by_name({key: value for key, value in node.items() if isinstance(value, Tensor)})
 
 
-def _shared(node: object) -> dict[str, str] | None:
+def _shared(node: object) -> dict[str, str]:
     """Return alias to owner; DeepSpeed 0.8 wrote a list of pairs."""
-    if node is None:
-        return None
     found = {}
-    for pair in _items(list(node.items()) if isinstance(node, dict) else node, "shared_params"):
+    pairs = [] if node is None else list(node.items()) if isinstance(node, dict) else node
+    for pair in _items(pairs, "shared_params"):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
             raise DamagedFileError("unreadable shared_params", expected="pairs of names", found=brief(pair))
         found[str(pair[0])] = str(pair[1])

@@ -17,10 +17,10 @@ from zckpt.formats.deepspeed.axes.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.axes.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
 from zckpt.formats.deepspeed.axes.stage_order import is_ordered, known_orders, untold_orders
-from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of
+from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of, uses_of
 from zckpt.formats.deepspeed.axes.tensor_parallel import local_states
 from zckpt.formats.deepspeed.options import Options, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, Rank
+from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage
 from zckpt.formats.deepspeed.target_groups import joined_experts, split_experts
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, ParamGroup
@@ -62,7 +62,7 @@ def stage_states(
     orders = known_orders(checkpoint) if elsewhere and staged else []
     if elsewhere and staged:
         _check_order(checkpoint, orders)
-    source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
+    source = by_stage(origin.ranks, tp)
     sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
     if not staged:
         return sliced, None
@@ -109,14 +109,10 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
     No file of stage 0 has their keys, so that a model read from there, and whatever it was converted to, has numbers.
     What is frozen keeps them, for ZeRO-1 lists the trained only.
     """
-    layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
-    uses: dict[str, list[str]] = {}
-    for number, layer in enumerate(layers):
-        if layer.tied is not None:
-            uses.setdefault(layer.tied, []).append(f"{number}.")
     known = checkpoint.grouped
     names: dict[str, str] = {}
-    for key, prefixes in uses.items():
+    for key, numbers in uses_of(parse_layers(options.pipeline_layers)).items():
+        prefixes = [f"{number}." for number in numbers]
         numbered = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in known)]
         if numbered == prefixes[:1] and not any(name.startswith(f"{TIED}{key}.") for name in known):
             own = [name for name in known if name.startswith(numbered[0])]
