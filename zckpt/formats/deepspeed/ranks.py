@@ -25,7 +25,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_W
 from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_models, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
 from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.remainder import jsonables
@@ -307,7 +307,7 @@ def survey(directory: TagDirectory) -> Survey:
     for shard in directory.shards:
         try:
             if shard.role == MODEL:
-                models.append(read_model(shard))
+                models += read_models([shard])
                 file = models[-1].file
             elif shard.role == OPTIMIZER:
                 shards.append(read_optimizer(shard))

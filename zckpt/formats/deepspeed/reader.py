@@ -49,7 +49,6 @@ from zckpt.formats.deepspeed.shards import (
     MODEL_KEYS,
     ModelShard,
     OptimizerShard,
-    configuration,
     read_models,
     read_optimizer,
 )
@@ -62,7 +61,7 @@ from zckpt.formats.deepspeed.values import (
     keep_others,
     shard_rules,
 )
-from zckpt.formats.torch_files.tensors import carried, describe
+from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
 from zckpt.state import WEIGHT, Checkpoint, Topology, as_float
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, read_torchfile
@@ -176,7 +175,7 @@ class _Files:
             if not isinstance(model.content.get("module"), dict) and not self.layers:
                 raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
             if self.optimizers:  # a file of a mixture of experts has no configuration before 0.19
-                model.configuration = model.configuration or configuration(self.optimizers[0])
+                model.configuration = model.configuration or as_mapping(self.optimizers[0].file.root).get("ds_config")
         self.mp_ranks = found = sorted({one.mp_rank for one in (*self.models, *self.optimizers)})
         recorded = self.models[0].content.get("mp_world_size")
         expected = recorded if isinstance(recorded, int) and recorded > 0 else len(found)

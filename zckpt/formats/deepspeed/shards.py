@@ -32,6 +32,9 @@ Weights = dict[str, Slot]
 Shapes = dict[str, Shape]
 """Shapes by name, as `param_shapes` and its kin have them."""
 
+Addresses = dict[str, tuple[int, int]]
+"""Where parameters begin in a partition, and how many of their elements it has, by name."""
+
 STRUCTURE_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
     "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_autoep_layers",
@@ -182,7 +185,7 @@ class OptimizerShard(_OfRank):
         The base optimizer's param groups with `params`; empty in elastic files, which do not hold them.
     partition_count : list of int
         Ranks that share each group.
-    mappings : list of dict of str to (start, numel), or None
+    mappings : list of Addresses, or None
         Where each parameter's elements lie in this rank's partition, as DeepSpeed computed it.
     order : tuple of int, or None
         Where the groups are in the file, if not in this order (`groups`).
@@ -200,7 +203,7 @@ class OptimizerShard(_OfRank):
     partition_count: list[int]
     paddings: list[int] | None = None
     alignment_paddings: list[list[int]] | None = None
-    mappings: list[dict[str, tuple[int, int]]] | None = None
+    mappings: list[Addresses] | None = None
     content: dict[str, object] = field(default_factory=dict)
     version: str | None = None
     order: Shape | None = None
@@ -209,7 +212,7 @@ class OptimizerShard(_OfRank):
         """Return a param group of the base optimizer; empty where the file does not hold it."""
         return self.groups[index] if index < len(self.groups) else {}
 
-    def mapping(self, index: int) -> dict[str, tuple[int, int]]:
+    def mapping(self, index: int) -> Addresses:
         """Return where the parameters of a group lie in the partition; empty where the file does not say."""
         return self.mappings[index] if self.mappings and index < len(self.mappings) else {}
 
@@ -250,6 +253,8 @@ def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     ------
     DamagedFileError
         One is not a model file of DeepSpeed.
+    UnsupportedError
+        What one stands for is in another program's storage.
     """
     reader = AlikeReader()
     found: list[ModelShard] = []
@@ -264,22 +269,8 @@ def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     return found
 
 
-def read_model(shard: Shard) -> ModelShard:
-    """Read a model file.
-
-    Raises
-    ------
-    DamagedFileError
-        It is not a model file of DeepSpeed.
-    UnsupportedError
-        What it stands for is in another program's storage.
-    """
-    with about(shard.path):
-        return model_of(shard, read_torchfile(shard.path))
-
-
 def model_of(shard: Shard, file: TorchFile) -> ModelShard:
-    """Return what a model file holds; errors are those of `read_model`."""
+    """Return what a model file holds; errors are those of `read_models`."""
     if file.root == "":  # DeepSpeed before 0.19, `NebulaCheckpointEngine.save`
         raise UnsupportedError(
             "an empty file, as DeepSpeed's Nebula engine leaves where it saves into a storage of its own",
@@ -297,8 +288,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
     shapes = None if groups is None else [_shapes(group) for group in groups]
     frozen_by_name = None if frozen_shapes is None else _shapes(frozen_shapes)
     known = {*buffers, *(name for group in shapes or () for name in group), *(frozen_by_name or ())}
-    its = content.get("module")
-    module, extra = flattened(its if isinstance(its, dict) else {}, known, is_listed=shapes is not None)
+    module, extra = flattened(section(content, "module"), known, is_listed=shapes is not None)
     filed = filed_names(known, tensors := _tensors_by_name(module))
     names_listed = {own: name for name, own in filed.items()}
     return ModelShard(
@@ -402,11 +392,6 @@ def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
                 for group in _items(mappings, "param_slice_mappings")
             ]
     return found
-
-
-def configuration(shard: OptimizerShard) -> object:
-    """Return DeepSpeed's configuration as an optimizer file has it; None where it has none."""
-    return shard.file.root.get("ds_config") if isinstance(shard.file.root, dict) else None
 
 
 def _items(node: object, what: str, kind: type = object, of: str = "") -> list[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from zckpt.formats.deepspeed.axes.auto_ep import auto_experts, auto_layers, listed_layers
+from zckpt.formats.deepspeed.axes.auto_ep import Places, auto_experts, auto_layers, listed_layers
 from zckpt.formats.deepspeed.axes.experts import is_expert, numbers_of_experts
 from zckpt.formats.deepspeed.axes.gpt_model import SHARED, arguments_in, with_degrees
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY
@@ -27,7 +27,7 @@ from zckpt.formats.deepspeed.rare.zenflow import keeps_zenflow, transposed, upri
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, section
 from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned
 from zckpt.formats.deepspeed.values import weight_or_master
-from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.formats.torch_files.writer import (
     Content,
     FromFile,
@@ -96,8 +96,8 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
         content[ARGUMENTS] = with_degrees(content[ARGUMENTS], _degrees(target, source))
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
-    layers = _expert_ranks(target, mp, rank)
-    return content | listed_layers(source, layers, target.world_size, sharded=target.stage == 3)
+    places = _places(target, mp, rank)
+    return content | listed_layers(source, places, target.world_size, sharded=target.stage == 3)
 
 
 def restated(file: TorchFile, content: Mapping[Key, object], anew: Mapping[Key, object]) -> dict[Key, object]:
@@ -128,8 +128,8 @@ def is_filed(target: Target) -> bool:
     return "num_experts" not in target.origin.model.content
 
 
-def _expert_ranks(target: Target, mp: Rank, rank: int) -> dict[str, tuple[int, int, int]]:
-    """Return for each layer of AutoEP, by its prefix: over how many ranks it is, this one's number, and its place."""
+def _places(target: Target, mp: Rank, rank: int) -> Places:
+    """Return where a rank stands in each layer of AutoEP."""
     own = auto_experts(target.origin.model)
     found = {}
     for group in mp.groups:
@@ -291,9 +291,8 @@ def optimizer_tree(target: Target, mp: Rank, rank: int) -> object:
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
     content = restated(source.file, {key: old.get(key) for key in keys if key in cut or key in old}, cut)
-    root = source.file.root
-    top = root if isinstance(root, dict) else {}
-    return restated(source.file, top, {"optimizer_state_dict": content, "ds_config": config_tree(target)})
+    anew: dict[object, object] = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
+    return restated(source.file, as_mapping(source.file.root), anew)
 
 
 def config_tree(target: Target) -> object:

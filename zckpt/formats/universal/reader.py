@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_o
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_extra
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_model
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_models, section
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
     OF_THE_RUN,
@@ -134,14 +134,14 @@ def _read_models(directory: Path) -> tuple[list[list[ModelShard]], list[ModelSha
     if missing_ranks(len(by_rank), by_rank) or len({len(one) for one in by_rank.values()}) > 1:
         raise ShardError("model files of some ranks are missing", path=directory,
                          found=f"model-parallel ranks {sorted(by_rank)[:16]}", code=MISSING_FILE)  # fmt: skip
-    ranks = [[read_model(shard) for shard in one] for one in by_rank.values()]
+    ranks = list(map(read_models, by_rank.values()))
     for models in ranks if not whole else ():
         world = models[0].content.get("dp_world_size")
         size = world if type(world) is int else len(models)
         missing = missing_files("model files", size, [model.rank for model in models], models[0].path)
         if missing and models[0].frozen_fragments:  # only ranks with cut frozen parameters are needed
             raise missing
-    return ranks, [read_model(s) for s in shards if s.dp_rank is not None] if whole else []
+    return ranks, read_models([s for s in shards if s.dp_rank is not None]) if whole else []
 
 
 class _Reading:
@@ -195,8 +195,7 @@ class _Reading:
 
         In DeepSpeed's ZeRO-3 files the single values of a group are nowhere but here.
         """
-        path, nested = self.file.path, self.content.get("optimizer_state_dict")
-        inner = nested if isinstance(nested, dict) else {}
+        path, inner = self.file.path, section(self.content, "optimizer_state_dict")
         stored = self.content.get("param_groups")
         stored = inner.get("param_groups") if stored is None else stored
         if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):

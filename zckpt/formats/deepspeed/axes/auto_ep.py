@@ -241,18 +241,19 @@ def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
     return found
 
 
-def layers_for(
-    listed: object, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
-) -> list[object]:
+Places = Mapping[str, tuple[int, int, int]]
+"""Where a rank stands in a layer, by the layer's prefix: over how many ranks its experts are spread, which of them this
+one is, and which of those that have the same. By default as it was, the first."""
+
+
+def layers_for(listed: object, places: Places, world_size: int, *, sharded: bool = False) -> list[object]:
     """Return `ds_autoep_layers` as a rank writes it over other ranks.
 
     Parameters
     ----------
     listed : object
         The source's.
-    places : mapping of str to (degree, expert rank, position)
-        By a layer's prefix: over how many ranks its experts are spread, which of them this one is, and which of those
-        that have the same. By default as it was, the first.
+    places : Places
     world_size : int
         Data-parallel ranks.
     sharded : bool
@@ -290,9 +291,7 @@ def layers_for(
     return found
 
 
-def listed_layers(
-    model: ModelShard, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
-) -> dict[str, object]:
+def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded: bool = False) -> dict[str, object]:
     """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
 
     Parameters are those of `layers_for`.

@@ -16,7 +16,7 @@ from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.axes.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.axes.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
-from zckpt.formats.deepspeed.axes.stage_order import is_ordered, known_orders, untold_orders
+from zckpt.formats.deepspeed.axes.stage_order import Orders, is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of, uses_of
 from zckpt.formats.deepspeed.axes.tensor_parallel import local_states
 from zckpt.formats.deepspeed.options import Options, RecutOptions
@@ -125,7 +125,7 @@ def _dealt(
     origin: Origin,
     source: Sequence[Rank],
     stages: Stages,
-    orders: Sequence[Sequence[Sequence[str]] | None],
+    orders: Orders,
     *,
     elsewhere: bool,
 ) -> list[Rank]:
@@ -220,7 +220,7 @@ def _in_order(
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 
-def _check_order(checkpoint: Checkpoint, orders: Sequence[object]) -> None:
+def _check_order(checkpoint: Checkpoint, orders: Orders) -> None:
     """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them."""
     for name in (*checkpoint.parameters, *checkpoint.buffers):
         if tied_key(name) is None:

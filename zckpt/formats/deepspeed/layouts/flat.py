@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.axes.experts import experts_per_rank, global_name, 
 from zckpt.formats.deepspeed.layouts.groups import optimizer_order
 from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.rare.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, mapped_numels
+from zckpt.formats.deepspeed.shards import Addresses, ModelShard, OptimizerShard, Shapes, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
 from zckpt.formats.lost import is_lost
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
@@ -188,14 +188,14 @@ class Partitions:
                 ranks=[member.rank],
             )
 
-    def _recorded(self, position: int) -> dict[str, tuple[int, int]] | None:
+    def _recorded(self, position: int) -> Addresses | None:
         """Return what a rank's file records of its shares; None where it records none, or wrong ones."""
         member = self.members[position]
         if member.mappings is None or not self.mappings_hold:
             return None
         return {name: address for name, address in member.mapping(self.index).items() if address[1]}
 
-    def _assigned(self, position: int) -> dict[str, tuple[int, int]]:
+    def _assigned(self, position: int) -> Addresses:
         return {self.names[one.index]: (one.position, one.numel) for one in self.shares[position]}
 
     def _check_rank(self, position: int) -> None:
@@ -218,7 +218,8 @@ class Partitions:
         found: list[Tensor] = []
         dtypes: dict[str, OptimizerShard] = {}
         for member, tensor, shares in zip(self.members, self.tensors(key), self.shares, strict=True):
-            found.append(member.masters[self.index] if tensor is None else tensor)
+            held = member.masters[self.index] if tensor is None else tensor
+            found.append(held)
             if tensor is not None:
                 dtypes[tensor.dtype] = member
             whose = f"rank {member.rank}, group {self.index}: {key}"
@@ -230,20 +231,20 @@ class Partitions:
                     code=SLOT_MISSING,
                     ranks=[member.rank],
                 )
-            if shares and not found[-1].is_contiguous:
+            if shares and not held.is_contiguous:
                 raise UnsupportedError(
                     f"{whose} is a view with strides",
                     path=member.path,
                     expected="a partition, element after element",
-                    found=f"shape {found[-1].shape}, strides {found[-1].strides}",
+                    found=f"shape {held.shape}, strides {held.strides}",
                     advice="resume in the program that saved it",
                 )
-            if end > found[-1].numel:
+            if end > held.numel:
                 raise LayoutError(
                     f"{whose} is too short",
                     path=member.path,
                     expected=f"at least {end} elements",
-                    found=found[-1].numel,
+                    found=held.numel,
                     ranks=[member.rank],
                 )
         if len(dtypes) > 1:
