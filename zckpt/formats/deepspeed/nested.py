@@ -39,7 +39,6 @@ def flattened(
     module : mapping
     known : collection of str
         Names of parameters and buffers, not all of them in every version.
-    path : str
     is_listed : bool
         Whether parameters are among these. If not, what is nested is taken where nothing else is there.
 

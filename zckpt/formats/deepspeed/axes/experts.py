@@ -108,8 +108,6 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int) -> list[list[str
     ----------
     names : sequence of sequence of str
         For each expert rank of the source, in the optimizer's order.
-    path : str
-        For messages.
 
     Raises
     ------

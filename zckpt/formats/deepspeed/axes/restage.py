@@ -33,7 +33,7 @@ def stage_states(
 ) -> tuple[list[list[Rank]], Stages | None]:
     """Return the state of each stage and tensor-parallel rank of the target, and how its layers are dealt anew.
 
-    Of a checkpoint that is no pipeline's there is one stage.
+    Of a checkpoint that is no pipeline's there is one stage. The ranks' numbers are still those of the source.
 
     Parameters
     ----------
@@ -83,8 +83,8 @@ def stage_states(
             found=f"in stages {', '.join(str(stage) for stage, one in enumerate(held) if one)}",
         )
     first = origin.ranks[0]
-    return [[replace(one, mp_rank=stage * degree + rank, model_files=first.model_files, members=first.members)
-             for rank, one in enumerate(of_stage)] for stage, of_stage in enumerate(sliced)], stages  # fmt: skip
+    return [[replace(one, model_files=first.model_files, members=first.members) for one in of_stage]
+            for of_stage in sliced], stages  # fmt: skip
 
 
 def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> bool:

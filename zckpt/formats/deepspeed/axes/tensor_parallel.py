@@ -40,7 +40,7 @@ from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices
 from zckpt.formats.deepspeed.values import copies_of, viewed
-from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, Slot
 from zckpt.state.views import concat, narrow, placed
 from zckpt.storage.files import Sources
 from zckpt.torchfile import plain
@@ -63,8 +63,6 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
         By tensor-parallel rank.
     rules : Rules or None
         None if the checkpoint has none.
-    path : str
-        The file that has them, or should.
     padded : bool
         Whether vocabularies keep their padding rows, which depend on the tensor-parallel degree.
 
@@ -89,7 +87,7 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
         ):
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0")
     check_slices_alike(states)
-    groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.param_groups]
+    groups = [replace(group) for group in first.param_groups]
     merged = gathered(states, buffers=first.buffers, param_groups=groups, degrees=first.degrees, lanes=first.lanes,
                       whole=first.whole, tied=first.tied)  # fmt: skip
     for name, own in first.parameters.items():
@@ -328,9 +326,9 @@ def local_states(
     lanes = degree if experts else 1
     like = list(ranks) if degree == len(ranks) else [ranks[0]] * degree
     states = [
-        files.emptied(mp_rank=mp_rank, buffers=files.buffers, param_groups=files.param_groups,
-                      degrees=expert_degrees(merged), lanes=lanes, whole=experts)
-        for mp_rank, files in enumerate(like)
+        files.emptied(buffers=files.buffers, param_groups=files.param_groups, degrees=expert_degrees(merged),
+                      lanes=lanes, whole=experts)
+        for files in like
     ]  # fmt: skip
     for name, parameter in merged.parameters.items():
         if name in experts:
