@@ -14,7 +14,6 @@ from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import check_kind, common
 from zckpt.formats.deepspeed.axes.expert_ranks import expert_files, spread_over
 from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, check_empty, is_expert
@@ -155,9 +154,8 @@ class _Files:
                 code=MISSING_FILE,
             )
         self.optimizers = in_one_order(list(map(read_optimizer, directory.of(OPTIMIZER), repeat(AlikeReader().read))))
-        if self.models[0].content.get(LAYERS_KEY):
-            with about(self.models[0].path):
-                check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
+        with about(self.models[0].path):
+            check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
         self.experts, self.layers, self.of_experts = (
             [(shard, read_torchfile(shard.path)) for shard in directory.of(role)]
             for role in (EXPERT, PIPELINE_LAYER, EXPERT_OPTIMIZER)

@@ -52,7 +52,7 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
     source = carried_from(mp, rank)
     written = {
-        "module": _module(target, mp, source),
+        "module": None if is_filed(target) else _module(target, mp, source),
         "param_shapes": _param_shapes(target, mp),
         "shared_params": _shared(source, mp, rank),
         "dp_world_size": target.world_size,
@@ -64,8 +64,6 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
         degrees = {"pp_degree": target.pp, "tp_degree": target.tp}
         known = {key: degree for key, degree in degrees.items() if key in dimensions}
         written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
-    if is_filed(target):
-        written["module"] = None
     if mp.members:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
     if target.stages is not None:
@@ -107,9 +105,8 @@ def restated(file: TorchFile, content: Mapping[Key, object], anew: Mapping[Key, 
 
 def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
     """Return what Megatron-DeepSpeed's arguments say of ranks, and of the rows of its vocabulary."""
-    words = f".{SHARED}"
     every = (p for mp in target.ranks for p in mp.parameters.values())
-    rows = next((p.shape[0] * target.tp for p in every if p.name.endswith(words)), None)
+    rows = next((p.shape[0] * target.tp for p in every if p.name.endswith(f".{SHARED}")), None)
     apart = (arguments_in(source.content) or {}).get("ds_sequence_parallel_size") in (None, 1)
     return {
         "tensor_model_parallel_size": target.tp,

@@ -63,8 +63,10 @@ def expert_degrees(state: Rank) -> list[int | None]:
     """Return over how many expert ranks each group is spread, None for a dense one; of another format, by its name."""
     if state.degrees:
         return state.degrees
-    sparse = [bool(g.parameters) and all(is_expert(name) for name in g.parameters) for g in state.param_groups]
-    return [named_degree(g) if one else None for g, one in zip(state.param_groups, sparse, strict=True)]
+    return [
+        named_degree(group) if group.parameters and all(map(is_expert, group.parameters)) else None
+        for group in state.param_groups
+    ]
 
 
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:

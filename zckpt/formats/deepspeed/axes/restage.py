@@ -59,8 +59,9 @@ def stage_states(
     asked = stages_asked(options)
     if asked and not staged:
         raise UsageError(f"the checkpoint is no pipeline's, so {asked[0]} does not apply")
-    orders = known_orders(checkpoint) if elsewhere and staged else []
+    orders: Orders = []
     if elsewhere and staged:
+        orders = known_orders(checkpoint)
         _check_order(checkpoint, orders)
     source = by_stage(origin.ranks, tp)
     sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
