@@ -16,7 +16,7 @@ from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.rare import aliases
 from zckpt.formats.deepspeed.rare.muon import is_of_muon
 from zckpt.formats.deepspeed.rare.zenflow import DETAIL, keeps_zenflow
-from zckpt.formats.deepspeed.shards import OptimizerShard, section
+from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import DEFAULT_SUB_GROUP_SIZE, Target
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
@@ -67,8 +67,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
     round_robin = was.get("round_robin_gradients") is True if round_robin is None else round_robin
     aligned = was.get("parameter_alignment") is True if aligned is None else aligned
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
-    known = section(origin.model.config, "zero_optimization").get("sub_group_size")
-    size = known if sub_group_size is None else sub_group_size
+    size = origin.model.zero.get("sub_group_size") if sub_group_size is None else sub_group_size
     size = int(size) if isinstance(size, (int, float)) and size >= 1 else DEFAULT_SUB_GROUP_SIZE
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, tp=degree,
@@ -122,7 +121,7 @@ def _lacks_frozen(origin: Origin, checkpoint: Checkpoint) -> bool:
     """
     if origin.is_foreign or origin.members[0].stage != 1:
         return not origin.is_foreign and origin.model.content.get("frozen_param_shapes", ()) is None
-    return any(owner not in checkpoint.parameters for owner in (origin.model.shared or {}).values())
+    return any(owner not in checkpoint.parameters for owner in origin.model.shared.values())
 
 
 def _refuse_form(target: Target, options: RecutOptions) -> None:
@@ -158,7 +157,7 @@ def _refuse_axes(target: Target, options: RecutOptions) -> None:
         _refuse_auto(target, options, auto)
         if stage == 3:
             return
-    if not (auto or origin.experts or any(is_expert(name) for name in checkpoint.parameters)):
+    if not (auto or origin.experts or any(map(is_expert, checkpoint.parameters))):
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply")
         if options.sliced_experts is not None:
@@ -257,15 +256,7 @@ def cut_rank_values(target: Target) -> None:
 
 def is_cut_alike(target: Target) -> bool:
     """Tell whether each rank of a target holds the same elements in the same order as in the source."""
-    details, first = target.checkpoint.details, target.origin.members[0]
-    same = (
-        target.keeps_ranks
-        and (target.stage == 3) == (first.stage == 3)
-        and target.elastic == first.elastic
-        and target.round_robin == (bool(details.get("round_robin_gradients")) and first.stage != 3)
-        and target.alignment == (bool(details.get("parameter_alignment")) and first.stage != 3)
-    )
-    if not same or any(len(mp.members) != target.world_size for mp in target.ranks):
+    if not target.keeps_form or any(len(mp.members) != target.world_size for mp in target.ranks):
         return False
     every = [(mp, *one) for mp in target.ranks for one in enumerate(mp.members)]
     for rank, number, member in every:

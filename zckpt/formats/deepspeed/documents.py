@@ -17,16 +17,16 @@ from typing import NamedTuple
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.axes.auto_ep import alone, auto_experts, auto_layers
-from zckpt.formats.deepspeed.axes.experts import expert_number, in_order, is_expert, layer_of
+from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, in_order, is_expert, layer_of
 from zckpt.formats.deepspeed.axes.pipeline import layer_names, tied_key, within
 from zckpt.formats.deepspeed.axes.pipeline import layer_of as layer_number
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.nested import unwrapped
+from zckpt.formats.deepspeed.nested import ordered, unwrapped
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.formats.deepspeed.trees import carried_from, is_filed, model_tree, optimizer_tree, single
+from zckpt.formats.deepspeed.trees import carried_from, is_filed, model_tree, optimizer_tree, restated, single
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Parameter
-from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile
+from zckpt.torchfile import FromFile, Tensor, TorchFile
 
 
 class Document(NamedTuple):
@@ -176,11 +176,7 @@ def _made(target: Target, stage: int) -> Iterator[tuple[int, int, list[str]]]:
     for auto in auto_layers(target.origin.model):
         for expert in range(auto.experts):
             yield auto.number, expert, [f"{name}.{expert}" for name in auto.names]
-    layers: dict[str, dict[int, list[str]]] = {}
-    for name in target.ranks[stage * target.tp].parameters:
-        number = expert_number(name)
-        if number is not None:
-            layers.setdefault(layer_of(name), {}).setdefault(number, []).append(name)
+    layers = by_layer(target.ranks[stage * target.tp].parameters)
     for index, layer in enumerate(sorted(layers, key=in_order)):
         for expert in sorted(layers[layer]):
             yield index, expert, layers[layer][expert]
@@ -233,9 +229,7 @@ def _layer_name(number: int, rank: int, *, sliced: bool) -> str:
 
 
 def _made_tree(target: Target, its: Mapping[str, Parameter]) -> object:
-    tree = OrderedMapping()
-    tree.update((key, single(target, one)) for key, one in its.items())
-    return tree
+    return ordered((key, single(target, one)) for key, one in its.items())
 
 
 def _layers_made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
@@ -261,10 +255,5 @@ def _layer_tree(target: Target, shard: Shard, file: TorchFile, own: Mapping[str,
     tp = target.checkpoint.topology.tp
     models = [files.model for files in target.origin.ranks[shard.mp_rank or 0 :: tp]]
     names = layer_names(shard, file, models)
-    tree = OrderedMapping()
-    if isinstance(file.root, OrderedMapping):
-        tree.state = file.root.state
-    for key, value in file.root.items():
-        name = names.get(str(key), "")
-        tree[key] = single(target, own[name]) if name in own else FromFile.of(file, value)
-    return tree
+    cut = {key: single(target, own[name]) for key in file.root if (name := names.get(str(key), "")) in own}
+    return ordered(restated(file, file.root, cut).items(), file.root)

@@ -23,16 +23,16 @@ from zckpt.formats.deepspeed.axes.experts import (
 )
 from zckpt.formats.deepspeed.axes.gpt_model import known_rules
 from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
-from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
+from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Topology
-from zckpt.torchfile import OrderedMapping, TorchFile, node_of, plain
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology
+from zckpt.torchfile import OrderedMapping, TorchFile, node_of
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -44,7 +44,7 @@ KEPT_IF_KNOWN = ("global_samples", "sparse_tensor_module_names")
 """Keys that DeepSpeed does without: samples are counted from steps, and 0.19 has no modules of sparse gradients."""
 
 
-def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool = False) -> Checkpoint:
+def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf16: bool) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
     Parameters
@@ -70,12 +70,14 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
         names = of_experts(group, totals)
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
-            parameters[name] = _with_master(parameters[name], values)
+            own = parameters[name]
+            slots = {key: slot for key, slot in own.slots.items() if key not in values}  # one value for each element
+            if MASTER not in slots:
+                slots[MASTER] = replace(weight_or_master(own), name=MASTER)
+            parameters[name] = replace(own, slots=slots, state={})
     check_split(groups)
-    for parameter in parameters.values():
-        if parameter.tied_to is None and parameter.group is None:
-            parameters[parameter.name] = replace(parameter, frozen=True)
     converted = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
+    parameters |= {one.name: replace(one, frozen=True) for one in converted.owners if one.group is None}
     converted.origin = _origin(converted, stage, layers, bf16=bf16)
     return converted
 
@@ -152,16 +154,6 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
     return values
 
 
-def _with_master(parameter: Parameter, values: dict[str, object]) -> Parameter:
-    """Return a parameter with a master, its weight where there is none, and slots for each element only."""
-    slots = {key: slot for key, slot in parameter.slots.items() if key not in values}
-    if MASTER not in slots:
-        if WEIGHT not in slots and parameter.numel:
-            raise UnsupportedError(f"no file holds the values of {parameter.name}")
-        slots[MASTER] = replace(slots[WEIGHT], name=MASTER)
-    return replace(parameter, slots=slots, state={})
-
-
 def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object], *, bf16: bool) -> Origin:
     """Return files as DeepSpeed would have written them, of which the writer takes all but what is cut."""
     tag = origin(checkpoint).get("tag")
@@ -172,10 +164,8 @@ def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object], *, bf1
                  param_groups=checkpoint.param_groups, model_files=[model],
                  members=[_optimizer(checkpoint, stage, bf16=bf16)])  # fmt: skip
     whole.degrees.extend(expert_degrees(whole))
-    info = plain(node_of(model.content.get(INFO_KEY)))
     shapes = {name: p.shape for name, p in checkpoint.parameters.items()}
-    rules = known_rules(model.content, info if isinstance(info, dict) else None, shapes, model.path)
-    return Origin(directory, [whole], rules=rules)
+    return Origin(directory, [whole], rules=known_rules(model.content, shapes, model.path))
 
 
 def _steps(checkpoint: Checkpoint) -> int:

@@ -55,7 +55,9 @@ def configured(config: Mapping[str, object]) -> str | None:
     return f"only ds_config's, from which param groups and a scheduler may differ: {brief(found['params'], 200)}"
 
 
-def with_hyperparameters(groups: Sequence[ParamGroup], given: Sequence[Group] | None) -> list[ParamGroup]:
+def with_hyperparameters(
+    groups: Sequence[ParamGroup], given: Sequence[Mapping[str, object]] | None
+) -> list[ParamGroup]:
     """Return param groups with what was given for them; as they are, if nothing was."""
     if given is None:
         return list(groups)

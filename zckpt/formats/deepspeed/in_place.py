@@ -17,7 +17,7 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import foreign
-from zckpt.formats.deepspeed.axes.stages import Stages
+from zckpt.formats.deepspeed.axes.stages import Layer, Stages, uses_of
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.directory import OPTIMIZER, PIPELINE_LAYER, Shard, classify
 from zckpt.formats.deepspeed.documents import documents
@@ -86,20 +86,15 @@ class Served:
 
 def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
     """Tell whether a checkpoint is DeepSpeed's and cut as the engine cuts, so that it loads the files as they are."""
-    origin, topology, pipeline, details = (
-        origin_of(checkpoint),
-        checkpoint.topology,
-        training.pipeline,
-        checkpoint.details,
-    )
+    origin, topology, pipeline = origin_of(checkpoint), checkpoint.topology, training.pipeline
+    details = checkpoint.details
     axes = training.tensor_parallel, 1 if pipeline is None else pipeline.stages, pipeline is not None
     if origin is None or (topology.tp, topology.pp, bool(origin.layers)) != axes:
         return False
     if pipeline is not None:  # a rank finds the partitions of its stage in its own file
         own = origin.ranks[training.mp_rank]
-        named = [name for shapes in own.model.param_shapes or () for name in shapes]
         stored = sorted(name for one in training.stored for name in one)
-        if training.rank >= len(own.members) or sorted(named) != stored:
+        if training.rank >= len(own.members) or sorted(own.model.trained) != stored:
             return False
     if not origin.members:
         how, held = training.unpartitioned, origin.model.optimizer
@@ -145,13 +140,11 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
         found = as_filed(checkpoint)
     else:
         if training.tensor_parallel > 1:
-            raise UnsupportedError(
+            what = (
                 "an engine with tensor parallelism loads in place what ZeRO-1 to 3 saved of the same param groups, "
-                "optimizer included, for these files say how to slice it",
-                expected=f"DeepSpeed's, for {training}",
-                found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
-                advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+                "optimizer included, for these files say how to slice it"
             )
+            raise _not_in_place(what, checkpoint, training)
         if checkpoint.per_rank and optimizer:
             raise UnsupportedError(
                 f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that "
@@ -162,8 +155,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
         found = _like_the_engine(checkpoint, training, optimizer=optimizer)
         notes = foreign.notes(found, stage=options.stage or 1) if optimizer else ()
         if optimizer and found.is_bare:
-            groups = with_hyperparameters(found.param_groups, [dict(one) for one in training.hyperparameters])
-            found = replace(found, param_groups=groups)
+            found = replace(found, param_groups=with_hyperparameters(found.param_groups, training.hyperparameters))
             notes += ("holds no hyperparameters, as DeepSpeed's elastic form does not: the engine's stay",)
         found = foreign.as_deepspeed(found, stage=options.stage or 1, bf16=training.bf16_optimizer)
     target = decide(found, options, sub_group_size=training.sub_group_size)
@@ -190,23 +182,25 @@ def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions
         or not origin.members
         or origin.members[0].bf16_optimizer != training.bf16_optimizer
     ):
-        raise UnsupportedError(
-            "an engine of a pipeline loads in place what pipelines under ZeRO-1 saved, with the same kind of optimizer",
-            expected=f"DeepSpeed's, for {training}",
-            found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
-            advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+        what = (
+            "an engine of a pipeline loads in place what pipelines under ZeRO-1 saved, with the same kind of optimizer"
         )
-    uses: dict[str, Shape] = {}
-    for number, key in enumerate(pipeline.tied):
-        uses |= {key: (*uses.get(key, ()), number)} if key is not None else {}
-    dealt, firsts = Stages(pipeline.bounds, uses), origin.ranks[:: checkpoint.topology.tp]
+        raise _not_in_place(what, checkpoint, training)
+    dealt = Stages(pipeline.bounds, uses_of(Layer("", key) for key in pipeline.tied))
+    firsts = origin.ranks[:: checkpoint.topology.tp]
     same = len(firsts) == pipeline.stages and all(
-        stage in dealt.of(name)
-        for stage, files in enumerate(firsts)
-        for shapes in files.model.param_shapes or ()
-        for name in shapes
+        stage in dealt.of(name) for stage, files in enumerate(firsts) for name in files.model.trained
     )  # each stage of the source has trained parameters of the engine's layers of that stage alone
     return as_filed(checkpoint), options if same else pipeline.options(options)
+
+
+def _not_in_place(what: str, checkpoint: Checkpoint, training: Training) -> UnsupportedError:
+    return UnsupportedError(
+        what,
+        expected=f"DeepSpeed's, for {training}",
+        found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
+        advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+    )
 
 
 def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:

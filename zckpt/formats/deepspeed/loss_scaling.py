@@ -20,12 +20,14 @@ from zckpt.torchfile import DType, Global, Object, node_of, plain
 LOSS_SCALER = "loss_scaler"
 DYNAMIC = "dynamic_loss_scale"
 OVERFLOW = "overflow"
+SCALING_KEYS = (LOSS_SCALER, DYNAMIC, OVERFLOW)
+"""What an optimizer file of ZeRO, at every stage, has of it."""
 
 _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 """What a dynamic loss scale of stage 0 consists of."""
 
-HANDLED = frozenset({LOSS_SCALER, DYNAMIC, OVERFLOW, *_COUNTED, "clip_grad"})
+HANDLED = frozenset({*SCALING_KEYS, *_COUNTED, "clip_grad"})
 """Keys next to an optimizer's state that ZeRO's files say in their own form, or the training's configuration says."""
 
 _DEFAULTS: Mapping[str, object] = {
@@ -46,6 +48,14 @@ def of_stage0(known: Mapping[str, object]) -> dict[str, object] | None:
     return {"dynamic": dynamic, **{key: known[key] for key in _COUNTED[: None if dynamic else 1]}}
 
 
+def in_stage0(content: Mapping[str, object]) -> dict[str, object]:
+    """Return what an optimizer file of ZeRO says of loss scaling, in stage 0's words."""
+    node = node_of(content.get(LOSS_SCALER))
+    state = node.state if isinstance(node, Object) and isinstance(node.state, dict) else {}
+    found = {key: state[key] for key in (DYNAMIC, *_COUNTED) if key in state}
+    return found | ({DYNAMIC: state["dynamic"]} if "dynamic" in state else {})
+
+
 def scaling(
     checkpoint: Checkpoint, config: Mapping[object, object], *, stage: int, dtype: str
 ) -> tuple[dict[str, object], list[str]]:
@@ -63,7 +73,7 @@ def scaling(
     keys: dict[str, object] = {}
     notes: list[str] = []
     if known.get(LOSS_SCALER) is not None:
-        keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
+        keys = {key: known[key] for key in SCALING_KEYS if known.get(key) is not None}
     elif (values := of_stage0(known)) is not None:
         keys = {LOSS_SCALER: _scaler(values, config), DYNAMIC: values["dynamic"]}
         notes = [

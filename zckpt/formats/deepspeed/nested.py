@@ -19,7 +19,7 @@ Source: `ActivationWrapper._post_state_dict_hook`, torch 2.5 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from zckpt.errors import DamagedFileError
 from zckpt.torchfile import FromFile, OrderedMapping, Tensor, TorchFile, is_tensor
@@ -39,7 +39,6 @@ def flattened(
     module : mapping
     known : collection of str
         Names of parameters and buffers, not all of them in every version.
-    path : str
     is_listed : bool
         Whether parameters are among these. If not, what is nested is taken where nothing else is there.
 
@@ -100,25 +99,27 @@ def renested(module: Node, values: Mapping[object, object], file: TorchFile) -> 
         That the rest is from.
     """
     there = {name for name, _ in _leaves(module, "")}
-    whole = _renested(module, "", values, file)
-    for name, value in values.items():
-        if name not in there and not isinstance(module.get(name), dict):
-            whole[name] = value
-    if isinstance(values, OrderedMapping):
-        whole.state = values.state
-    return whole
+
+    def nested(node: Node, front: str) -> OrderedMapping:
+        made = ordered((), node)
+        for key, value in node.items():
+            name = f"{front}{key}"
+            if isinstance(value, dict):
+                made[key] = nested(value, f"{name}.")
+            else:
+                made[key] = values[name] if name in values else FromFile.of(file, value)
+        return made
+
+    more = {n: v for n, v in values.items() if n not in there and not isinstance(module.get(n), dict)}
+    return ordered((nested(module, "") | more).items(), values)
 
 
-def _renested(node: Node, front: str, values: Mapping[object, object], file: TorchFile) -> OrderedMapping:
+def ordered(items: Iterable[tuple[object, object]], like: object = None) -> OrderedMapping:
+    """Return an ordered dict, with what a pickle has set on another one."""
     made = OrderedMapping()
-    if isinstance(node, OrderedMapping):
-        made.state = node.state
-    for key, value in node.items():
-        name = f"{front}{key}"
-        if isinstance(value, dict):
-            made[key] = _renested(value, f"{name}.", values, file)
-        else:
-            made[key] = values[name] if name in values else FromFile.of(file, value)
+    made.update(items)
+    if isinstance(like, OrderedMapping):
+        made.state = like.state
     return made
 
 

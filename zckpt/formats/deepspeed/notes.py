@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from zckpt.errors import listed
 from zckpt.formats.deepspeed.axes.pipeline import TIED
 from zckpt.formats.deepspeed.axes.tp_rules import AFFINE_KEY, INFO_KEY
-from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.shards import STRUCTURE_KEYS, ModelShard
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.values import is_same
 from zckpt.torchfile import FromFile
 
-_WRITTEN = frozenset({
-    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-    "optimizer", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "num_experts",
-    "ds_autoep_layers", INFO_KEY,
-})  # fmt: skip
+_WRITTEN = STRUCTURE_KEYS.union(["ds_config", "num_experts", INFO_KEY])
 """Keys of a model file that are not carried."""
 
 _OF_THE_RANKS = ("data_sampler", "random_ltd")

@@ -80,6 +80,11 @@ def gathered(ranks: Sequence[Rank], **fields: Any) -> Rank:  # noqa: ANN401  # f
     return found
 
 
+def by_stage(ranks: Sequence[Rank], tp: int) -> list[Sequence[Rank]]:
+    """Return the tensor-parallel ranks of each stage of a pipeline; where there is none, of the one."""
+    return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The files of a checkpoint, or what takes their place in one of another format.
@@ -117,6 +122,11 @@ class Origin:
     def members(self) -> Sequence[OptimizerShard]:
         """The optimizer files of the first model-parallel rank that has some."""
         return next((rank.members for rank in self.ranks if rank.members), ())
+
+    @property
+    def every_member(self) -> list[OptimizerShard]:
+        """The optimizer files of all ranks."""
+        return [member for rank in self.ranks for member in rank.members]
 
     @property
     def is_foreign(self) -> bool:

@@ -25,7 +25,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_W
 from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_models, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
 from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.remainder import jsonables
@@ -68,11 +68,7 @@ def data_parallel_size(models: Sequence[ModelShard], shards: Sequence[OptimizerS
 
 def recorded_size(shard: OptimizerShard) -> int:
     """Return over how many ranks a file's state is cut: its dense groups, for experts may be over more or fewer."""
-    dense = [
-        count
-        for index, count in enumerate(shard.partition_count)
-        if index >= len(shard.groups) or shard.groups[index].get("moe") is not True
-    ]
+    dense = [count for index, count in enumerate(shard.partition_count) if shard.group(index).get("moe") is not True]
     return max(dense or shard.partition_count, default=1)
 
 
@@ -84,7 +80,7 @@ def missing_ranks(size: int, present: Collection[int]) -> str | None:
     count = size - sum(rank < size for rank in present)
     if count <= 0:
         return None
-    first = list(islice((rank for rank in range(size) if rank not in present), SHOWN_RANKS))
+    first = _first_missing(size, present)
     return ", ".join(map(str, first)) + (f" and {count - len(first)} more" if count > len(first) else "")
 
 
@@ -100,14 +96,17 @@ def missing_files(what: str, size: int, present: Collection[int], path: Path | s
         found=f"{len(present)} files",
         advice="give each directory that holds some of them with --root",
         code=MISSING_FILE,
-        ranks=list(islice((rank for rank in range(size) if rank not in present), SHOWN_RANKS)),
+        ranks=_first_missing(size, present),
     )
+
+
+def _first_missing(size: int, present: Collection[int]) -> list[int]:
+    return list(islice((rank for rank in range(size) if rank not in present), SHOWN_RANKS))
 
 
 def tied_names(models: Sequence[ModelShard]) -> list[str]:
     """Return names of ZeRO-3 that no file says a shape of, nor whose they are: the first rank's does."""
-    known = {*(models[0].frozen_shapes or ()), *(name for one in models[0].param_shapes or () for name in one)}
-    known |= {name for one in models for name in one.shared or ()}
+    known = {*models[0].frozen, *models[0].trained, *(name for one in models for name in one.shared)}
     return [name for name, one in models[0].module.items() if one.shape == (0,) and name not in known]
 
 
@@ -308,7 +307,7 @@ def survey(directory: TagDirectory) -> Survey:
     for shard in directory.shards:
         try:
             if shard.role == MODEL:
-                models.append(read_model(shard))
+                models += read_models([shard])
                 file = models[-1].file
             elif shard.role == OPTIMIZER:
                 shards.append(read_optimizer(shard))
@@ -343,14 +342,11 @@ def check_slices_alike(states: Sequence[Rank]) -> None:
             for key in dict.fromkeys([*first, *second]):
                 one, another = repr(first.get(key)), repr(second.get(key))
                 if one != another:
-                    raise ShardError(
-                        f"mp_rank {state.mp_rank} is from another step or run: {key} of its param group {index} "
-                        f"differs from that of mp_rank {states[0].mp_rank}, which has slices of the same parameters",
-                        expected=one,
-                        found=another,
-                        advice="replace its files by those of this step",
-                        code=HYPERPARAMETERS_DIFFER,
+                    what = (
+                        f"{key} of its param group {index} differs from that of mp_rank {states[0].mp_rank}, which has "
+                        f"slices of the same parameters"
                     )
+                    raise _other_run(what, state.mp_rank, one, another, HYPERPARAMETERS_DIFFER)
     for name, parameter in states[0].parameters.items():  # without ZeRO, each has its own
         for other in states[1:] if parameter.state else ():
             if name in other.parameters:
@@ -371,7 +367,7 @@ def check_stages_alike(stages: Sequence[Rank], rows: Sequence[Sequence[ParamGrou
     for stage, steps in taken[1:]:
         if steps.isdisjoint(taken[0][1]):
             expected, found = (listed(sorted(map(str, one))) for one in (taken[0][1], steps))
-            raise _other_step("step of its param groups", stage.mp_rank, expected, found)
+            raise _other_run("step of its param groups differs", stage.mp_rank, expected, found)
 
 
 def _check_steps(states: Sequence[Rank], rows: Sequence[Sequence[ParamGroup | None]]) -> None:
@@ -384,14 +380,14 @@ def _check_steps(states: Sequence[Rank], rows: Sequence[Sequence[ParamGroup | No
 def _check_same(mine: Mapping[str, object], its: Mapping[str, object], whose: str, mp_rank: int) -> None:
     for key in sorted(FOLLOWS_FROM_STEPS & mine.keys() & its.keys()):
         if (one := _number(mine[key])) != (another := _number(its[key])):
-            raise _other_step(f"{key} of {whose}", mp_rank, one, another)
+            raise _other_run(f"{key} of {whose} differs", mp_rank, one, another)
 
 
-def _other_step(what: str, mp_rank: int, expected: str, found: str) -> ShardError:
+def _other_run(what: str, mp_rank: int, expected: str, found: str, code: str = STEPS_DIFFER) -> ShardError:
     return ShardError(
-        f"mp_rank {mp_rank} is from another step or run: {what} differs",
+        f"mp_rank {mp_rank} is from another step or run: {what}",
         expected=expected,
         found=found,
         advice="replace its files by those of this step",
-        code=STEPS_DIFFER,
+        code=code,
     )

@@ -14,7 +14,6 @@ from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import ShardError, UnknownFormatError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import check_kind, common
 from zckpt.formats.deepspeed.axes.expert_ranks import expert_files, spread_over
 from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, check_empty, is_expert
@@ -30,7 +29,8 @@ from zckpt.formats.deepspeed.directory import (
 )
 from zckpt.formats.deepspeed.layouts.groups import in_one_order
 from zckpt.formats.deepspeed.layouts.layout import Layout
-from zckpt.formats.deepspeed.origin import Origin, Rank
+from zckpt.formats.deepspeed.loss_scaling import SCALING_KEYS
+from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage
 from zckpt.formats.deepspeed.ranks import (
     check_models,
     data_parallel_size,
@@ -44,13 +44,12 @@ from zckpt.formats.deepspeed.ranks import (
 from zckpt.formats.deepspeed.rare.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.shards import (
     GROUPS_KEY,
+    KEPT_KEYS,
     MODEL_KEYS,
     ModelShard,
     OptimizerShard,
-    configuration,
     read_models,
     read_optimizer,
-    section,
 )
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
@@ -61,23 +60,16 @@ from zckpt.formats.deepspeed.values import (
     keep_others,
     shard_rules,
 )
-from zckpt.formats.torch_files.tensors import carried, describe
+from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
 from zckpt.state import WEIGHT, Checkpoint, Topology, as_float
 from zckpt.state.inventory import Rule
-from zckpt.torchfile import Object, plain, read_torchfile
+from zckpt.torchfile import Object, read_torchfile
 
 EXTRA_STATE_KEY = "module_extra_state"
 """Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
 
-OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+OPTIMIZER_METADATA_KEYS = (*SCALING_KEYS, "clip_grad")
 """What an optimizer file holds besides the optimizer's state and how it is cut."""
-
-
-KEPT_KEYS = (
-    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
-    "ds_config", "sparse_tensor_module_names",
-)  # fmt: skip
-"""DeepSpeed's own keys of a model file that go along as they are; so do all of the client's."""
 
 
 def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rules: Path | None = None) -> Checkpoint:
@@ -105,11 +97,9 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     if given is None and not model.content.keys().isdisjoint((INFO_KEY, ARGUMENTS)):
         from zckpt.formats.deepspeed.axes.gpt_model import known_rules
 
-        said = plain(model.content.get(INFO_KEY))
         shapes = {name: p.shape for rank in ranks[::tp] for name, p in rank.parameters.items()}
         with about(model.path):
-            said = said if isinstance(said, dict) else None
-            info = known_rules(model.content, said, shapes, model.path, sliced=tp > 1)
+            info = known_rules(model.content, shapes, model.path, sliced=tp > 1)
     make = Rules if tp > 1 else Rules.of_vocabulary  # the rules that also matter where nothing is sliced
     rules = None if info is None else make(info, str(tp_rules or model.path))
     reasons: list[str] = []
@@ -122,7 +112,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         if tp > 1 or rules is not None:
             from zckpt.formats.deepspeed.axes.tensor_parallel import merge
 
-            stages = [merge(ranks[i : i + tp], rules) for i in range(0, len(ranks), tp)]
+            stages = [merge(one, rules) for one in by_stage(ranks, tp)]
         state = join(stages) if len(stages) > 1 else stages[0]
     for name in ("parameters", "buffers", "unnamed", "param_groups", "per_rank", "padding", "padding_spans",
                  "duplicates", "optimizer_metadata", "loss_scale", "is_numbered"):  # fmt: skip
@@ -164,9 +154,8 @@ class _Files:
                 code=MISSING_FILE,
             )
         self.optimizers = in_one_order(list(map(read_optimizer, directory.of(OPTIMIZER), repeat(AlikeReader().read))))
-        if self.models[0].content.get(LAYERS_KEY):
-            with about(self.models[0].path):
-                check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
+        with about(self.models[0].path):
+            check_kind(self.models, self.optimizers, directory.of(EXPERT_OPTIMIZER))
         self.experts, self.layers, self.of_experts = (
             [(shard, read_torchfile(shard.path)) for shard in directory.of(role)]
             for role in (EXPERT, PIPELINE_LAYER, EXPERT_OPTIMIZER)
@@ -184,7 +173,7 @@ class _Files:
             if not isinstance(model.content.get("module"), dict) and not self.layers:
                 raise UnknownFormatError("holds no model", path=model.path, expected="a dict `module`")
             if self.optimizers:  # a file of a mixture of experts has no configuration before 0.19
-                model.configuration = model.configuration or configuration(self.optimizers[0])
+                model.configuration = model.configuration or as_mapping(self.optimizers[0].file.root).get("ds_config")
         self.mp_ranks = found = sorted({one.mp_rank for one in (*self.models, *self.optimizers)})
         recorded = self.models[0].content.get("mp_world_size")
         expected = recorded if isinstance(recorded, int) and recorded > 0 else len(found)
@@ -203,7 +192,7 @@ class _Files:
     def ranks(self) -> Iterator[Rank]:
         """Yield the files and the state of each model-parallel rank."""
         tp = self.tp
-        shared = {alias: owner for model in self.models for alias, owner in (model.shared or {}).items()}
+        shared = {alias: owner for model in self.models for alias, owner in model.shared.items()}
         if self.layers:
             self.models = with_shapes(self.models, self.optimizers, self.layers, tp)
         found = [self._of_rank(mp_rank) for mp_rank in self.mp_ranks]
@@ -239,9 +228,10 @@ class _Files:
                 "ones: what only it would hold is lost. Else give the directory that holds it with --root"
             )
             expected = f"mp_rank_{mp_rank:02d}_model_states.pt"
-            known = (expected, advice) if self.experts else (None, None)
-            raise ShardError(f"no model file of mp_rank {mp_rank}", expected=known[0], advice=known[1],
-                             code=MISSING_FILE)  # fmt: skip
+            raise ShardError(
+                f"no model file of mp_rank {mp_rank}", expected=expected if self.experts else None,
+                advice=advice if self.experts else None, code=MISSING_FILE,
+            )  # fmt: skip
         if not shards and (
             is_unsaved(self.models, self.optimizers) or not any(m.content.get("param_shapes") for m in own)
         ):
@@ -281,7 +271,7 @@ class _Files:
         version = content.get("ds_version") or (members[0].version if members else None)
         checkpoint.format_version = version if isinstance(version, str) else None
         checkpoint.step = step if type(step := content.get("global_steps")) is int else None
-        configured = section(model.config, "zero_optimization").get("stage")
+        configured = model.zero.get("stage")
         checkpoint.zero_stage = configured if isinstance(configured, int) else 1 if members else 0
         details["tag"] = self.directory.tag
         for lead in members[:1]:

@@ -32,12 +32,22 @@ Weights = dict[str, Slot]
 Shapes = dict[str, Shape]
 """Shapes by name, as `param_shapes` and its kin have them."""
 
-MODEL_KEYS = frozenset({
+Addresses = dict[str, tuple[int, int]]
+"""Where parameters begin in a partition, and how many of their elements it has, by name."""
+
+STRUCTURE_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
-    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
+    "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_autoep_layers",
 })  # fmt: skip
+"""Keys of a model file that describe the model or how it was cut, and are written for each checkpoint."""
+
+KEPT_KEYS = (
+    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
+    "ds_config", "sparse_tensor_module_names",
+)  # fmt: skip
+"""DeepSpeed's own keys of a model file that go along as they are; so do all of the client's."""
+
+MODEL_KEYS = STRUCTURE_KEYS.union(KEPT_KEYS, ["ds_version"])
 """Keys that DeepSpeed itself writes into a model file; all others are the client's."""
 
 GROUPS_KEY = "ds_zero_partition_groups"
@@ -85,7 +95,7 @@ class ModelShard(_OfRank):
     param_shapes : list of dict, or None
         Shape by name for each group, in flat order; None in files that do not record it.
     shared : dict of str to str
-        Alias to owner.
+        Alias to owner; empty in files that do not record it.
     content : dict
         The file's whole top level.
     extra : mapping
@@ -102,8 +112,8 @@ class ModelShard(_OfRank):
     buffer_names: set[str]
     param_shapes: list[Shapes] | None
     frozen_shapes: Shapes | None
-    frozen_fragments: dict[str, Tensor] | None
-    shared: dict[str, str] | None
+    frozen_fragments: dict[str, Tensor]
+    shared: dict[str, str]
     content: dict[str, object]
     extra: Mapping[str, object] = field(default_factory=dict)
     configuration: object = None
@@ -115,9 +125,24 @@ class ModelShard(_OfRank):
         config = plain(self.configuration)
         return config if isinstance(config, dict) else {}
 
+    @property
+    def trained(self) -> Shapes:
+        """Shapes of the parameters that its groups list."""
+        return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
+
+    @property
+    def frozen(self) -> Shapes:
+        """Shapes of the frozen parameters that it lists."""
+        return self.frozen_shapes or {}
+
+    @property
+    def zero(self) -> Mapping[Any, Any]:
+        """What the configuration says of ZeRO."""
+        return section(self.config, "zero_optimization")
+
     def zero_option(self, name: str) -> bool:
         """Return a boolean option of `zero_optimization` in the configuration; false where absent."""
-        return section(self.config, "zero_optimization").get(name) is True
+        return self.zero.get(name) is True
 
     @property
     def reorders(self) -> bool:
@@ -127,7 +152,7 @@ class ModelShard(_OfRank):
     @property
     def uses_zenflow(self) -> bool:
         """Whether the configuration turns ZenFlow on, see `zenflow`."""
-        return section(self.config, "zero_optimization").get("zenflow") is not None
+        return self.zero.get("zenflow") is not None
 
     @property
     def optimizer(self) -> dict[object, object] | None:
@@ -160,7 +185,7 @@ class OptimizerShard(_OfRank):
         The base optimizer's param groups with `params`; empty in elastic files, which do not hold them.
     partition_count : list of int
         Ranks that share each group.
-    mappings : list of dict of str to (start, numel), or None
+    mappings : list of Addresses, or None
         Where each parameter's elements lie in this rank's partition, as DeepSpeed computed it.
     order : tuple of int, or None
         Where the groups are in the file, if not in this order (`groups`).
@@ -178,10 +203,18 @@ class OptimizerShard(_OfRank):
     partition_count: list[int]
     paddings: list[int] | None = None
     alignment_paddings: list[list[int]] | None = None
-    mappings: list[dict[str, tuple[int, int]]] | None = None
+    mappings: list[Addresses] | None = None
     content: dict[str, object] = field(default_factory=dict)
     version: str | None = None
     order: Shape | None = None
+
+    def group(self, index: int) -> dict[str, object]:
+        """Return a param group of the base optimizer; empty where the file does not hold it."""
+        return self.groups[index] if index < len(self.groups) else {}
+
+    def mapping(self, index: int) -> Addresses:
+        """Return where the parameters of a group lie in the partition; empty where the file does not say."""
+        return self.mappings[index] if self.mappings and index < len(self.mappings) else {}
 
     def tensor(self, index: int, key: str) -> Tensor | None:
         """Return what the file has of a slot of a group."""
@@ -220,6 +253,8 @@ def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     ------
     DamagedFileError
         One is not a model file of DeepSpeed.
+    UnsupportedError
+        What one stands for is in another program's storage.
     """
     reader = AlikeReader()
     found: list[ModelShard] = []
@@ -234,22 +269,8 @@ def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
     return found
 
 
-def read_model(shard: Shard) -> ModelShard:
-    """Read a model file.
-
-    Raises
-    ------
-    DamagedFileError
-        It is not a model file of DeepSpeed.
-    UnsupportedError
-        What it stands for is in another program's storage.
-    """
-    with about(shard.path):
-        return model_of(shard, read_torchfile(shard.path))
-
-
 def model_of(shard: Shard, file: TorchFile) -> ModelShard:
-    """Return what a model file holds; errors are those of `read_model`."""
+    """Return what a model file holds; errors are those of `read_models`."""
     if file.root == "":  # DeepSpeed before 0.19, `NebulaCheckpointEngine.save`
         raise UnsupportedError(
             "an empty file, as DeepSpeed's Nebula engine leaves where it saves into a storage of its own",
@@ -267,8 +288,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
     shapes = None if groups is None else [_shapes(group) for group in groups]
     frozen_by_name = None if frozen_shapes is None else _shapes(frozen_shapes)
     known = {*buffers, *(name for group in shapes or () for name in group), *(frozen_by_name or ())}
-    its = content.get("module")
-    module, extra = flattened(its if isinstance(its, dict) else {}, known, is_listed=shapes is not None)
+    module, extra = flattened(section(content, "module"), known, is_listed=shapes is not None)
     filed = filed_names(known, tensors := _tensors_by_name(module))
     names_listed = {own: name for name, own in filed.items()}
     return ModelShard(
@@ -278,7 +298,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
         buffers,
         shapes,
         frozen_by_name,
-        _tensors_by_name(frozen) if isinstance(frozen, dict) else None,
+        _tensors_by_name(frozen) if isinstance(frozen, dict) else {},
         _shared(shared),
         by_name(content),
         extra,
@@ -306,12 +326,11 @@ def _tensors_by_name(node: dict[object, object]) -> dict[str, Tensor]:
     return by_name({key: value for key, value in node.items() if isinstance(value, Tensor)})
 
 
-def _shared(node: object) -> dict[str, str] | None:
+def _shared(node: object) -> dict[str, str]:
     """Return alias to owner; DeepSpeed 0.8 wrote a list of pairs."""
-    if node is None:
-        return None
     found = {}
-    for pair in _items(list(node.items()) if isinstance(node, dict) else node, "shared_params"):
+    pairs = [] if node is None else list(node.items()) if isinstance(node, dict) else node
+    for pair in _items(pairs, "shared_params"):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
             raise DamagedFileError("unreadable shared_params", expected="pairs of names", found=brief(pair))
         found[str(pair[0])] = str(pair[1])
@@ -373,11 +392,6 @@ def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
                 for group in _items(mappings, "param_slice_mappings")
             ]
     return found
-
-
-def configuration(shard: OptimizerShard) -> object:
-    """Return DeepSpeed's configuration as an optimizer file has it; None where it has none."""
-    return shard.file.root.get("ds_config") if isinstance(shard.file.root, dict) else None
 
 
 def _items(node: object, what: str, kind: type = object, of: str = "") -> list[Any]:

@@ -96,7 +96,7 @@ class _Work:
         self.trees = {file.path: id(file.tree) for file in checkpoint.files}
         self.whole: set[int] = set()
         self.slots = checkpoint.optimizer_slot_names()
-        members = [member for one in origin.ranks for member in one.members]
+        members = origin.every_member
         flat = any(member.stage != 3 for member in members)
         named = not origin.directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
         whole = all(WEIGHT in p.slots for p in checkpoint.owners)
@@ -178,7 +178,7 @@ STEP = "base_optimizer_state_step"
 
 def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | None]:
     """Return what of each optimizer file is padding, by path, whether slots become lean, too, and what to tell."""
-    members = [member for one in origin.ranks for member in one.members]
+    members = origin.every_member
     if not members:
         return {}, False, "without ZeRO there is no padding"
     if members[0].stage == 3:

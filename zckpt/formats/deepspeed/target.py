@@ -242,6 +242,18 @@ class Target:
         same = self.stages is None and (self.pp, self.tp) == (topology.pp, topology.tp)
         return same and not self.origin.is_foreign
 
+    @property
+    def keeps_form(self) -> bool:
+        """Whether it has the source's form and order of state, for each of the source's model-parallel ranks."""
+        details, first = self.checkpoint.details, self.origin.members[0]
+        flat = first.stage != 3
+        return self.keeps_ranks and (self.stage != 3, self.elastic, self.round_robin, self.alignment) == (
+            flat,
+            first.elastic,
+            flat and bool(details.get("round_robin_gradients")),
+            flat and bool(details.get("parameter_alignment")),
+        )
+
     def own_values(self, mp_rank: int, rank: int) -> Sequence[RankValue]:
         """Return what a rank of the source has of its own, which is looked for in all ranks' once."""
         if not self._own_values:

@@ -10,22 +10,24 @@ FUSED     FP16_Optimizer                            the same of one flat tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
-from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.axes.auto_ep import auto_experts, auto_layers, listed_layers
+from zckpt.formats.deepspeed.axes.auto_ep import Places, auto_experts, auto_layers, listed_layers
 from zckpt.formats.deepspeed.axes.experts import is_expert, numbers_of_experts
 from zckpt.formats.deepspeed.axes.gpt_model import SHARED, arguments_in, with_degrees
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY
-from zckpt.formats.deepspeed.nested import renested, unwrapped
+from zckpt.formats.deepspeed.loss_scaling import SCALING_KEYS, in_stage0
+from zckpt.formats.deepspeed.nested import ordered, renested, unwrapped
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.aliases import aliases, joined
 from zckpt.formats.deepspeed.rare.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.rare.zenflow import keeps_zenflow, transposed, upright
-from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard
+from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, section
 from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned
-from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.formats.deepspeed.values import weight_or_master
+from zckpt.formats.torch_files.tensors import as_mapping, slot_of
 from zckpt.formats.torch_files.writer import (
     Content,
     FromFile,
@@ -37,8 +39,10 @@ from zckpt.formats.torch_files.writer import (
     view,
 )
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.state.partition import shard_numel, shard_share
-from zckpt.torchfile import Global, Object, OrderedMapping, Size, Tensor, node_of
+from zckpt.state.partition import FlatShare, shard_numel, shard_share
+from zckpt.torchfile import Global, Object, OrderedMapping, Size, Tensor, TorchFile
+
+Key = TypeVar("Key")
 
 _OF_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments")
 """Keys that a model file of stage 0 has with None."""
@@ -48,7 +52,7 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
     source = carried_from(mp, rank)
     written = {
-        "module": _module(target, mp, source),
+        "module": None if is_filed(target) else _module(target, mp, source),
         "param_shapes": _param_shapes(target, mp),
         "shared_params": _shared(source, mp, rank),
         "dp_world_size": target.world_size,
@@ -60,8 +64,6 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
         degrees = {"pp_degree": target.pp, "tp_degree": target.tp}
         known = {key: degree for key, degree in degrees.items() if key in dimensions}
         written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
-    if is_filed(target):
-        written["module"] = None
     if mp.members:
         written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
     if target.stages is not None:
@@ -81,27 +83,30 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     ):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
-        written["frozen_param_shapes"] = _shapes(frozen)
+        written["frozen_param_shapes"] = shapes_of(frozen)
         written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank if target.stage == 3 else None)
     if target.stage == 0:
         written |= dict.fromkeys(_OF_ZERO)
-    content = {key: written[key] if key in written else FromFile.of(source.file, value)
-               for key, value in source.content.items()}  # fmt: skip
+    content = restated(source.file, source.content, written)
     if mp.unpartitioned is not None:
         content["optimizer"] = stage0_optimizer(mp, mp.unpartitioned)
     if ARGUMENTS in content:
         content[ARGUMENTS] = with_degrees(content[ARGUMENTS], _degrees(target, source))
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
-    layers = _expert_ranks(target, mp, rank)
-    return content | listed_layers(source, layers, target.world_size, sharded=target.stage == 3)
+    places = _places(target, mp, rank)
+    return content | listed_layers(source, places, target.world_size, sharded=target.stage == 3)
+
+
+def restated(file: TorchFile, content: Mapping[Key, object], anew: Mapping[Key, object]) -> dict[Key, object]:
+    """Return the content of a file that is to be written: what is said anew of its keys, the rest as it is there."""
+    return {key: anew[key] if key in anew else FromFile.of(file, value) for key, value in content.items()}
 
 
 def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
     """Return what Megatron-DeepSpeed's arguments say of ranks, and of the rows of its vocabulary."""
-    words = f".{SHARED}"
     every = (p for mp in target.ranks for p in mp.parameters.values())
-    rows = next((p.shape[0] * target.tp for p in every if p.name.endswith(words)), None)
+    rows = next((p.shape[0] * target.tp for p in every if p.name.endswith(f".{SHARED}")), None)
     apart = (arguments_in(source.content) or {}).get("ds_sequence_parallel_size") in (None, 1)
     return {
         "tensor_model_parallel_size": target.tp,
@@ -120,8 +125,8 @@ def is_filed(target: Target) -> bool:
     return "num_experts" not in target.origin.model.content
 
 
-def _expert_ranks(target: Target, mp: Rank, rank: int) -> dict[str, tuple[int, int, int]]:
-    """Return for each layer of AutoEP, by its prefix: over how many ranks it is, this one's number, and its place."""
+def _places(target: Target, mp: Rank, rank: int) -> Places:
+    """Return where a rank stands in each layer of AutoEP."""
     own = auto_experts(target.origin.model)
     found = {}
     for group in mp.groups:
@@ -153,25 +158,22 @@ def _param_shapes(target: Target, mp: Rank) -> list[OrderedMapping]:
     groups = [part.parameters for part in target.parts(mp)]
     if target.stage != 3 and target.transposed:
         groups = [[transposed(p) for p in parameters] for parameters in groups]
-    return [_shapes(parameters, tuples=any(type(shape) is tuple for shape in first.values())) for parameters in groups]
+    tuples = any(type(shape) is tuple for shape in first.values())
+    return [shapes_of(parameters, tuples=tuples) for parameters in groups]
 
 
-def _shapes(parameters: Sequence[Parameter], *, tuples: bool = False) -> OrderedMapping:
-    shapes = OrderedMapping()
-    for p in parameters:
-        shapes[p.name] = p.shape if tuples else Size(p.shape)
-    return shapes
+def shapes_of(parameters: Iterable[Parameter], *, tuples: bool = False) -> OrderedMapping:
+    """Return the shapes of parameters by name, as model files list them."""
+    return ordered((p.name, p.shape if tuples else Size(p.shape)) for p in parameters)
 
 
 def _weight(parameter: Parameter) -> Slot:
     """Return what a parameter's weight is written from.
 
-    It is rounded from the master where no file has it, and where both are means over ranks: the mean of rounded
-    values need not be the rounded mean.
+    It is rounded from the master, too, where both are means over ranks: the mean of rounded values need not be the
+    rounded mean.
     """
-    slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
-    if slot is None:
-        raise UnsupportedError(f"no file holds the values of {parameter.name}")
+    slot = weight_or_master(parameter)
     return parameter.slots.get(MASTER, slot) if slot.replicas else slot
 
 
@@ -180,10 +182,8 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
 
     Experts are in files of their own, and their model's other tensors do not share storages.
     """
-    module = OrderedMapping()
     old = source.content.get("module")
-    if isinstance(old, OrderedMapping):
-        module.state = old.state
+    module = ordered((), old)
     weights: dict[str, Tensor] = {}
     apart = "num_experts" in source.content
     elsewhere = auto_experts(target.origin.model)
@@ -203,9 +203,7 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
     if target.origin.is_foreign:
         filed = {name: unwrapped(name) for name in (*mp.parameters, *mp.buffers)}
     if filed:
-        listed, module = module, OrderedMapping()
-        module.state = listed.state
-        module.update({filed.get(str(name), name): value for name, value in listed.items()})
+        module = ordered(((filed.get(str(name), name), value) for name, value in module.items()), old)
     if isinstance(old, dict) and any(isinstance(value, dict) for value in old.values()):
         return renested(old, module, source.file)
     for name, value in source.extra.items():
@@ -228,8 +226,7 @@ def single(target: Target, parameter: Parameter) -> Tensor:
         return view(new_storage(parameter.dtype, 0), (0,))
     columns = target.transposed and parameter.group is not None
     stored = transposed(parameter) if columns else parameter
-    contents = slot_contents(_weight(stored), stored.name, 0, 0, stored.numel)
-    made = view(new_storage(stored.dtype, stored.numel, list(contents)), stored.shape)
+    made = view(new_storage(stored.dtype, stored.numel, list(_contents(stored, WEIGHT, 0))), stored.shape)
     return upright(made, columns=columns)
 
 
@@ -241,7 +238,7 @@ def _views(group: TargetGroup, *, columns: bool) -> dict[str, Tensor]:
         return {}
     contents: list[SlotContent] = []
     for start, p in zip(starts, parameters, strict=False):
-        contents += slot_contents(_weight(p), p.name, 0, start, p.numel)
+        contents += _contents(p, WEIGHT, start)
     storage = new_storage(dtypes.pop(), group.partition * group.shared_by, contents)
     return {
         p.name: upright(view(storage, p.shape, start=start), columns=columns)
@@ -253,48 +250,27 @@ def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None
     """Return the frozen parameters: whole, or under ZeRO-3 one rank's shards."""
     shards = OrderedMapping()
     for parameter in frozen:
-        slot, numel, shape = _weight(parameter), parameter.numel, parameter.shape
+        numel, shape = parameter.numel, parameter.shape
         start, count = 0, numel
         if rank is not None:
             start, count = shard_share(numel, target.world_size, rank)
             numel = shard_numel(numel, target.world_size)
             shape = (numel,)
-        contents = list(slot_contents(slot, parameter.name, start, 0, count))
-        shards[parameter.name] = view(new_storage(slot.dtype, numel, contents), shape)
+        contents = list(_contents(parameter, WEIGHT, 0, start, count))
+        shards[parameter.name] = view(new_storage(_weight(parameter).dtype, numel, contents), shape)
     return shards
-
-
-def slot_contents(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
-    """Yield what a slot has of an extent of a parameter: all, or none of a vocabulary's padding rows.
-
-    Parameters
-    ----------
-    slot : Slot
-        Of the parameter's shape, or with fewer rows: what it does not have stays zero.
-    start : int, elements
-        Of the extent, in the parameter.
-    position : int, elements
-        Of the extent, in the storage.
-    numel : int, elements
-    """
-    count = min(numel, slot.numel - start)
-    if count > 0:
-        yield SlotContent(position, slot, label, slot.flat(start, count))
 
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 
-_COMMON_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
-"""What the forms of all stages have in common and is carried over."""
-
 _FLAT_KEYS = (
-    *_COMMON_KEYS, "clip_grad", "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage",
+    *SCALING_KEYS, "clip_grad", "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage",
     "group_paddings",
     "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
 )  # fmt: skip
 _PARAMETERWISE_KEYS = (
-    "zero_stage", *_COMMON_KEYS, "partition_count", "optimizer_state_dict", "fp32_flat_groups",
+    "zero_stage", *SCALING_KEYS, "partition_count", "optimizer_state_dict", "fp32_flat_groups",
 )  # fmt: skip
 
 
@@ -311,12 +287,9 @@ def optimizer_tree(target: Target, mp: Rank, rank: int) -> object:
     keys += [key for key in (GROUPS_KEY, "param_alignment_paddings") if key in cut and key not in keys]
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
-    content = {key: cut[key] if key in cut else FromFile.of(source.file, old[key]) for key in keys
-               if key in cut or key in old}  # fmt: skip
-    root = source.file.root
-    top = root if isinstance(root, dict) else {}
-    written = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
-    return {key: written[key] if key in written else FromFile.of(source.file, value) for key, value in top.items()}
+    content = restated(source.file, {key: old.get(key) for key in keys if key in cut or key in old}, cut)
+    anew: dict[object, object] = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
+    return restated(source.file, as_mapping(source.file.root), anew)
 
 
 def config_tree(target: Target) -> object:
@@ -338,13 +311,13 @@ def config_tree(target: Target) -> object:
         if not (target.stage != 3 if target.origin.is_foreign else keeps):
             changed["zero_optimization"].pop("zenflow", None)
     changed |= batch_of(changed, target.world_size)
-    sliced = changed.get("tensor_parallel")
-    if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:
-        changed["tensor_parallel"] = {**sliced, "autotp_size": target.tp}
-    experts = changed.get("expert_parallel")
-    if isinstance(experts, dict) and type(experts.get("autoep_size")) is int:
-        degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
-        changed["expert_parallel"] = {**experts, "autoep_size": degree}
+    experts = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
+    for name, key, degree in (
+        ("tensor_parallel", "autotp_size", target.tp),
+        ("expert_parallel", "autoep_size", experts),
+    ):
+        if type(section(changed, name).get(key)) is int:
+            changed[name] = {**section(changed, name), key: degree}
     return FromFile.of(target.origin.model.file, changed)
 
 
@@ -364,8 +337,7 @@ def _hyperparameters(
         one.key: one.value for one in target.own_values(mp.mp_rank, rank) if one.in_group and one.group == group.index
     }
     values = {**group.values.hyperparameters, **own}
-    groups = mp.members[0].groups if own else []
-    order = [*(groups[group.index] if group.index < len(groups) else ()), *values]
+    order = [*(mp.members[0].group(group.index) if own else ()), *values]
     return {**{key: value_node(values[key]) for key in dict.fromkeys(order) if key in values}, "params": params}
 
 
@@ -387,7 +359,7 @@ def _state(
     return {key: state[key] for key in dict.fromkeys([*known, *map(str, state)]) if key in state}
 
 
-def _dtype(parameters: list[Parameter], key: str) -> str:
+def _dtype(parameters: Sequence[Parameter], key: str) -> str:
     return next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
 
 
@@ -423,12 +395,8 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
             if flat:
                 last = group.shared_by * part.numel - part.total if position == group.shared_by - 1 else 0
                 paddings.append(last if target.bf16_optimizer else padding)
-                mapping = OrderedMapping()
-                for share in part.shares(position):
-                    where: dict[object, object] = {"numel": share.numel, "start": share.position}
-                    address = Object(_FRAGMENT, how="newobj", state=where, has_state=True)
-                    mapping[part.parameters[share.index].name] = address
-                mappings.append(mapping)
+                addresses = ((part.parameters[one.index].name, _address(one)) for one in part.shares(position))
+                mappings.append(ordered(addresses))
         groups[group.index] = _hyperparameters(target, mp, rank, group, numbers)
     joined(dict(enumerate(states)), aliases(source), len(source.masters), len(states))
     base = {"state": {n: state for n, state in enumerate(states) if state}, "param_groups": [*groups.values()]}
@@ -459,13 +427,18 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     return cut
 
 
+def _address(share: FlatShare) -> Object:
+    where: dict[object, object] = {"numel": share.numel, "start": share.position}
+    return Object(_FRAGMENT, how="newobj", state=where, has_state=True)
+
+
 def _partition(part: Part, key: str, position: int, length: int, like: Tensor | None = None) -> Tensor:
     """Return one slot of one rank's part: a storage of all its elements, of which the tensor shows `length`."""
     dtype = _dtype(part.parameters, key)
     row = part.row(key, dtype)
     contents: list[Content] = [] if row is None else [PackContent(0, row.pack(position))]
     for share in part.shares(position) if row is None else ():
-        contents += _contents(part.parameters[share.index], key, share.start, share.position, share.numel)
+        contents += _contents(part.parameters[share.index], key, share.position, share.start, share.numel)
     return view(new_storage(dtype, part.numel, contents), (length,), like=like)
 
 
@@ -474,21 +447,30 @@ def whole(parameters: Sequence[Parameter], key: str) -> Tensor:
     contents: list[SlotContent] = []
     at = 0
     for p in parameters:
-        contents += _contents(p, key, 0, at, p.numel)
+        contents += _contents(p, key, at)
         at += p.numel
-    return view(new_storage(_dtype(list(parameters), key), at, contents), (at,))
+    return view(new_storage(_dtype(parameters, key), at, contents), (at,))
 
 
-def _contents(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
-    slot = parameter.slots.get(key)
-    if slot is not None:
-        yield from slot_contents(slot, f"{key}/{parameter.name}", start, position, numel)
+def _contents(
+    parameter: Parameter, key: str, position: int, start: int = 0, numel: int | None = None
+) -> Iterator[SlotContent]:
+    """Yield what a slot has of an extent of a parameter, by default of all of it; of a vocabulary's padding nothing.
+
+    Parameters
+    ----------
+    position : int, elements
+        Of the extent, in the storage. What the slot does not have stays zero there.
+    start : int, elements
+        Of the extent, in the parameter.
+    """
+    slot = _weight(parameter) if key == WEIGHT else parameter.slots.get(key)
+    if slot is not None and (count := min(parameter.numel if numel is None else numel, slot.numel - start)) > 0:
+        label = parameter.name if key == WEIGHT else f"{key}/{parameter.name}"
+        yield SlotContent(position, slot, label, slot.flat(start, count))
 
 
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
-
-_SCALING = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""Of loss scaling: what both optimizers in 16 bits hold."""
 
 
 def form_of(held: Mapping[object, object]) -> str:
@@ -500,12 +482,14 @@ def stage0_optimizer(mp: Rank, how: Unpartitioned) -> dict[str, object]:
     """Return what a stage-0 model file holds of the optimizer."""
     if how.form == PLAIN:
         return _numbered(mp, how)
-    scaling = {**how.scaling, **{key: value for key, value in _known_scaling(mp).items() if key in how.scaling}}
+    known = in_stage0(mp.members[0].content) if mp.members else {}
+    content: dict[str, object] = {**how.scaling, **{key: known[key] for key in how.scaling if key in known}}
+    content["optimizer_state_dict"] = _numbered(mp, how)
     if how.form == FUSED:
-        flat = [whole(group.experts[0], MASTER) for group in mp.groups]
-        return {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups_flat": flat}
-    masters = [[_whole(mp.owner(name), MASTER) for name in names] for names in how.numbered]
-    return {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}
+        content["fp32_groups_flat"] = [whole(group.experts[0], MASTER) for group in mp.groups]
+    else:
+        content["fp32_groups"] = [[_whole(mp.owner(name), MASTER) for name in names] for names in how.numbered]
+    return content
 
 
 def _numbered(mp: Rank, how: Unpartitioned) -> dict[str, object]:
@@ -537,17 +521,3 @@ def _numbered(mp: Rank, how: Unpartitioned) -> dict[str, object]:
 def _whole(parameter: Parameter, key: str) -> SlotTensor:
     slot = parameter.slots[key]
     return SlotTensor(slot, slot.dtype, f"{key}/{parameter.name}")
-
-
-def _known_scaling(mp: Rank) -> dict[str, object]:
-    """Return what the source's optimizer files say of loss scaling, in stage 0's words."""
-    if not mp.members:
-        return {}
-    content = mp.members[0].content
-    scaler = content.get("loss_scaler")
-    node = node_of(scaler)
-    state = node.state if isinstance(node, Object) and isinstance(node.state, dict) else {}
-    found = {str(key): value for key, value in state.items() if key in _SCALING}
-    if "dynamic" in state:
-        found["dynamic_loss_scale"] = state["dynamic"]
-    return found

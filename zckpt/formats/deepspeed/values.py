@@ -22,34 +22,50 @@ sampler's position), that is kept under the file's stem and the key: `zero_pp_ra
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from zckpt.errors import LayoutError
+from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresolved
-from zckpt.state import WEIGHT, CutFiles, CutSpans, Duplicate, Extent, Scalar, Shape, Slot, Span
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    CutFiles,
+    CutSpans,
+    Duplicate,
+    Extent,
+    Parameter,
+    Scalar,
+    Shape,
+    Slot,
+    Span,
+)
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
 
+
+def implied(about: str, *keys: str, where: Sequence[str] = ()) -> tuple[Rule, ...]:
+    """Return rules for what is under some keys of a mapping of a file's tree, and follows from the rest."""
+    return tuple(Rule((*where, key, "**"), IMPLIED, about) for key in keys)
+
+
+OF_THE_RUN = "ranks and version of the run"
+
 MODEL_RULES = (
-    *(
-        Rule((key, "**"), IMPLIED, "names and shapes of the model's tensors")
-        for key in ("buffer_names", "param_shapes", "frozen_param_shapes", "shared_params")
-    ),
-    *(
-        Rule((key, "**"), IMPLIED, "ranks and version of the run")
-        for key in ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version")
-    ),
-    Rule(("ds_autoep_layers", "**"), IMPLIED, "which rank has which experts"),
+    *implied("names and shapes of the model's tensors", "buffer_names", "param_shapes", "frozen_param_shapes",
+             "shared_params"),
+    *implied(OF_THE_RUN, "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version"),
+    *implied("which rank has which experts", "ds_autoep_layers"),
     *optimizer_rules("optimizer"),
     *optimizer_rules("optimizer", "optimizer_state_dict"),
-)
+)  # fmt: skip
 """Of a model file: `module`, the shards of frozen parameters and the client's keys need no rule."""
 
 _Z = "optimizer_state_dict"
@@ -80,8 +96,8 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
         Rule((_Z, "base_optimizer_state", "#", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
         Rule((_Z, "optimizer_state_dict", "state", "#", "*", "**"), STATE, "single values of a group"),
-        *(Rule((_Z, key, "**"), IMPLIED, "how the state is cut") for key in _CUT),
-        Rule(("ds_version",), IMPLIED, "ranks and version of the run"),
+        *implied("how the state is cut", *_CUT, where=[_Z]),
+        Rule(("ds_version",), IMPLIED, OF_THE_RUN),
         Rule(("ds_config", "**"), COPY, "the configuration, which the model file has"),
     )
 
@@ -147,7 +163,7 @@ def own_keys(members: Sequence[OptimizerShard], firsts: Sequence[OptimizerShard]
 def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozenset[str]:
     """Return the keys of what a param group has otherwise on some rank: known ones, and those of tensors."""
     first = files[0]
-    others = [(one, one.groups[index] if index < len(one.groups) else {}) for one in files[1:]]
+    others = [(one, one.group(index)) for one in files[1:]]
 
     def differs(key: str, value: object) -> bool:
         if _has_tensors(value):
@@ -172,7 +188,7 @@ def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: 
         From `own_hyperparameters`.
     """
     for member in members:
-        for key, value in member.groups[group].items() if group < len(member.groups) else ():
+        for key, value in member.group(group).items():
             if key in own:
                 kept = hyperparameter(member, value)
                 yield RankValue(key, group, part, member.rank, member.mp_rank, kept, in_group=True)
@@ -242,6 +258,35 @@ def copies_of(
 def weight_in(tensor: Tensor, path: str) -> dict[str, Slot]:
     """Return a tensor of a file as a weight."""
     return {WEIGHT: slot_of(WEIGHT, tensor, path)}
+
+
+def weight_or_master(parameter: Parameter) -> Slot:
+    """Return what a parameter's weight is written from: itself, or rounded from the master where no file has it.
+
+    Raises
+    ------
+    UnsupportedError
+        There is neither.
+    """
+    slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
+    if slot is None:
+        raise UnsupportedError(f"no file holds the values of {parameter.name}")
+    return slot
+
+
+def copies_of_buffers(models: Iterable[ModelShard], buffers: Mapping[str, Parameter]) -> Iterator[Duplicate]:
+    """Yield the copies of buffers that further ranks' files hold."""
+    for model in models:
+        for name, buffer in buffers.items():
+            if name in model.module:
+                copy = weight_in(model.module[name], model.path)
+                yield from copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")
+
+
+def viewed(parameter: Parameter, shape: Shape, view: Callable[[Slot], Slot]) -> Parameter:
+    """Return a parameter of another shape, with a view of each slot but those that are one value."""
+    slots = {key: view(slot) if slot.shape else slot for key, slot in parameter.slots.items()}
+    return replace(parameter, shape=shape, slots=slots)
 
 
 Slots = dict[str, dict[str, Slot]]

@@ -25,36 +25,36 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.axes.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts
+from zckpt.formats.deepspeed.axes.auto_ep import FOLDING_KEY, SLICED_AS_WELL, expert_counts, holds_all
 from zckpt.formats.deepspeed.axes.gpt_model import known_rules
-from zckpt.formats.deepspeed.axes.tp_rules import AVERAGED, INFO_KEY, REPLICATED, SLICED, SUB, TWO, Rules
+from zckpt.formats.deepspeed.axes.tp_rules import AVERAGED, REPLICATED, SLICED, SUB, TWO, Rules
 from zckpt.formats.deepspeed.origin import origin_of
+from zckpt.formats.deepspeed.values import implied, weight_or_master
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
-from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.state.inventory import STATE, Rule
 from zckpt.storage.files import entries_of
-from zckpt.torchfile import Global, Object, Tensor, TorchFile, node_of, plain
+from zckpt.torchfile import Global, Object, Tensor, TorchFile
 
 EXPERT_KEY = "is_expert_param"
 COUNT_KEY = "ep_num_experts"
 
 _RULES = (
-    *(
-        Rule((key, "**"), IMPLIED, "how the tensor is sliced")
-        for key in ("cat_dim", "vocab_tensor", EXPERT_KEY, COUNT_KEY, "sub_param_shape", "param_n_sub_params")
-    ),
+    *implied("how the tensor is sliced", "cat_dim", "vocab_tensor", EXPERT_KEY, COUNT_KEY, "sub_param_shape",
+             "param_n_sub_params"),
     Rule((), STATE, "the step"),
     Rule(("param",), STATE, "the step"),
-)
+)  # fmt: skip
 """Of the values in a folder's files."""
 
 
@@ -103,9 +103,7 @@ class StoredFolder:
     files: list[SourceFile] = field(default_factory=list)
 
 
-def read_folder(
-    folder: Path, reader: AlikeReader, known: dict[int, SourceFile], shape: Shape | None = None
-) -> StoredFolder:
+def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile], shape: Shape | None) -> StoredFolder:
     """Read the structure of a folder, and its step.
 
     Its trees, and what is `known` of its files, are those of others that are alike. `shape`: of the parameter, whose
@@ -163,7 +161,7 @@ def _experts(content: Mapping[object, object], tensor: Tensor) -> int | None:
     if content.get(FOLDING_KEY) is not None:
         raise UnsupportedError(SLICED_AS_WELL)
     experts = content.get(COUNT_KEY)
-    if len(tensor.shape) != 3 or tensor.shape[0] != experts:
+    if not isinstance(experts, int) or not holds_all(tensor.shape, experts):
         raise LayoutError("is not of all experts", expected=f"{experts}, rows and columns",
                           found=tensor.shape)  # fmt: skip
     return tensor.shape[0]
@@ -253,36 +251,18 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
         if parameter.group is not None:
             yield _trained(parameter, states[parameter.name], needed[parameter.group], slices.keys(parameter))
             continue
-        slot, files = weight(checkpoint.owner(parameter.name)), dict[str, object]()
+        slot, files = weight_or_master(checkpoint.owner(parameter.name)), dict[str, object]()
         if not slot.dtype.startswith("complex"):  # as DeepSpeed writes it; codes of a quantised weight are not cast
             dtype = "float32" if is_floating(slot.dtype) else slot.dtype
             files[MASTER_STEM] = {"param": SlotTensor(slot, dtype, f"{MASTER_STEM}/{parameter.name}")}
         yield Folder(parameter.name, files)
 
 
-def weight(parameter: Parameter) -> Slot:
-    """Return what a parameter's weight is written from: itself, or rounded from the master where no file has it.
-
-    Raises
-    ------
-    UnsupportedError
-        There is neither.
-    """
-    slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
-    if slot is None:
-        raise UnsupportedError(f"no file holds the values of {parameter.name}")
-    return slot
-
-
 def _trained(
     parameter: Parameter, state: dict[str, object], needed: dict[str, object], keys: dict[str, object]
 ) -> Folder:
-    master = parameter.slots.get(MASTER)
-    if master is None:
-        master = weight(parameter)
-        dtype = "float32" if is_floating(master.dtype) else master.dtype
-    else:
-        dtype = master.dtype
+    master = parameter.slots.get(MASTER) or weight_or_master(parameter)
+    dtype = "float32" if MASTER not in parameter.slots and is_floating(master.dtype) else master.dtype
     folder = Folder(parameter.name)
     folder.files[MASTER_STEM] = {**keys, "param": _tensor(parameter, MASTER_STEM, master, dtype)}
     for key, value in state.items():
@@ -326,16 +306,9 @@ class Slices:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        info = checkpoint.metadata.get(INFO_KEY)
-        found = plain(node_of(info))
-        origin = origin_of(checkpoint)
-        known = origin.rules if origin is not None and origin.rules is not None else found
-        if origin is None:
-            shapes = {one.name: one.shape for one in checkpoint.parameters.values()}
-            known = known_rules(
-                checkpoint.metadata, found if isinstance(found, dict) else None, shapes, checkpoint.source
-            )
-        self.info = known if isinstance(known, Mapping) else {}
+        origin, shapes = origin_of(checkpoint), {one.name: one.shape for one in checkpoint.parameters.values()}
+        known = known_rules(checkpoint.metadata, shapes, checkpoint.source) if origin is None else origin.rules
+        self.info: Mapping[str, Any] = known or {}
         self.rules = Rules(self.info, checkpoint.source)
         self.experts = expert_counts(checkpoint)
 

@@ -26,8 +26,16 @@ from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_o
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_extra
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_model, section
-from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of, keep_others, weight_in
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_models, section
+from zckpt.formats.deepspeed.values import (
+    MODEL_RULES,
+    OF_THE_RUN,
+    copies_of,
+    copies_of_buffers,
+    implied,
+    keep_others,
+    weight_in,
+)
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
@@ -62,13 +70,13 @@ OPTIMIZER_RULES = (
     *optimizer_rules(),
     *optimizer_rules("optimizer_state_dict")[1:],
     *remainder_rules(KEY),
-    *(Rule((KEY, key, "**"), IMPLIED, "what is said of parameters and of the source")
-      for key in ("groups", "filled_in", "made", "without_master")),
+    *implied("what is said of parameters and of the source", "groups", "filled_in", "made", "without_master",
+             where=[KEY]),
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
     *(Rule((*where, "**"), IMPLIED, "the first rank's share of what the folders hold", tensors=True)
       for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
-    *(Rule((key, "**"), IMPLIED, "how the state is cut") for key in sorted(CUT_KEYS - OWN_KEYS)),
-    *(Rule((key, "**"), IMPLIED, "ranks and version of the run") for key in ("zero_stage", "ds_version")),
+    *implied("how the state is cut", *sorted(CUT_KEYS - OWN_KEYS)),
+    *implied(OF_THE_RUN, "zero_stage", "ds_version"),
 )  # fmt: skip
 """Of the values in `optimizer_state.pt`."""
 
@@ -126,14 +134,14 @@ def _read_models(directory: Path) -> tuple[list[list[ModelShard]], list[ModelSha
     if missing_ranks(len(by_rank), by_rank) or len({len(one) for one in by_rank.values()}) > 1:
         raise ShardError("model files of some ranks are missing", path=directory,
                          found=f"model-parallel ranks {sorted(by_rank)[:16]}", code=MISSING_FILE)  # fmt: skip
-    ranks = [[read_model(shard) for shard in one] for one in by_rank.values()]
+    ranks = list(map(read_models, by_rank.values()))
     for models in ranks if not whole else ():
         world = models[0].content.get("dp_world_size")
         size = world if type(world) is int else len(models)
         missing = missing_files("model files", size, [model.rank for model in models], models[0].path)
         if missing and models[0].frozen_fragments:  # only ranks with cut frozen parameters are needed
             raise missing
-    return ranks, [read_model(s) for s in shards if s.dp_rank is not None] if whole else []
+    return ranks, read_models([s for s in shards if s.dp_rank is not None]) if whole else []
 
 
 class _Reading:
@@ -176,7 +184,7 @@ class _Reading:
         checkpoint.format_version = version if isinstance(version, str) else None
         step = model.content.get("global_steps")
         checkpoint.step = step if type(step) is int else None
-        stage = plain(content.get("zero_stage", section(model.config, "zero_optimization").get("stage")))
+        stage = plain(content.get("zero_stage", model.zero.get("stage")))
         checkpoint.zero_stage = stage if isinstance(stage, int) else None
         scaler = content.get("loss_scaler")
         checkpoint.loss_scale = as_float(scaler.get("cur_scale") if isinstance(scaler, Object) else None)
@@ -187,8 +195,7 @@ class _Reading:
 
         In DeepSpeed's ZeRO-3 files the single values of a group are nowhere but here.
         """
-        path, nested = self.file.path, self.content.get("optimizer_state_dict")
-        inner = nested if isinstance(nested, dict) else {}
+        path, inner = self.file.path, section(self.content, "optimizer_state_dict")
         stored = self.content.get("param_groups")
         stored = inner.get("param_groups") if stored is None else stored
         if not isinstance(stored, list) or not all(isinstance(group, dict) for group in stored):
@@ -243,7 +250,7 @@ class _Reading:
         checkpoint, trained = self.checkpoint, self.shapes
         shared: dict[str, str] = {}
         for model in (model for models in self.ranks for model in models):
-            shared |= model.shared or {}
+            shared |= model.shared
         aliases: dict[str, str] = {}
         for models in self.ranks:
             known = {**router_names(models[0], parameterwise=self.parameterwise),
@@ -268,7 +275,7 @@ class _Reading:
         """Return the weight of a parameter that is not trained, which one file has; None if it has it not whole."""
         if not self.parameterwise:
             return slot_of(WEIGHT, tensor, model.path)
-        shape = (model.frozen_shapes or {}).get(name)
+        shape = model.frozen.get(name)
         if shape is None:
             return None
         if 0 in shape:
@@ -400,11 +407,7 @@ class _Reading:
                 kind = "tied" if one.tied_to else "parameter"
                 checkpoint.duplicates.append(Duplicate(kind, name, one.tied_to or name, slot, held))
         first, *others = self.models
-        for model in others:  # as DeepSpeed's converter copies them
-            for name, buffer in checkpoint.buffers.items():
-                if name in model.module:
-                    copy = weight_in(model.module[name], model.path)
-                    checkpoint.duplicates += copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")
+        checkpoint.duplicates += copies_of_buffers(others, checkpoint.buffers)  # as DeepSpeed's converter copies them
         keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
         own, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in others], [*keys])
         checkpoint.metadata |= own
@@ -439,12 +442,12 @@ class _Reading:
                 parameter.frozen = parameter.name in frozen
             restore(checkpoint, rest, file)
         filled_in = set(as_names(rest.get("filled_in", [])))
-        rules = tuple(Rule((key, "**"), IMPLIED, "filled in for DeepSpeed's loaders") for key in sorted(filled_in))
+        rules = implied("filled in for DeepSpeed's loaders", *sorted(filled_in))
         full = with_layers(model)
         for one in checkpoint.files:
             one.rules = (*one.rules, *rules) if one.role == "model" else one.rules
             if full is not model.content and one.path == model.file.path:
-                one.rules = (*one.rules, Rule((INFO_KEY, LAYERS_KEY, "**"), IMPLIED, "listed in full beside it"))
+                one.rules = (*one.rules, *implied("listed in full beside it", LAYERS_KEY, where=[INFO_KEY]))
         checkpoint.metadata |= {
             key: carried(model.file, value)
             for key, value in full.items()

@@ -15,18 +15,20 @@ module; the whole weights are there for those who want the model by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.evidence import refuse_unnamed
-from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import expert_counts
 from zckpt.formats.deepspeed.axes.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.axes.gpt_model import shared_keys
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.shards import section
+from zckpt.formats.deepspeed.nested import ordered
+from zckpt.formats.deepspeed.shards import STRUCTURE_KEYS, section
+from zckpt.formats.deepspeed.trees import shapes_of
+from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, refuse_several, same
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
@@ -40,10 +42,10 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.folders import Folders, Slices, folders, weight
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Slot
+from zckpt.formats.universal.folders import Folders, Slices, folders
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Scalar, Slot
 from zckpt.state.partition import flat_partition_numel
-from zckpt.torchfile import OrderedMapping, Size, alike, node_of, plain
+from zckpt.torchfile import OrderedMapping, alike, node_of, plain
 
 DEEPSPEED_VERSION = "0.19.8"
 """The version whose form this is, where the source is not DeepSpeed's."""
@@ -51,14 +53,8 @@ DEEPSPEED_VERSION = "0.19.8"
 UNIVERSAL_VERSION = 0.2
 """Of `universal_checkpoint_info`, where the source has none: rules for equal slices, of which there are none."""
 
-STRUCTURE = frozenset(
-    {
-        "module", "model", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-        "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version",
-        LAYERS_KEY, KEY,
-    }
-)  # fmt: skip
-"""Keys of a model file that describe the model or how it was cut, and are written for each checkpoint."""
+STRUCTURE = STRUCTURE_KEYS.union(["model", "ds_version", KEY])
+"""Keys of a model file that are written for each checkpoint; metadata of the same name goes elsewhere."""
 
 OWN_KEYS = frozenset({"param_groups", "optimizer_state_dict", "zero_stage", "ds_version", "state", KEY})
 """Keys of the file that are written here; metadata of the same name goes elsewhere."""
@@ -122,7 +118,7 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     untrained = [p for p in checkpoint.tensors() if p.group is None and p.tied_to is None]
     if untrained:
         found.append(f"DeepSpeed's universal loader does not load the {len(untrained)} frozen parameters and buffers")
-    if any(is_expert(name) for name in checkpoint.parameters):
+    if any(map(is_expert, checkpoint.parameters)):
         found.append("DeepSpeed's universal loader looks experts up by their numbers on a rank: where they are spread "
                      "over several, all get those of the first; load it with ep_size=1, or use "
                      "`zckpt convert --to deepspeed --expert-parallel-size E`")  # fmt: skip
@@ -171,11 +167,6 @@ def _refuse(checkpoint: Checkpoint) -> None:
         )
 
 
-def carried_keys(checkpoint: Checkpoint) -> list[str]:
-    """Return the keys of `metadata` that a model file can have at its top level."""
-    return [key for key in checkpoint.metadata if key not in STRUCTURE]
-
-
 def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what DeepSpeed's loaders look for and the source does not have."""
     needed: dict[str, object] = {
@@ -192,26 +183,22 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
 
 def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
     """Return the content of a model file: with whole weights, or under ZeRO-3 without any."""
-    parameters = checkpoint.parameters.values()
     module = _module(checkpoint, parameterwise=parameterwise)
-    frozen = [p for p in parameters if p.frozen and p.tied_to is None]
-    whole = OrderedMapping()
-    for parameter in frozen:
-        whole[parameter.name] = module[parameter.name]
+    frozen = [p for p in checkpoint.owners if p.frozen]
     groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
     structure: dict[str, object] = {
         "module": module,
         "buffer_names": list(checkpoint.buffers),
         "optimizer": None,
-        "param_shapes": [_shapes(group) for group in groups],
-        "frozen_param_shapes": None if parameterwise else _shapes(frozen),
-        "shared_params": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
-        "frozen_param_fragments": None if parameterwise else whole,
+        "param_shapes": list(map(shapes_of, groups)),
+        "frozen_param_shapes": None if parameterwise else shapes_of(frozen),
+        "shared_params": checkpoint.aliases,
+        "frozen_param_fragments": None if parameterwise else ordered((one.name, module[one.name]) for one in frozen),
     }
     return {
         **structure,
         **filled_in(checkpoint),
-        **{key: checkpoint.metadata[key] for key in carried_keys(checkpoint)},
+        **{key: value for key, value in checkpoint.metadata.items() if key not in STRUCTURE},
         "dp_world_size": checkpoint.topology.dp,
         "mp_world_size": 1,
         "ds_version": version or DEEPSPEED_VERSION,
@@ -226,19 +213,13 @@ def _module(checkpoint: Checkpoint, *, parameterwise: bool) -> OrderedMapping:
         owner = checkpoint.owner(parameter.name)
         if owner.name not in tensors:
             empty = view(new_storage(owner.dtype, 0), (0,))
-            tensors[owner.name] = empty if parameterwise else SlotTensor(weight(owner), owner.dtype, owner.name)
+            whole = empty if parameterwise else SlotTensor(weight_or_master(owner), owner.dtype, owner.name)
+            tensors[owner.name] = whole
         module[parameter.name] = tensors[owner.name]
     for buffer in checkpoint.buffers.values():
         slot = buffer.slots[WEIGHT]
         module[buffer.name] = SlotTensor(slot, slot.dtype, buffer.name)
     return module
-
-
-def _shapes(parameters: Iterable[Parameter]) -> OrderedMapping:
-    shapes = OrderedMapping()
-    for parameter in parameters:
-        shapes[parameter.name] = Size(parameter.shape)
-    return shapes
 
 
 def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> dict[str, object]:
@@ -287,11 +268,10 @@ def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str
 
 def _rest(checkpoint: Checkpoint, folders: Folders) -> dict[str, object]:
     """Return what neither the folders nor the rest of DeepSpeed's files can hold."""
-    top = set(carried_keys(checkpoint))
     trained = [p for p in checkpoint.parameters.values() if p.group is not None]
     return {
         **remainder(checkpoint),
-        "metadata": {key: value for key, value in checkpoint.metadata.items() if key not in top},
+        "metadata": {key: value for key, value in checkpoint.metadata.items() if key in STRUCTURE},
         "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
         "masters": False,
         "without_master": [p.name for p in trained if MASTER not in p.slots],

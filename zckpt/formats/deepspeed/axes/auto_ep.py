@@ -28,8 +28,9 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedE
 from zckpt.formats.deepspeed.axes.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SLICED, Rule, map_entry, shares_of
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
+from zckpt.formats.deepspeed.values import viewed
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import FromFile, node_of
 
@@ -111,7 +112,7 @@ def layer_from(entry: object) -> AutoLayer:
 
 
 def check_kind(
-    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard], of_experts: Sequence[object] = ()
+    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard], of_experts: Sequence[object]
 ) -> None:
     """Raise for what is not read of AutoEP.
 
@@ -147,12 +148,17 @@ def check_shapes(shapes: Shapes, layers: Mapping[str, AutoLayer], degree: int) -
     """Raise LayoutError where a tensor of a rank's is not of the experts that the rank has over so many ranks."""
     for name in shapes.keys() & layers.keys():
         layer, shape = layers[name], shapes[name]
-        if layer.degree != degree or len(shape) != 3 or shape[0] != layer.per_rank:
+        if layer.degree != degree or not holds_all(shape, layer.per_rank):
             raise LayoutError(
                 f"{name} is not of the experts of one rank",
                 expected=f"{layer.per_rank} of {layer.experts}, over {layer.degree} ranks",
                 found=f"{shape}, over {degree} ranks",
             )
+
+
+def holds_all(shape: Shape, experts: int) -> bool:
+    """Tell whether a tensor of this shape is one of so many experts: their rows and columns."""
+    return len(shape) == 3 and shape[0] == experts
 
 
 def of_all(parts: Sequence[Mapping[str, Slot]]) -> dict[str, Slot]:
@@ -163,19 +169,18 @@ def of_all(parts: Sequence[Mapping[str, Slot]]) -> dict[str, Slot]:
 
 def local(parameter: Parameter, layer: AutoLayer, degree: int, rank: int) -> Parameter:
     """Return what one of so many expert ranks has of the tensor of all experts."""
-    if len(parameter.shape) != 3 or parameter.shape[0] != layer.experts:
+    if not holds_all(parameter.shape, layer.experts):
         raise LayoutError(f"{parameter.name} is not of all experts", expected=f"{layer.experts}, rows and columns",
                           found=parameter.shape)  # fmt: skip
     count = layer.experts // degree
-    slots = {key: narrow(slot, 0, rank * count, count) if slot.shape else slot for key, slot in parameter.slots.items()}
-    return replace(parameter, shape=(count, *parameter.shape[1:]), slots=slots)
+    return viewed(parameter, (count, *parameter.shape[1:]), lambda slot: narrow(slot, 0, rank * count, count))
 
 
 def alone(parameter: Parameter, layer: AutoLayer, number: int) -> Parameter:
     """Return one expert's weight, as its file has it."""
     one = local(parameter, layer, layer.experts, number)
-    slots = {key: reshape(slot, slot.shape[1:]) if slot.shape else slot for key, slot in one.slots.items()}
-    return replace(one, name=f"{parameter.name}.{number}", shape=one.shape[1:], slots=slots)
+    one = viewed(one, one.shape[1:], lambda slot: reshape(slot, slot.shape[1:]))
+    return replace(one, name=f"{parameter.name}.{number}")
 
 
 def from_files(weights: Weights, layers: Iterable[AutoLayer], trained: Collection[str]) -> Weights:
@@ -213,7 +218,7 @@ def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
     Only some files list them as shared. But under ZeRO-3, which has no weights there, both must look alike.
     """
     found: dict[str, str] = {}
-    listed = {name for group in [*(model.param_shapes or []), model.frozen_shapes or {}] for name in group}
+    listed = model.trained.keys() | model.frozen
 
     def is_copy(name: str, first: str) -> bool:
         """Tell whether two tensors have one shape, one type and, in a sample, the same values."""
@@ -236,18 +241,19 @@ def router_names(model: ModelShard, *, parameterwise: bool) -> dict[str, str]:
     return found
 
 
-def layers_for(
-    listed: object, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
-) -> list[object]:
+Places = Mapping[str, tuple[int, int, int]]
+"""Where a rank stands in a layer, by the layer's prefix: over how many ranks its experts are spread, which of them this
+one is, and which of those that have the same. By default as it was, the first."""
+
+
+def layers_for(listed: object, places: Places, world_size: int, *, sharded: bool = False) -> list[object]:
     """Return `ds_autoep_layers` as a rank writes it over other ranks.
 
     Parameters
     ----------
     listed : object
         The source's.
-    places : mapping of str to (degree, expert rank, position)
-        By a layer's prefix: over how many ranks its experts are spread, which of them this one is, and which of those
-        that have the same. By default as it was, the first.
+    places : Places
     world_size : int
         Data-parallel ranks.
     sharded : bool
@@ -285,9 +291,7 @@ def layers_for(
     return found
 
 
-def listed_layers(
-    model: ModelShard, places: Mapping[str, tuple[int, int, int]], world_size: int, *, sharded: bool = False
-) -> dict[str, object]:
+def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded: bool = False) -> dict[str, object]:
     """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
 
     Parameters are those of `layers_for`.
@@ -335,9 +339,9 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
         layer = layer_from(entry)
         for name in layer.names:
             parameter = checkpoint.parameters.get(name)
-            if parameter is None or len(parameter.shape) != 3 or parameter.shape[0] != layer.experts:
+            if parameter is None or not holds_all(parameter.shape, layer.experts):
                 raise _unknown(f"{name}: {None if parameter is None else parameter.shape}")
-    if any(is_expert(name) for name in checkpoint.parameters):
+    if any(map(is_expert, checkpoint.parameters)):
         raise _unknown("experts of DeepSpeed's own layer as well")
     return listed
 
@@ -353,8 +357,8 @@ def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
     """Return how many experts each tensor has that AutoEP has made of them, as far as they are listed as they are."""
     layers = [layer_from(entry) for entry in _listed(checkpoint)]
     counts = {name: layer.experts for layer in layers for name in layer.names}
-    shapes = {name: checkpoint.parameters[name].shape for name in counts if name in checkpoint.parameters}
-    return {name: counts[name] for name, shape in shapes.items() if len(shape) == 3 and shape[0] == counts[name]}
+    known = checkpoint.parameters
+    return {n: count for n, count in counts.items() if n in known and holds_all(known[n].shape, count)}
 
 
 def _unknown(found: str) -> UnsupportedError:

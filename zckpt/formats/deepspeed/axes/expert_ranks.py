@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError, listed
 from zckpt.formats.deepspeed.axes.auto_ep import auto_experts
-from zckpt.formats.deepspeed.axes.experts import expert_number, experts_per_rank, is_expert, layer_of
+from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
 from zckpt.state import Duplicate
 from zckpt.torchfile import plain
@@ -200,8 +200,7 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
     if members and members[0].stage != 3:
         counts = members[0].partition_count
         named = [list(group) for group in model.param_shapes][: len(counts)] if model.param_shapes is not None else [
-            [name for member in members for name in (member.mappings or [{}] * (index + 1))[index]]
-            for index in range(len(counts))
+            [name for member in members for name in member.mapping(index)] for index in range(len(counts))
         ]  # fmt: skip
     totals = _totals(files, model)
     for names, count in zip(named, members[0].partition_count if named else (), strict=True):
@@ -219,7 +218,7 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
 def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:
     """Return the experts of each layer: as many as files speak of, or as the model file says, if that is more."""
     recorded = plain(model.content.get("num_experts"))
-    found = [(layer_of(name), number + 1) for name in files.all() if (number := expert_number(name)) is not None]
+    found = [(layer, max(numbers) + 1) for layer, numbers in by_layer(files.all()).items()]
     if isinstance(recorded, list):
         known = {layer: recorded[number] for layer, number in files.layers.items() if number < len(recorded)}
         found += [(layer, count) for layer, count in known.items() if type(count) is int]

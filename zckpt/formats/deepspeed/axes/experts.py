@@ -63,18 +63,25 @@ def expert_degrees(state: Rank) -> list[int | None]:
     """Return over how many expert ranks each group is spread, None for a dense one; of another format, by its name."""
     if state.degrees:
         return state.degrees
-    sparse = [bool(g.parameters) and all(is_expert(name) for name in g.parameters) for g in state.param_groups]
-    return [named_degree(g) if one else None for g, one in zip(state.param_groups, sparse, strict=True)]
+    return [
+        named_degree(group) if group.parameters and all(map(is_expert, group.parameters)) else None
+        for group in state.param_groups
+    ]
 
 
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     """Return for each MoE layer (the name before the number) how many experts these names speak of."""
-    numbers: dict[str, set[int]] = {}
+    return {layer: len(numbers) for layer, numbers in by_layer(names).items()}
+
+
+def by_layer(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
+    """Return the names of experts' parameters by layer and number of the expert, in the order in which they come."""
+    found: dict[str, dict[int, list[str]]] = {}
     for name in names:
         match = _EXPERT.fullmatch(name)
         if match:
-            numbers.setdefault(match["before"], set()).add(int(match["number"]))
-    return {before: len(found) for before, found in numbers.items()}
+            found.setdefault(match["before"], {}).setdefault(int(match["number"]), []).append(name)
+    return found
 
 
 def global_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
@@ -103,8 +110,6 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int) -> list[list[str
     ----------
     names : sequence of sequence of str
         For each expert rank of the source, in the optimizer's order.
-    path : str
-        For messages.
 
     Raises
     ------
@@ -131,11 +136,8 @@ def _dealt(names: Iterable[str], degree: int, totals: Mapping[str, int]) -> list
 
     Layers, and an expert's parameters, come as they first do.
     """
-    layers: dict[str, dict[int, list[str]]] = {}
-    for name in names:
-        layers.setdefault(layer_of(name), {}).setdefault(expert_number(name) or 0, []).append(name)
     ranks: dict[int, list[str]] = {rank: [] for rank in range(degree)}
-    for layer, numbers in layers.items():
+    for layer, numbers in by_layer(names).items():
         for number in sorted(numbers):  # one that is none of so many is of no such rank
             ranks.setdefault(number // max(totals[layer] // degree, 1), []).extend(numbers[number])
     return [ranks[rank] for rank in sorted(ranks)]
@@ -229,4 +231,4 @@ def numbers_of_experts(names: Iterable[str]) -> list[int]:
 
 def of_auto_ep(checkpoint: Checkpoint) -> bool:
     """Tell whether a checkpoint was once DeepSpeed's with experts, and has none that are parameters by themselves."""
-    return bool(checkpoint.metadata.get("num_experts")) and not any(is_expert(name) for name in checkpoint.parameters)
+    return bool(checkpoint.metadata.get("num_experts")) and not any(map(is_expert, checkpoint.parameters))

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.state import Parameter, Shape
-from zckpt.torchfile import Object, node_of, put_back
+from zckpt.torchfile import Object, node_of, plain, put_back
 from zckpt.torchfile.nodes import Namespace
 
 JOINED = "ds_sequence_parallel_fpdt"
@@ -78,21 +78,14 @@ def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | Non
 
 
 def known_rules(
-    content: Mapping[str, object],
-    info: Mapping[str, object] | None,
-    shapes: Mapping[str, Shape],
-    path: str,
-    *,
-    sliced: bool = False,
+    content: Mapping[str, object], shapes: Mapping[str, Shape], path: str, *, sliced: bool = False
 ) -> Mapping[str, object] | None:
     """Return the rules for slices, completed by what is known of these models; as they are for other models.
 
     Parameters
     ----------
     content : mapping
-        What a model file holds, or what is kept of it.
-    info : mapping or None
-        `universal_checkpoint_info`.
+        What a model file holds, or what is kept of it: `universal_checkpoint_info` and the arguments.
     shapes : mapping of str to tuple
         Of the parameters on one tensor-parallel rank of each stage.
     sliced : bool
@@ -103,7 +96,8 @@ def known_rules(
     UnsupportedError
         There are slices, and how queries, keys and values lie in them is not known.
     """
-    arguments = arguments_in(content)
+    arguments, said = arguments_in(content), plain(node_of(content.get(INFO_KEY)))
+    info: Mapping[str, object] | None = said if isinstance(said, dict) else None
     if not is_gpt(shapes) or (arguments is None and info is None):
         return info
     free = _without_rule(info, shapes, path)

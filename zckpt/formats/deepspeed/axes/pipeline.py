@@ -228,10 +228,7 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
 
 
 def _names(model: ModelShard) -> dict[str, Shape | None]:
-    names: dict[str, Shape | None] = dict.fromkeys(model.buffer_names)
-    for group in model.param_shapes or []:
-        names.update(group)
-    return names
+    return {**dict.fromkeys(model.buffer_names), **model.trained}
 
 
 def _full_name(shard: Shard, key: str, own: Shape, known: Mapping[str, Shape | None]) -> str:

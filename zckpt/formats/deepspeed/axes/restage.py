@@ -16,11 +16,11 @@ from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.axes.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.axes.gpt_model import padded_rows, rows_that_were
 from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
-from zckpt.formats.deepspeed.axes.stage_order import is_ordered, known_orders, untold_orders
-from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of
+from zckpt.formats.deepspeed.axes.stage_order import Orders, is_ordered, known_orders, untold_orders
+from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of, uses_of
 from zckpt.formats.deepspeed.axes.tensor_parallel import local_states
 from zckpt.formats.deepspeed.options import Options, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, Rank
+from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage
 from zckpt.formats.deepspeed.target_groups import joined_experts, split_experts
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, ParamGroup
@@ -33,7 +33,7 @@ def stage_states(
 ) -> tuple[list[list[Rank]], Stages | None]:
     """Return the state of each stage and tensor-parallel rank of the target, and how its layers are dealt anew.
 
-    Of a checkpoint that is no pipeline's there is one stage.
+    Of a checkpoint that is no pipeline's there is one stage. The ranks' numbers are still those of the source.
 
     Parameters
     ----------
@@ -59,10 +59,11 @@ def stage_states(
     asked = stages_asked(options)
     if asked and not staged:
         raise UsageError(f"the checkpoint is no pipeline's, so {asked[0]} does not apply")
-    orders = known_orders(checkpoint) if elsewhere and staged else []
+    orders: Orders = []
     if elsewhere and staged:
+        orders = known_orders(checkpoint)
         _check_order(checkpoint, orders)
-    source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
+    source = by_stage(origin.ranks, tp)
     sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
     if not staged:
         return sliced, None
@@ -83,8 +84,8 @@ def stage_states(
             found=f"in stages {', '.join(str(stage) for stage, one in enumerate(held) if one)}",
         )
     first = origin.ranks[0]
-    return [[replace(one, mp_rank=stage * degree + rank, model_files=first.model_files, members=first.members)
-             for rank, one in enumerate(of_stage)] for stage, of_stage in enumerate(sliced)], stages  # fmt: skip
+    return [[replace(one, model_files=first.model_files, members=first.members) for one in of_stage]
+            for of_stage in sliced], stages  # fmt: skip
 
 
 def is_staged(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> bool:
@@ -109,14 +110,10 @@ def with_tied_keys(checkpoint: Checkpoint, options: Options) -> list[str]:
     No file of stage 0 has their keys, so that a model read from there, and whatever it was converted to, has numbers.
     What is frozen keeps them, for ZeRO-1 lists the trained only.
     """
-    layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
-    uses: dict[str, list[str]] = {}
-    for number, layer in enumerate(layers):
-        if layer.tied is not None:
-            uses.setdefault(layer.tied, []).append(f"{number}.")
     known = checkpoint.grouped
     names: dict[str, str] = {}
-    for key, prefixes in uses.items():
+    for key, numbers in uses_of(parse_layers(options.pipeline_layers)).items():
+        prefixes = [f"{number}." for number in numbers]
         numbered = [prefix for prefix in prefixes if any(name.startswith(prefix) for name in known)]
         if numbered == prefixes[:1] and not any(name.startswith(f"{TIED}{key}.") for name in known):
             own = [name for name in known if name.startswith(numbered[0])]
@@ -129,7 +126,7 @@ def _dealt(
     origin: Origin,
     source: Sequence[Rank],
     stages: Stages,
-    orders: Sequence[Sequence[Sequence[str]] | None],
+    orders: Orders,
     *,
     elsewhere: bool,
 ) -> list[Rank]:
@@ -224,7 +221,7 @@ def _in_order(
     return sorted(names, key=lambda name: stages.order(name, stage))
 
 
-def _check_order(checkpoint: Checkpoint, orders: Sequence[object]) -> None:
+def _check_order(checkpoint: Checkpoint, orders: Orders) -> None:
     """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them."""
     for name in (*checkpoint.parameters, *checkpoint.buffers):
         if tied_key(name) is None:

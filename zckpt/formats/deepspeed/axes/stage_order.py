@@ -25,6 +25,9 @@ from zckpt.state.names import plain_name
 
 KEY = "stage_orders"
 
+Orders = Sequence[Sequence[Sequence[str]] | None]
+"""Each stage's parameters of each param group in its order; None where it is that of modules, or not known."""
+
 
 def stage_orders(stages: Sequence[Rank]) -> dict[str, object]:
     """Return the text for the stages of a pipeline, by its key; nothing where nothing has to be said."""
@@ -41,8 +44,8 @@ def stage_orders(stages: Sequence[Rank]) -> dict[str, object]:
     return {KEY: "|".join(texts)} if any(texts) else {}
 
 
-def known_orders(checkpoint: Checkpoint) -> list[list[list[str]] | None]:
-    """Return each stage's parameters of each group in its order, as a source's origin says it; None where it does not.
+def known_orders(checkpoint: Checkpoint) -> Orders:
+    """Return the orders that a source's origin says.
 
     What is not of the checkpoint's groups as they are is not taken.
     """
@@ -63,14 +66,12 @@ def known_orders(checkpoint: Checkpoint) -> list[list[list[str]] | None]:
     return found
 
 
-def untold_orders(
-    source: Sequence[Rank], target: Sequence[Rank], orders: Sequence[Sequence[Sequence[str]] | None]
-) -> list[str]:
+def untold_orders(source: Sequence[Rank], target: Sequence[Rank], orders: Orders) -> list[str]:
     """Say, for each param group of the target, which order of its parameters no stage of the source shows.
 
     Parameters
     ----------
-    orders : sequence of sequence of sequence of str, or None
+    orders : Orders
         As `known_orders` returns them: of these groups the source's stages are there.
     """
     group_of: dict[str, int] = {}

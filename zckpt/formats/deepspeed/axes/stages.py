@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -141,8 +141,8 @@ def balanced(weights: Sequence[int], stages: int) -> Numbers:
     return tuple(reversed(found))
 
 
-def parse_layers(text: str) -> list[Layer]:
-    """Return the layers that a text lists: `Embedding=embed,Block*24,relu,LayerNorm,Embedding=embed`.
+def parse_layers(text: str | None) -> list[Layer]:
+    """Return the layers that a text lists: `Embedding=embed,Block*24,relu,LayerNorm,Embedding=embed`; of None, none.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def parse_layers(text: str) -> list[Layer]:
         It is not such a list.
     """
     found: list[Layer] = []
-    for item in text.split(","):
+    for item in () if text is None else text.split(","):
         match = re.fullmatch(r"\s*([^=*]+?)\s*(?:=\s*([^=*]+?)\s*)?(?:\*\s*(\d{1,4})\s*)?", item)
         times = int(match[3] or 1) if match else 0
         if match is None or not times or len(found) + times > MOST_LAYERS:
@@ -175,7 +175,8 @@ def _parse_bounds(text: str) -> Numbers:
     return found
 
 
-def _uses(layers: Sequence[Layer]) -> dict[str, Numbers]:
+def uses_of(layers: Iterable[Layer]) -> dict[str, Numbers]:
+    """Return which layers use each tied one, by its key."""
     found: dict[str, Numbers] = {}
     for number, layer in enumerate(layers):
         if layer.tied is not None:
@@ -191,7 +192,7 @@ def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -
     UsageError
         It names layers of a type and is no regular expression, or matches none of them.
     """
-    uses = _uses(layers)
+    uses = uses_of(layers)
     if method.lower() == UNIFORM:
         return Stages(uniform(len(layers), count), uses)
     if method.lower() == PARAMETERS:
@@ -313,7 +314,7 @@ def stages_of(
         if bounds is not None and bounds[-1] != len(case):
             raise UsageError("bounds of another number of layers", expected=f"{len(case)} last", found=bounds[-1])
         methods = (UNIFORM, PARAMETERS) if method is None else (method,)
-        dealt = [Stages(bounds, _uses(case))] if bounds is not None else [
+        dealt = [Stages(bounds, uses_of(case))] if bounds is not None else [
             _dealt(one, case, count, weights) for one in methods
             if (layers is not None and method is not None) or seen.fits(one, case)
         ]  # fmt: skip
@@ -358,9 +359,9 @@ def _layers(
     origin: Origin, source: Sequence[Rank], seen: _Evidence, options: RecutOptions, path: str
 ) -> tuple[list[Layer] | None, str | None]:
     """Return the layers and how they are dealt, as options say it or else the program's arguments."""
-    method, layers = options.partition_method, None
-    if options.pipeline_layers is not None:
-        layers = parse_layers(options.pipeline_layers)
+    method = options.partition_method
+    layers = parse_layers(options.pipeline_layers) or None
+    if layers is not None:
         for expected, found in _misfits(layers, seen):
             raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=path,
                              expected=expected, found=found)  # fmt: skip
@@ -411,7 +412,7 @@ def _weights(states: Sequence[Rank]) -> Weights:
 
 def _misfits(layers: Sequence[Layer], seen: _Evidence) -> Iterator[tuple[str, object]]:
     """Yield in what a list of layers is not that of the files: what it should have, and what it has."""
-    uses = _uses(layers)
+    uses = uses_of(layers)
     if len(layers) < seen.least:
         yield f"at least {seen.least} layers", len(layers)
     if not seen.tied.keys() <= uses.keys():

@@ -36,10 +36,11 @@ from zckpt.formats.deepspeed.axes.tp_rules import (
     info_for,
 )
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases
-from zckpt.formats.deepspeed.origin import Origin, Rank, gathered
+from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
-from zckpt.formats.deepspeed.values import copies_of
-from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot
+from zckpt.formats.deepspeed.rare.quantised import of_slices
+from zckpt.formats.deepspeed.values import copies_of, viewed
+from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, Slot
 from zckpt.state.views import concat, narrow, placed
 from zckpt.storage.files import Sources
 from zckpt.torchfile import plain
@@ -62,8 +63,6 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
         By tensor-parallel rank.
     rules : Rules or None
         None if the checkpoint has none.
-    path : str
-        The file that has them, or should.
     padded : bool
         Whether vocabularies keep their padding rows, which depend on the tensor-parallel degree.
 
@@ -88,7 +87,7 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
         ):
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0")
     check_slices_alike(states)
-    groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.param_groups]
+    groups = [replace(group) for group in first.param_groups]
     merged = gathered(states, buffers=first.buffers, param_groups=groups, degrees=first.degrees, lanes=first.lanes,
                       whole=first.whole, tied=first.tied)  # fmt: skip
     for name, own in first.parameters.items():
@@ -178,7 +177,7 @@ def _merge_slot(key: str, slices: Sequence[Parameter], rule: Rule) -> Slot:
         return first
     if any(isinstance(slot, Computed) for slot in slots):
         if rule.kind in (AVERAGED, SLICED):
-            raise _of_slices(what)
+            raise of_slices(what)
         return first
     if rule.kind == AVERAGED:
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
@@ -193,12 +192,6 @@ def _merge_slot(key: str, slices: Sequence[Parameter], rule: Rule) -> Slot:
     return placed(parts) if math.prod(rule.shape) else Slot(first.name, first.dtype, rule.shape, ())
 
 
-def _of_slices(what: str) -> UnsupportedError:
-    from zckpt.formats.deepspeed.rare.quantised import of_slices
-
-    return of_slices(what)
-
-
 def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
     """Return what one tensor-parallel rank has of a whole parameter.
 
@@ -208,18 +201,14 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
         return parameter
     computed = [key for key, slot in parameter.slots.items() if isinstance(slot, Computed)]
     if computed:
-        raise _of_slices(f"{computed[0]} of {parameter.name}")
+        raise of_slices(f"{computed[0]} of {parameter.name}")
 
     def of_rank(slot: Slot) -> Slot:
         present = slot.shape[rule.dim]
         shares = [(s.target, min(s.size, present - s.target)) for s in rule.shares[rank] if s.target < present]
         return concat([narrow(slot, rule.dim, *one) for one in shares or [(0, 0)]], rule.dim)
 
-    slots = {
-        key: of_rank(slot) if slot.shape else slot  # a step that each parameter has by itself
-        for key, slot in parameter.slots.items()
-    }
-    return replace(parameter, shape=rule.local(rank), slots=slots)
+    return viewed(parameter, rule.local(rank), of_rank)
 
 
 SAMPLED_EXTENTS = 4
@@ -245,12 +234,11 @@ def check_slices(target: Target) -> int:
         return 0
     from zckpt.engine.copy import read_extent
 
-    stages = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
     path = origin.rules_path or origin.model.path
     rules = Rules(origin.rules, path)
     compared = 0
     with Sources() as sources:
-        for ranks, name in ((one, name) for one in stages for name in one[0].parameters):
+        for ranks, name in ((one, name) for one in by_stage(origin.ranks, tp) for name in one[0].parameters):
             if name in ranks[0].whole:
                 continue
             rule = rules.matching(name)
@@ -292,7 +280,7 @@ def local_states(
     rows: int | None,
     ranks: Sequence[Rank],
     *,
-    sliced_experts: bool | None = None,
+    sliced_experts: bool | None,
 ) -> list[Rank]:
     """Return the state of each tensor-parallel rank of the target, with the source's files to carry the rest from.
 
@@ -305,7 +293,7 @@ def local_states(
         next number that divides by `degree`.
     ranks : sequence of Rank
         Those of one stage of a pipeline.
-    sliced_experts : bool, optional
+    sliced_experts : bool or None
         Whether experts are cut as all else, or spread over tensor-parallel ranks as over others; of a source that is
         sliced it stays as it is, of others the rules tell by default.
 
@@ -338,9 +326,9 @@ def local_states(
     lanes = degree if experts else 1
     like = list(ranks) if degree == len(ranks) else [ranks[0]] * degree
     states = [
-        files.emptied(mp_rank=mp_rank, buffers=files.buffers, param_groups=files.param_groups,
-                      degrees=expert_degrees(merged), lanes=lanes, whole=experts)
-        for mp_rank, files in enumerate(like)
+        files.emptied(buffers=files.buffers, param_groups=files.param_groups, degrees=expert_degrees(merged),
+                      lanes=lanes, whole=experts)
+        for files in like
     ]  # fmt: skip
     for name, parameter in merged.parameters.items():
         if name in experts:
@@ -400,8 +388,7 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
             found=padded,
         )
     kept = min(padded, present)
-    slots = {key: narrow(slot, 0, 0, kept) if slot.shape else slot for key, slot in parameter.slots.items()}
-    return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
+    return viewed(parameter, (padded, *parameter.shape[1:]), lambda slot: narrow(slot, 0, 0, kept))
 
 
 def written_rules(

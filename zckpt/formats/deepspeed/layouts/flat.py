@@ -20,7 +20,8 @@ from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.axes.experts import experts_per_rank, global_name, is_expert
 from zckpt.formats.deepspeed.layouts.groups import optimizer_order
 from zckpt.formats.deepspeed.layouts.layout import Layout
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, mapped_numels
+from zckpt.formats.deepspeed.rare.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
+from zckpt.formats.deepspeed.shards import Addresses, ModelShard, OptimizerShard, Shapes, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
 from zckpt.formats.lost import is_lost
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
@@ -142,8 +143,8 @@ class Partitions:
             # Lion, whose groups have betas and no eps, may step masters that have no gradient: an update is a sign,
             # and that of zero is 1 in DeepSpeed's CPULion (0.14 to 0.19, `copysign`), by which padding moves as far as
             # the learning rate in every step. An elastic file does not say which optimizer it was.
-            known = member.groups[self.index] if self.index < len(member.groups) else None
-            if not (member.elastic if known is None else "betas" in known and "eps" not in known):
+            known = member.group(self.index)
+            if not ("betas" in known and "eps" not in known if known else member.elastic):
                 zeros |= {MASTER}
             nbytes = numel * sum(tensor.itemsize for tensor in tensors.values())
             of_zero = tuple(span for span in own if span.slot in zeros)
@@ -187,15 +188,14 @@ class Partitions:
                 ranks=[member.rank],
             )
 
-    def _recorded(self, position: int) -> dict[str, tuple[int, int]] | None:
+    def _recorded(self, position: int) -> Addresses | None:
         """Return what a rank's file records of its shares; None where it records none, or wrong ones."""
-        mappings = self.members[position].mappings
-        if mappings is None or not self.mappings_hold:
+        member = self.members[position]
+        if member.mappings is None or not self.mappings_hold:
             return None
-        held = mappings[self.index] if self.index < len(mappings) else {}
-        return {name: address for name, address in held.items() if address[1]}
+        return {name: address for name, address in member.mapping(self.index).items() if address[1]}
 
-    def _assigned(self, position: int) -> dict[str, tuple[int, int]]:
+    def _assigned(self, position: int) -> Addresses:
         return {self.names[one.index]: (one.position, one.numel) for one in self.shares[position]}
 
     def _check_rank(self, position: int) -> None:
@@ -218,7 +218,8 @@ class Partitions:
         found: list[Tensor] = []
         dtypes: dict[str, OptimizerShard] = {}
         for member, tensor, shares in zip(self.members, self.tensors(key), self.shares, strict=True):
-            found.append(member.masters[self.index] if tensor is None else tensor)
+            held = member.masters[self.index] if tensor is None else tensor
+            found.append(held)
             if tensor is not None:
                 dtypes[tensor.dtype] = member
             whose = f"rank {member.rank}, group {self.index}: {key}"
@@ -230,20 +231,20 @@ class Partitions:
                     code=SLOT_MISSING,
                     ranks=[member.rank],
                 )
-            if shares and not found[-1].is_contiguous:
+            if shares and not held.is_contiguous:
                 raise UnsupportedError(
                     f"{whose} is a view with strides",
                     path=member.path,
                     expected="a partition, element after element",
-                    found=f"shape {found[-1].shape}, strides {found[-1].strides}",
+                    found=f"shape {held.shape}, strides {held.strides}",
                     advice="resume in the program that saved it",
                 )
-            if end > found[-1].numel:
+            if end > held.numel:
                 raise LayoutError(
                     f"{whose} is too short",
                     path=member.path,
                     expected=f"at least {end} elements",
-                    found=found[-1].numel,
+                    found=held.numel,
                     ranks=[member.rank],
                 )
         if len(dtypes) > 1:
@@ -301,7 +302,7 @@ def flat_groups(
     if shapes is None:
         shapes = []
         for index in range(len(first.masters)):
-            named = [name for member in members for name in (member.mappings[index] if member.mappings else ())]
+            named = [name for member in members for name in member.mapping(index)]
             numels = mapped_numels(spread.sharing(members, index, named)[0], index)
             for name, numel in numels.items():
                 if name not in known or math.prod(known[name]) != numel:
@@ -375,8 +376,12 @@ class FlatLayout(Layout):
             ]
             for index, shapes in enumerate(groups)
         ]
+        config, partition = model.config, members[0].bf16_optimizer
         for cut in (cut for of_group in cuts for cut in of_group):
-            self._find_whole_momenta(cut)
+            values = cut.members[0].group(cut.index)
+            if keeps_whole_matrices(values, config, partition=partition) and is_whole(cut):
+                cut.aside = [keys | {MOMENTUM} for keys in cut.aside]
+                cut.whole, cut.copies = whole_slots(cut)
         keys = element_slots(case for of_group in cuts for cut in of_group for case in cut.cases())
         per_rank = experts_per_rank(name for shapes in groups for name in shapes)
         paths = {member.path for member in members}
@@ -412,17 +417,6 @@ class FlatLayout(Layout):
                 self._claim(name, of_experts[MASTER].shape, of_experts, index)
             self.add_group(index, [index], list(names))
         self.add_values({index: index for index in read}, read)
-
-    def _find_whole_momenta(self, cut: Partitions) -> None:
-        first = cut.members[0]
-        hyperparameters = first.groups[cut.index] if cut.index < len(first.groups) else {}
-        if hyperparameters.get("use_muon") is True:
-            from zckpt.formats.deepspeed.rare.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
-
-            partition = first.bf16_optimizer
-            if keeps_whole_matrices(hyperparameters, self.model.config, partition=partition) and is_whole(cut):
-                cut.aside = [keys | {MOMENTUM} for keys in cut.aside]
-                cut.whole, cut.copies = whole_slots(cut)
 
     def _claim(self, name: str, shape: Shape, slots: dict[str, Slot], group: int) -> None:
         if name in self.trained:

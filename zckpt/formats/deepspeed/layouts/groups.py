@@ -50,11 +50,10 @@ def tied_names(
     one: there, two names of the same bytes are one parameter.
     """
     found: dict[str, str] = dict(others)
-    recorded = [model.shared for model in models if model.shared is not None]
     module = models[0].module
-    for shared in recorded:
-        found.update(shared)
-    if not any(recorded) and not parameterwise:
+    for model in models:
+        found.update(model.shared)
+    if not parameterwise and not any(model.shared for model in models):
         owners: dict[tuple[object, ...], str] = {}
         ordered = sorted(module, key=lambda name: name not in trained)
         for name in ordered:
@@ -67,7 +66,7 @@ def tied_names(
     for pair in found.items():
         alias, owner = pair if pair[0] not in trained or pair[1] in trained else pair[::-1]
         empty = alias in module and not parameterwise and not module[alias].numel
-        if alias not in trained and not empty and alias not in (models[0].frozen_shapes or {}):
+        if alias not in trained and not empty and alias not in models[0].frozen:
             result[alias] = owner
     return {alias: result.get(owner, owner) for alias, owner in result.items()}
 

@@ -94,10 +94,10 @@ class Layout:
         no groups; there, what lies below a tensor's name is no parameter of a module.
         """
         if self.model.frozen_shapes is not None and self.trained:
-            return name not in self.model.frozen_shapes
+            return name not in self.model.frozen
         words = name.split(".")
         above = any(".".join(words[:end]) in self.model.module for end in range(1, len(words)))
-        return name not in (self.model.frozen_shapes or {}) and (words[-1] == "_extra_state" or above)
+        return name not in self.model.frozen and (words[-1] == "_extra_state" or above)
 
     def place(self, shared: Mapping[str, str]) -> None:
         """Sort the names of the module, of other weight files and of the groups into parameters and buffers."""
@@ -147,9 +147,9 @@ class Layout:
         rank, model = self.rank, self.model
         for name, parameter in rank.parameters.items():
             if parameter.tied_to is not None and name in model.module:
-                owner, copy = rank.parameters[parameter.tied_to], weight_in(model.module[name], model.path)
-                rank.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
-        for name, tensor in (model.frozen_fragments or {}).items():
+                copy, read = weight_in(model.module[name], model.path), rank.owner(name).slots
+                rank.duplicates += copies_of(name, copy, read, kind="tied", of=parameter.tied_to)
+        for name, tensor in model.frozen_fragments.items():
             if name in rank.parameters:
                 rank.duplicates += copies_of(name, weight_in(tensor, model.path), rank.parameters[name].slots)
 
@@ -161,10 +161,9 @@ class Layout:
     def add_group(self, index: int, partitions: Sequence[int], names: list[str]) -> None:
         """Add a group with its hyperparameters and the state that is one value for all its elements."""
         members, hyperparameters = self.members, {}
-        if index < len(members[0].groups):
-            firsts = [one for one in self.firsts if index < len(one.groups)]
-            apart = own_hyperparameters([*members, *firsts], index)
-            kept = {k: v for k, v in members[0].groups[index].items() if k != "params" and k not in apart}
+        if own := members[0].group(index):
+            apart = own_hyperparameters([*members, *(one for one in self.firsts if one.group(index))], index)
+            kept = {k: v for k, v in own.items() if k != "params" and k not in apart}
             hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
             self.rank.per_rank += group_values(members, index, min(partitions, default=index), apart)
         held = [member.scalars[partition] for member in members for partition in partitions]

@@ -17,7 +17,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
-from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of, element_slots, quantised_keys, weight_in
+from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
 from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
@@ -183,8 +183,8 @@ class FrozenPadding:
         """Yield it for each shard that has some."""
         world = len(self.models)
         for position, model in enumerate(self.models):
-            for name, tensor in (model.frozen_fragments or {}).items():
-                shape = (model.frozen_shapes or {}).get(name)
+            for name, tensor in model.frozen_fragments.items():
+                shape = model.frozen.get(name)
                 if shape is None:
                     continue
                 _, count = shard_share(math.prod(shape), world, position)
@@ -225,7 +225,7 @@ def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot
     LayoutError
         A shard is missing or of the wrong size.
     """
-    held = [(model.frozen_fragments or {}).get(name) for model in models]
+    held = [model.frozen_fragments.get(name) for model in models]
     shards = [tensor for tensor in held if tensor is not None]
     if not shards:
         return None
@@ -250,7 +250,7 @@ class ShardedLayout(Layout):
         rank, model, members = self.rank, self.model, self.members
         if model.param_shapes is None:
             raise LayoutError("no param_shapes", advice="the order of the shards is not known")
-        shapes: Shapes = {name: shape for one in model.param_shapes for name, shape in one.items()}
+        shapes = model.trained
         if len(shapes) != sum(map(len, model.param_shapes)):
             raise LayoutError("a parameter is in two param groups")
         rank.transposed = model.uses_zenflow
@@ -292,7 +292,7 @@ class ShardedLayout(Layout):
         """Return the weight of a parameter that is not trained, from the shards in each rank's model file."""
         if name not in self.model.module:
             return slot
-        shape = (self.model.frozen_shapes or {}).get(name)
+        shape = self.model.frozen.get(name)
         if shape is None or 0 in shape:
             return None if shape is None else Slot(WEIGHT, slot.dtype, shape, ())
         found = frozen_weight(name, shape, self.rank.model_files)
@@ -304,12 +304,8 @@ class ShardedLayout(Layout):
 
     def is_beside(self, name: str, slot: Slot) -> bool:
         """Tell whether a tensor is none of a parameter's, which are empty."""
-        return slot.numel > 0 and name not in (self.model.frozen_shapes or {})
+        return slot.numel > 0 and name not in self.model.frozen
 
     def note_copies(self) -> None:
         """Note the copies of buffers that other ranks' files hold."""
-        for model in self.rank.model_files[1:]:
-            for name, buffer in self.rank.buffers.items():
-                if name in model.module:
-                    copy = weight_in(model.module[name], model.path)
-                    self.rank.duplicates += copies_of(name, copy, buffer.slots, model.shard.dp_rank, kind="buffer")
+        self.rank.duplicates += copies_of_buffers(self.rank.model_files[1:], self.rank.buffers)

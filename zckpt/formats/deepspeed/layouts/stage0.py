@@ -126,8 +126,8 @@ class Numbered:
         """
         flats, base = self.flats or [], self.state
         candidates = {
-            p.name: p for p in checkpoint.parameters.values()
-            if p.tied_to is None and p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
+            p.name: p for p in checkpoint.owners
+            if p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
         }  # fmt: skip
         found: list[list[str]] = []
         numels = {name: one.numel for name, one in candidates.items()}
@@ -216,9 +216,8 @@ def mark_frozen(checkpoint: Checkpoint) -> None:
     shapes = {parameter.shape for parameter in checkpoint.unnamed.values()}
     if owned - set(checkpoint.parameters) - set(checkpoint.unnamed):
         return
-    for parameter in checkpoint.parameters.values():
-        if parameter.tied_to is None and parameter.name not in owned and parameter.shape not in shapes:
-            parameter.frozen = True
+    for parameter in checkpoint.owners:
+        parameter.frozen |= parameter.name not in owned and parameter.shape not in shapes
 
 
 def _given(names: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> list[str]:

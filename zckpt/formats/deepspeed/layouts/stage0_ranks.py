@@ -99,7 +99,7 @@ def attach_to_ranks(
     if layers and names is None and any(one.unnamed for one in found):  # what is certain tells what others can have
         found = attached(_between(found, every, tp))
     for number, one in enumerate(found if several else ()):
-        own = [name for members in _members(one) for name in members]
+        own = one.grouped
         known = (own and one.parameters.keys() >= set(own)) or _is_idle(one)
         alike = _members(one) == _members(found[number // tp * tp])
         if not (known and alike and (not layers or _follow(own, found[number % tp : number : tp]))):
@@ -180,7 +180,7 @@ def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: 
 
     Layers are dealt in order.
     """
-    certain = [{n for names in _members(one) for n in names if n in one.parameters} for one in found]
+    certain = [one.parameters.keys() & one.grouped for one in found]
     own = [[layer_of(n) for n in names.difference(*certain[number % tp : number : tp])]
            for number, names in enumerate(certain)]  # fmt: skip
     allowed = []
@@ -218,14 +218,14 @@ def _follow(names: Sequence[str], before: Sequence[Checkpoint]) -> bool:
 
     A stage's layers follow each other. Those that an earlier stage has, too, are tied.
     """
-    known = {layer_of(name) for one in before for its in _members(one) for name in its}
+    known = {layer_of(name) for one in before for name in one.grouped}
     own = set(map(layer_of, names)) - known
     return not known or not own or min(own) > max(known)
 
 
 def _deal(found: Sequence[Rank], every: Sequence[Mapping[str, Parameter]], tp: int) -> None:
     """Give each rank its parameters; what no optimizer has goes to the stage of the layers around it."""
-    owned = [{name for names in _members(one) for name in names} for one in found]
+    owned = [set(one.grouped) for one in found]
     for lane in range(tp):
         of_lane = range(lane, len(found), tp)
         firsts = [min(map(layer_of, owned[n] - set().union(*owned[lane:n:tp])), default=None) for n in of_lane]

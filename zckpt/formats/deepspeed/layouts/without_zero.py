@@ -25,7 +25,7 @@ from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed.axes.auto_ep import listed_layers
 from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert, named_degree
 from zckpt.formats.deepspeed.axes.pipeline import layer_names
-from zckpt.formats.deepspeed.axes.stages import parse_layers
+from zckpt.formats.deepspeed.axes.stages import parse_layers, uses_of
 from zckpt.formats.deepspeed.decide import with_ranks
 from zckpt.formats.deepspeed.directory import name_to_load
 from zckpt.formats.deepspeed.layouts.stage0 import STATE_KEYS, Numbered
@@ -35,7 +35,7 @@ from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.other_files import in_run, is_run
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, Unpartitioned
-from zckpt.formats.deepspeed.trees import batch_of, form_of
+from zckpt.formats.deepspeed.trees import batch_of, form_of, restated
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import holds_tensors
@@ -47,6 +47,9 @@ COPIED_RANKS = (
     "every rank loads the same files at stage 0: they say {} data-parallel ranks now, and else are what they were, "
     "also in what zckpt leaves out elsewhere"
 )
+
+
+AS_ZERO = "`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts"
 
 
 def copied(job: Job, origin: Origin) -> TargetFiles:
@@ -87,7 +90,7 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     if asked:
         raise UnsupportedError(
             f"stage 0 is resharded for other data-, tensor- and pipeline-parallel ranks, not for another {asked[0]}",
-            advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
+            advice=AS_ZERO,
         )
     degrees = sorted(
         {named_degree(group) for group in checkpoint.param_groups if any(map(is_expert, group.parameters))}
@@ -114,10 +117,7 @@ def _file(folder: str, path: str, model: ModelShard | None, ranks: int) -> Targe
         config = {**config, **batch_of(config, ranks)}
     said: dict[str, object] = {"dp_world_size": ranks, "ds_config": FromFile.of(model.file, config)}
     said |= listed_layers(model, {}, ranks)
-    content = {
-        key: said[key] if key in said else FromFile.of(model.file, value) for key, value in model.content.items()
-    }
-    return torch_writer.lay_out(name, content)
+    return torch_writer.lay_out(name, restated(model.file, model.content, said))
 
 
 def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Target | None:
@@ -135,12 +135,12 @@ def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
     if all(getattr(options, one) in (None, _degrees(checkpoint).get(one)) for one in _OF_MODEL_PARALLEL):
         return None
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
-    if origin.experts or origin.expert_optimizers or any(is_expert(name) for name in checkpoint.parameters):
+    if origin.experts or origin.expert_optimizers or any(map(is_expert, checkpoint.parameters)):
         raise UnsupportedError(
             "at stage 0 each expert rank's optimizer numbers the experts of one tensor-parallel rank and stage: how "
             "another would number them is not known",
             expected="the tensor-parallel ranks and stages of SOURCE",
-            advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
+            advice=AS_ZERO,
         )
     ranks = _ranks(checkpoint, origin, options)
     if degree != checkpoint.topology.tp:
@@ -166,8 +166,7 @@ def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Seq
             "which parameters the optimizer of each rank numbers is not certain, so that they cannot be regrouped",
             advice=NAMES_BY_STAGE_ADVICE,
         )
-    layers = parse_layers(options.pipeline_layers) if options.pipeline_layers is not None else []
-    keys = {number: layer.tied for number, layer in enumerate(layers) if layer.tied is not None}
+    keys = {number: key for key, its in uses_of(parse_layers(options.pipeline_layers)).items() for number in its}
     if len(origin.ranks) == 1:
         own = replace(origin.ranks[0], parameters=checkpoint.parameters, param_groups=checkpoint.param_groups)
         return with_tied_names([own], keys)

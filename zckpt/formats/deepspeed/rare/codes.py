@@ -138,18 +138,13 @@ def cut_codes(target: Target) -> str | None:
     DamagedFileError
         Codes, scales and map do not belong together.
     """
-    checkpoint, details = target.checkpoint, target.checkpoint.details
-    values, first = checkpoint.per_rank, target.origin.members[0]
+    checkpoint = target.checkpoint
+    values = checkpoint.per_rank
     quantised = any(value.key == NESTED for value in values)
     if not any(map(is_quantised, values)):
         return how_to_drop(values)
-    alike = (
-        all(map(is_quantised, values))
-        and target.keeps_ranks
-        and 3 not in (target.stage, first.stage)
-        and not (target.elastic or first.elastic or target.round_robin or details.get("round_robin_gradients"))
-        and target.alignment == bool(details.get("parameter_alignment"))
-    )
+    alike = all(map(is_quantised, values)) and target.keeps_form
+    alike = alike and not (target.stage == 3 or target.elastic or target.round_robin)
     held = by_group(checkpoint) if alike else {}
     groups = {(rank.mp_rank, group.index): (group, len(rank.members)) for rank in target.ranks for group in rank.groups}
     kept = {key: Kept.of(its, f"group {key[1]}", checkpoint.source) for key, its in held.items()}

@@ -107,8 +107,7 @@ def _with_floats(
 def _held(checkpoint: Checkpoint) -> Held:
     """Return the moments of each partition of each rank."""
     origin = origin_of(checkpoint)
-    members = [] if origin is None else [member for files in origin.ranks for member in files.members]
-    of_rank = {(member.mp_rank, member.rank): member for member in members}
+    of_rank = {} if origin is None else {(member.mp_rank, member.rank): member for member in origin.every_member}
     held: Held = {}
     for value in checkpoint.per_rank:
         member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"

@@ -32,7 +32,7 @@ def is_unsaved(models: Sequence[ModelShard], optimizers: Collection[object]) -> 
 
 def _is_of(model: ModelShard) -> bool:
     content, config = model.content, model.config
-    stage = section(config, "zero_optimization").get("stage", 0)
+    stage = model.zero.get("stage", 0)
     summed = section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32")
     return (
         content.get("ds_version") in VERSIONS
@@ -45,7 +45,7 @@ def _is_of(model: ModelShard) -> bool:
 
 def note_unsaved(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> None:
     """Say that there is no optimizer, and mark as frozen what it did not train."""
-    trained = {name for model in models for group in model.param_shapes or [] for name in group}
+    trained = {name for model in models for name in model.trained}
     for parameter in checkpoint.parameters.values():
         parameter.frozen = parameter.tied_to is None and parameter.name not in trained
     checkpoint.warnings.append(

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import Shapes, section
+from zckpt.formats.deepspeed.values import viewed
 from zckpt.state import Checkpoint, Parameter, Slot
 from zckpt.state.views import transpose
 from zckpt.torchfile import Tensor
@@ -96,8 +97,7 @@ def transposed(parameter: Parameter) -> Parameter:
     """Return a matrix with its rows as columns, in all its slots; any other parameter as it is."""
     if len(parameter.shape) != 2:
         return parameter
-    slots = {key: transposed_slot(slot) for key, slot in parameter.slots.items()}
-    return replace(parameter, shape=parameter.shape[::-1], slots=slots)
+    return viewed(parameter, parameter.shape[::-1], transposed_slot)
 
 
 def transposed_slot(slot: Slot) -> Slot:
