@@ -57,7 +57,7 @@ def placed(model: nn.Module, wrap: str, world_size: int) -> nn.Module:
     words = set(wrap.split())
     sizes = (2, world_size // 2) if {"hsdp", "tp"} & words else (world_size,)
     names = ("ddp", "fsdp") if "hsdp" in words else ("fsdp", "tp") if "tp" in words else ("fsdp",)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=None if "unnamed" in words else names)
     if "fsdp2" in words:
         if "tp" in words:
             for layer in model.layers:  # type: ignore[union-attr]

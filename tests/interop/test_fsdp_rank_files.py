@@ -61,6 +61,7 @@ def test_every_element_is_read_as_it_was_live(wrap, world_size, tmp_path):
         [
             ("fsdp2 trained", 2, "fsdp1 mesh", 3, {"fsdp_version": 1, "units": "layers.*"}),
             ("fsdp1 mesh", 3, "fsdp2 trained hsdp", 4, {"fsdp_version": 2, "fsdp_size": 2}),
+            ("fsdp2 unnamed", 2, "fsdp2 unnamed", 1, {}),  # what fully_shard makes without a mesh
         ],
         [
             ("fsdp2", 2, "fsdp2", 3, {}),

@@ -38,19 +38,21 @@ class Target:
     """For which ranks files are written.
 
     `fsdp_size`: ranks that together have everything once; where there are more, the mesh has a dimension of copies
-    first; `device`: type of the devices of the mesh.
+    first; `device`: type of the devices of the mesh; `names`: of its dimensions, which torch compares; none: it has no
+    names; None: they are those of verl and SkyRL.
     """
 
     world_size: int
     fsdp_size: int
     device: str
+    names: tuple[str, ...] | None = None
 
     def mesh(self, rank: int) -> Mesh:
-        """Return the mesh as a rank sees it: that of verl and SkyRL."""
+        """Return the mesh as a rank sees it."""
         if self.fsdp_size == self.world_size:
-            return Mesh((self.world_size,), (rank,), ("fsdp",), self.device)
-        sizes = self.world_size // self.fsdp_size, self.fsdp_size
-        return Mesh(sizes, (rank // self.fsdp_size, rank % self.fsdp_size), ("ddp", "fsdp"), self.device)
+            return Mesh((self.world_size,), (rank,), ("fsdp",) if self.names is None else self.names, self.device)
+        sizes, coordinate = (self.world_size // self.fsdp_size, self.fsdp_size), divmod(rank, self.fsdp_size)
+        return Mesh(sizes, coordinate, ("ddp", "fsdp") if self.names is None else self.names, self.device)
 
 
 class RankTensors:
@@ -119,7 +121,7 @@ def _mesh_node(mesh: Mesh, world_size: int, rank: int) -> Object:
         "_device_type": mesh.device,
         "_layout": _object(_MESH, "_MeshLayout", {"axes": tuple(axes)}),
         "_rank_map": ValueTensor(numbers, "int32", (world_size,)),
-        "_mesh_dim_names": mesh.names,
+        "_mesh_dim_names": mesh.names or None,
         "_root_mesh": None,
         "_preserve_rank_order": False,
         "_flatten_rank_map": tuple(ranks),

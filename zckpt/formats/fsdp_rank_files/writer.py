@@ -91,7 +91,10 @@ def _target(job: Job) -> Target:
     if fsdp_size < 1 or world_size % fsdp_size:
         raise UsageError("unusable fsdp-size", expected=f"a divisor of the world size, {world_size}", found=fsdp_size)
     device = job.options.device or job.checkpoint.details.get("device") or "cuda"
-    return Target(world_size, fsdp_size, str(device))
+    mesh = job.checkpoint.details.get("mesh") if job.checkpoint.format == "fsdp-rank-files" else None
+    names = tuple(mesh) if isinstance(mesh, dict) else ()
+    is_alike = isinstance(mesh, (dict, list)) and len(mesh) == (1 if fsdp_size == world_size else 2)
+    return Target(world_size, fsdp_size, str(device), names if is_alike else None)
 
 
 def _version(job: Job) -> int:
