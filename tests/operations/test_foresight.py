@@ -69,8 +69,20 @@ def test_a_dry_run_tells_a_person(tmp_path):
     assert "takes about " in said
 
 
-def test_where_there_is_no_directory_no_time_is_told(tmp_path):
-    said = foreseen("consolidate", SOURCE, tmp_path / "nowhere" / "m.safetensors")
+def test_a_directory_that_is_to_be_made_has_the_room_of_the_one_that_it_is_made_in(tmp_path):
+    said = foreseen("consolidate", SOURCE, tmp_path / "nowhere" / "further" / "m.safetensors")
+    assert said["seconds"] > 0
+    assert said["free_nbytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_a_file_system_does_not_say_no_time_is_told(tmp_path, monkeypatch):
+    def silent(_: Path) -> Room:
+        raise OSError
+
+    monkeypatch.setattr(rooms, "room", silent)
+    monkeypatch.setattr("zckpt.operations.foresight.room", silent)
+    said = foreseen("consolidate", SOURCE, tmp_path / "m.safetensors")
     assert (said["seconds"], said["free_nbytes"], said["write_nbytes_per_second"]) == (None, None, None)
 
 

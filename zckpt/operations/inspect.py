@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from zckpt.formats.account import take_inventory
@@ -19,7 +18,6 @@ from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.brief import Brief
-from zckpt.storage.stand_ins import is_remote
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
@@ -40,7 +38,7 @@ class Inspection(Brief):
     step : int or None
     loss_scale : object
     saved : str or None
-        When one of its files was last written, as a date of ISO 8601 in UTC; None: of what is in a store.
+        When one of its files was last written, as a date of ISO 8601 in UTC; None: nothing says it.
     num_parameters, num_elements, num_trainable_elements, num_frozen : int
         Each parameter once, tied names and buffers aside.
     num_tied, num_buffers : int
@@ -185,13 +183,11 @@ def inspect(
 
 
 def _saved(checkpoint: Checkpoint) -> str | None:
-    times = [0.0]
+    times = []
     for file in checkpoint.files:
-        if is_remote(Path(file.path)):
-            return None
         with suppress(OSError):
-            times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands
-    return datetime.fromtimestamp(max(times), timezone.utc).isoformat(timespec="seconds") if max(times) else None
+            times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands; in a store, what that says
+    return datetime.fromtimestamp(max(times), timezone.utc).isoformat(timespec="seconds") if times else None
 
 
 def _slots(checkpoint: Checkpoint) -> dict[str, object]:

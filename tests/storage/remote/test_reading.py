@@ -43,19 +43,20 @@ def put(served: Served, source: Path, name: str) -> str:
     return f"{served.url}/{name}"
 
 
-UNDATED = {"saved": None}
-"""What a store does not say."""
-
-
 def of_url(document: Any, url: str, path: Path) -> Any:
     return json.loads(json.dumps(document).replace(url, str(path)))
+
+
+def undated(document: dict[str, Any]) -> dict[str, Any]:
+    """Without when it was written: a copy is newer."""
+    return {key: value for key, value in document.items() if key != "saved"}
 
 
 @pytest.mark.parametrize("kind", ["s3", "http", "sftp", "webdav"])
 def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(kind, served, s3, tmp_path):
     url = put(s3 if kind == "s3" else served(kind), SOURCE, "run")
     shown = url.replace(f"zckpt-user:{PASSWORD}@", "")
-    assert of_url(zckpt.inspect(url).as_dict(), shown, SOURCE) == zckpt.inspect(SOURCE).as_dict() | UNDATED
+    assert undated(of_url(zckpt.inspect(url).as_dict(), shown, SOURCE)) == undated(zckpt.inspect(SOURCE).as_dict())
     assert zckpt.diff(url, SOURCE).equal
     zckpt.consolidate(url, tmp_path / "a.safetensors", slots=["all"])
     zckpt.consolidate(SOURCE, tmp_path / "b.safetensors", slots=["all"])
@@ -85,10 +86,8 @@ def test_every_format_is_read_from_a_store(name, s3):
     folder = "/".join(name.split("/")[:2])
     put(s3, FIXTURES / folder, folder)
     url = f"{s3.url}/{name}"
-    assert (
-        of_url(zckpt.inspect(url, include_inventory=True).as_dict(), url, source)
-        == zckpt.inspect(source, include_inventory=True).as_dict() | UNDATED
-    )
+    ours, theirs = (zckpt.inspect(one, include_inventory=True).as_dict() for one in (source, url))
+    assert undated(of_url(theirs, url, source)) == undated(ours)
     assert zckpt.fingerprint(url).text == zckpt.fingerprint(source).text
     here, there = zckpt.verify(source, deep=True).as_dict(), zckpt.verify(url, deep=True).as_dict()
     assert of_url(there, url, source) == here

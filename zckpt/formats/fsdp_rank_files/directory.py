@@ -21,9 +21,7 @@ from zckpt.codes import LATEST
 from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.latest import is_tag, latest_name
-from zckpt.formats.lost import missing
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.state.names import is_number
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.storage.ownership import Owned
 
@@ -154,6 +152,8 @@ def _last(path: Path) -> Directory | NearMiss | None:
     steps = {n: one for n, one in steps.items() if has_rank_files(one) or any(map(has_rank_files, _folders(one)))}
     if not steps:
         return None
+    from zckpt.state.names import is_number
+
     trackers = _beside(path, TRACKERS)
     shown = listed([steps[n].name for n in sorted(steps)])
     for tracker in trackers:
@@ -224,10 +224,10 @@ def _world_size(path: Path, by_size: dict[int, dict[str, dict[int, Path]]], conf
 
 def complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> tuple[Path, ...]:
     """Return the files of all ranks, or none where there are none."""
+    from zckpt.formats.lost import MOST_RANKS, missing, stand_in
+
     error = missing(path, f"{kind} file", found, world_size) if found else None
     if error is not None:
-        from zckpt.formats.lost import MOST_RANKS, stand_in
-
         if max(found) >= world_size or world_size > MOST_RANKS:
             raise error
         known, like = min(found), found[min(found)].name
