@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import ShardError, UnknownFormatError
-from zckpt.formats.lost import missing
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
@@ -134,6 +133,8 @@ def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path,
 
 def _of_all(path: Path, found: Mapping[int, Path], world_size: int) -> tuple[Path, ...]:
     """Return the files of all ranks. Raises ShardError: one is missing."""
+    from zckpt.formats.lost import missing
+
     if (error := missing(path, "file", found, world_size)) is not None:
         raise error
     return tuple(found[rank] for rank in sorted(found))
