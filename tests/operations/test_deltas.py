@@ -189,6 +189,18 @@ def test_what_cannot_be_published_is_refused(tmp_path):
     refused(5, "patch", base, other, tmp_path / "weight_v000001", "--to", "slime", words=("b.weight is not the same",))
 
 
+def test_what_is_written_replaces_neither_model_nor_version(tmp_path):
+    base = write(tmp_path / "base", model(0))
+    version = publish(tmp_path / "run", 1, "xor", "xxh3-128")
+    for target in (base, base / "inside", version, version / "inside", tmp_path):
+        refused(2, "apply", base, version, target, "--overwrite", words=("the source",))
+    other = write(tmp_path / "other", model(1))
+    for target in (base / "weight_v000001", other / "weight_v000001"):
+        refused(2, "patch", base, other, target, "--to", "slime", words=("inside the source",))
+        refused(2, "patch", base, other, target, words=("inside the source",))
+    assert is_version(base, 0)
+
+
 def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
     version = publish(tmp_path / "run", 1, "xor", "xxh3-128")
     for path in (version, version / "model-00000-of-00001.safetensors"):

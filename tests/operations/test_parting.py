@@ -68,6 +68,14 @@ def test_the_command_line_says_where_and_its_status_whether(tmp_path):
     assert run("diff", "--series", a / "step-1", b / "step-1").stdout.startswith("2 checkpoints")
 
 
+def test_runs_in_stores_part_where_they_do(tmp_path):
+    for name, since in (("a", 99), ("b", 3)):
+        zckpt.pack(put(tmp_path / name, range(1, 5), since), tmp_path / f"{name}.store")
+    done = run("diff", "--series", tmp_path / "a.store", tmp_path / "b.store")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "equal at step 2, different at step 3" in done.stdout
+
+
 def test_runs_that_cannot_be_compared_are_refused(tmp_path):
     a, b = put(tmp_path / "a", range(1, 3)), put(tmp_path / "b", range(5, 7))
     with refusing(zckpt.UsageError, "no step in common: expected 1, 2, found 5, 6"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.state.brief import Brief
+from zckpt.storage.packed.mount import mounted_place
+from zckpt.storage.remote import is_url
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -51,9 +54,11 @@ class Parting(Brief):
 
 
 def is_run(path: Place) -> bool:
-    """Tell a directory with several checkpoints that are called by steps."""
-    found = units(Path(path)) if Path(path).is_dir() else ()
-    return sum(one.number is not None for one in found) > 1
+    """Tell a directory, or a store, with several checkpoints that are called by steps."""
+    mount = None if is_url(path) else mounted_place(path)
+    there = Path(path) if mount is None else mount.path
+    with nullcontext() if mount is None else closing(mount):
+        return there.is_dir() and sum(one.number is not None for one in units(there)) > 1
 
 
 @shares(Copying)

@@ -27,6 +27,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
 from zckpt.operations.pack import file_at
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
+from zckpt.operations.target import check_beside
 from zckpt.operations.unpack import Unpacked, write_files
 from zckpt.state import Checkpoint, Extent, Slot
 from zckpt.state.dtypes import itemsize
@@ -129,6 +130,7 @@ def patch(
     if to not in FORMS or encoding not in ENCODINGS or (to == ZCKPT and encoding != XOR):
         raise UsageError("no such form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
     base, result = opened(a, **shared), open_checkpoint(source)
+    check_beside(path, [Path(base.source), source])
     if to == SLIME:
         return _published(base, result, path, encoding, overwrite, dry_run, shared["reporter"])
     check_target(path, overwrite=overwrite, owned=_OWNED)
@@ -216,6 +218,7 @@ def apply(
         The target exists or cannot be written.
     """
     base, path = opened(a, **shared), Path(target)
+    check_beside(path, [Path(base.source), Path(patch)])
     if is_delta(Path(patch)):
         done = apply_published(
             base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -316,6 +316,16 @@ def write_from(
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
         foresight=foresight,
     )
+
+
+def check_beside(target: Path, sources: Iterable[Path]) -> None:
+    """Raise UsageError if a target is what it is made of, contains it, or lies in it."""
+    for source in sources:
+        here, there = place(target), place(source)
+        if here == there or here in there.parents:
+            raise UsageError("the target is, or contains, the source", path=target, found=str(source))
+        if there in here.parents:
+            raise UsageError("the target is inside the source", path=target, found=str(source))
 
 
 def _check_apart(
