@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.resume_check import ResumeCheck, resume_check
+    from zckpt.operations.scan import Scanned, scan
     from zckpt.operations.series import Series, series
     from zckpt.operations.show import Elements, show
     from zckpt.operations.stats import Distribution, Statistics, stats
@@ -118,6 +119,7 @@ _HOMES = {
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.resume_check": ("ResumeCheck", "resume_check"),
     "zckpt.operations.target": ("Written",),
+    "zckpt.operations.scan": ("Scanned", "scan"),
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.show": ("Elements", "show"),
     "zckpt.operations.stats": ("Distribution", "Statistics", "stats"),
@@ -172,6 +174,7 @@ __all__ = [
     "ResumeCheck",
     "Saving",
     "Scalar",
+    "Scanned",
     "Series",
     "ShardError",
     "Slot",
@@ -216,6 +219,7 @@ __all__ = [
     "reshard",
     "resume_check",
     "save",
+    "scan",
     "series",
     "show",
     "stats",

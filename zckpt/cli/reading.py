@@ -1,4 +1,4 @@
-"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `map`, `formats`. Some also write a page."""
+"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `scan`, `map`, `formats`. Some write a page."""
 
 from __future__ import annotations
 
@@ -349,6 +349,36 @@ def verify_command(
     if idle_ones := [name for name, value in given.items() if value]:
         raise UsageError(f"--{min(idle_ones).replace('_', '-').removesuffix('s')} is not for --watch")
     return watched(source, quiet=quiet, deep=deep, **said, **only(Copying, shared))
+
+
+@verb("scan")
+@source_argument
+@click.option(
+    "--sarif", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write SARIF 2.1.0."
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@json_option
+@click.option("--quiet", "-q", is_flag=True, help="No text; only the exit status.")
+def scan_command(source: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
+    """Tell what each pickle in SOURCE would import and call, in every file whatever it is called. Runs none of them.
+
+    Graded: data; known classes of frameworks, and which program needs them; unknown; dangerous, which is what runs
+    code, and what shows one program something else than another. Exit status: 1 if anything is dangerous.
+    """
+    from zckpt.operations.scan import scan
+    from zckpt.report import scanning
+    from zckpt.torchfile.grades import DANGEROUS
+
+    check_file(sarif, overwrite=overwrite)
+    found = scan(source)
+    document = found.as_dict()
+    if sarif is not None:
+        write_file(sarif, json_text(scanning.sarif(document)) + "\n", overwrite=overwrite)
+    if as_json:
+        click.echo(json_text(document))
+    elif not quiet:
+        click.echo(scanning.render(document))
+    return int(found.grade == DANGEROUS)
 
 
 @verb("map")

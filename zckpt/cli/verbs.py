@@ -37,6 +37,7 @@ GROUPS = {
     },
     "Check": {
         "verify": "Check that a checkpoint is whole; --watch checks a run.",
+        "scan": "Tell what its pickles would import and call, if loaded.",
         "diff": "Compare two checkpoints of any formats, tensor by tensor.",
         "fingerprint": "Print a digest of the state, the same in every format.",
         "resume-check": "Tell whether a program will resume it, and what is lost.",
@@ -111,6 +112,11 @@ EXAMPLES = {
         "run/",
         "run/ --deep",
         "run/ --watch --on-finding 'mail -s zckpt me@example.org'",
+    ),
+    "scan": (
+        "run/",
+        "downloaded/ --json",
+        "model.pt --sarif model.sarif",
     ),
     "diff": (
         "run/ dcp/",

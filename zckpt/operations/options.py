@@ -204,7 +204,11 @@ class ReadCopied(Reading, Copying, total=False):
 
 
 class ReadWritten(Reading, Writing, total=False):
-    """Options of `strip`."""
+    """Options of `strip` and `sanitize`."""
+
+
+class Scanning(TypedDict, total=False):
+    """Options of `scan`: none that verbs share."""
 
 
 class Resharded(Renamed, total=False):

@@ -20,6 +20,7 @@ import struct
 from codecs import escape_decode
 from collections.abc import Callable
 from struct import unpack
+from typing import Any, ClassVar
 
 from zckpt.errors import PickleError, UnsupportedError, ZckptError
 from zckpt.torchfile.nodes import (
@@ -297,7 +298,8 @@ def unknown(machine: Machine) -> None:
     raise PickleError("not a pickle opcode", found=f"byte 0x{machine.data[machine.pos - 1]:02x}")
 
 
-Opcode = Callable[["Machine"], object]
+Opcode = Callable[[Any], object]
+"""Runs on a `Machine`, or on one of its kind."""
 
 
 def refusing(error: ZckptError) -> Opcode:
@@ -431,6 +433,8 @@ class Machine:
 
     __slots__ = ("at", "builders", "context", "data", "globals", "marks", "memo", "persistent", "pos",
                  "protocol", "record", "stack")  # fmt: skip
+
+    opcodes: ClassVar = OPCODES
 
     def __init__(
         self,
@@ -571,7 +575,7 @@ class Machine:
                     return
                 else:
                     self.pos, self.stack = pos, stack
-                    OPCODES[opcode](self)
+                    self.opcodes[opcode](self)
                     pos, stack = self.pos, self.stack
                     push = stack.append
         finally:
