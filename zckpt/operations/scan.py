@@ -16,7 +16,7 @@ from zckpt.state.brief import Brief
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst
-from zckpt.torchfile.scanning import Scanner
+from zckpt.torchfile.scanning import HEADER, Scanner
 
 ITEMS = ".distcp"
 """The suffix of files of items, which only a `.metadata` tells apart."""
@@ -95,7 +95,8 @@ def scan_file(path: Path, items: Items) -> Scanner:
         return scanner
     with opened(path) as whole:
         ranges = [(low, high, key) for low, high, key in items.get(str(path), ()) if high <= whole.nbytes]
-        if not ranges and path.suffix != ITEMS:
+        is_archive = whole.read(0, min(4, whole.nbytes)) == HEADER
+        if not ranges and not (path.suffix == ITEMS and is_archive):
             scanner.look(whole)
             return scanner
         for low, high, key in ranges:

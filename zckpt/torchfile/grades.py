@@ -120,19 +120,20 @@ _GONE = _words("""
 STANDARD = (sys.stdlib_module_names | _GONE) - HARMLESS
 
 _RUNS = _words("""
-    IPython _distutils_hack aiohttp billiard celery cffi cloudpickle conda datasets.load dill execnet fabric fsspec
-    httpx huggingface_hub invoke jinja2 joblib jsonpickle jupyter_client mako nose numexpr numpy.DataSource
-    numpy.ctypeslib numpy.distutils numpy.f2py numpy.fromfile numpy.fromregex numpy.genfromtxt numpy.lib.format
-    numpy.lib.npyio numpy.lib._npyio_impl numpy.loadtxt numpy.memmap numpy.save numpy.savetxt numpy.savez
-    numpy.testing pandas.eval pandas.io paramiko pexpect pip pkg_resources plumbum psutil py pyspark.serializers pytest
-    _pytest requests setuptools sh sympy.sympify tensorflow.io torch._appdirs torch._dynamo torch._export
-    torch._inductor torch._lazy torch.classes torch.compile torch.distributed.elastic torch.distributed.launch
-    torch.distributed.rpc torch.distributed.run torch.export torch.fx torch.hub torch.jit torch.multiprocessing
-    torch.onnx torch.ops torch.package torch.save torch.serialization torch.testing torch.utils._config_module torch.utils.benchmark
-    torch.utils.bottleneck torch.utils.collect_env torch.utils.cpp_extension torch.utils.data.datapipes
-    torch.utils.file_baton torch.utils.model_dump torch.utils.tensorboard torchvision.io urllib3 wheel
-    accelerate.commands accelerate.launchers deepspeed.launcher deepspeed.ops.op_builder fickling modelscan picklescan
-    transformers.dynamic_module_utils transformers.pipelines transformers.utils.hub
+    accelerate.commands accelerate.launchers aiohttp billiard celery cffi cloudpickle conda datasets.load
+    deepspeed.launcher deepspeed.ops.op_builder dill _distutils_hack execnet fabric fickling fsspec httpx
+    huggingface_hub invoke IPython jinja2 joblib jsonpickle jupyter_client mako modelscan nose numexpr
+    numpy.ctypeslib numpy.DataSource numpy.distutils numpy.f2py numpy.fromfile numpy.fromregex numpy.genfromtxt
+    numpy.lib._npyio_impl numpy.lib.format numpy.lib.npyio numpy.loadtxt numpy.memmap numpy.save numpy.savetxt
+    numpy.savez numpy.testing pandas.eval pandas.io paramiko pexpect picklescan pip pkg_resources plumbum psutil py
+    pyspark.serializers _pytest pytest requests setuptools sh sympy.sympify tensorflow.io torch._appdirs
+    torch._dynamo torch._export torch._inductor torch._lazy torch.classes torch.compile torch.distributed.elastic
+    torch.distributed.launch torch.distributed.rpc torch.distributed.run torch.export torch.fx torch.hub torch.jit
+    torch.multiprocessing torch.onnx torch.ops torch.package torch.save torch.serialization torch.testing
+    torch.utils._config_module torch.utils.benchmark torch.utils.bottleneck torch.utils.collect_env
+    torch.utils.cpp_extension torch.utils.data.datapipes torch.utils.file_baton torch.utils.model_dump
+    torch.utils.tensorboard torchvision.io transformers.dynamic_module_utils transformers.pipelines
+    transformers.utils.hub urllib3 wheel
 """)
 """Packages, modules and names besides the standard library's that run, load or send what they are told to."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bz2
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +21,7 @@ from itertools import pairwise
 from zckpt.errors import DamagedFileError, ZckptError
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused
-from zckpt.torchfile.archive import LOCAL, MAX_16, Record, has_checksums, read_archive
+from zckpt.torchfile.archive import LOCAL, MAX_16, Record, find_directory, has_checksums, read_archive
 from zckpt.torchfile.grades import DANGEROUS, UNKNOWN, grade
 from zckpt.torchfile.reader import MAGIC_NUMBER, MAX_PICKLE, read_source
 from zckpt.torchfile.unpickle import TruncatedPickleError
@@ -40,6 +40,9 @@ MAX_SEQUENCE = 1000
 """Pickles that follow each other: a legacy torch file has five."""
 
 HEADER = b"PK\3\4"
+LEAST_HIDDEN = LOCAL.size + 12
+"""Bytes between records in which another one finds room that calls something."""
+
 END_NBYTES = 22 + MAX_16
 
 STARTS = frozenset(b"()]}NIJKLMFGSTUVXBCPc.\x80\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")
@@ -176,14 +179,12 @@ class Scanner:
             if body >= end:
                 continue
             name = source.read(start + LOCAL.size, name_size).decode("utf-8", "replace")
-            part = _part(source, body, end - body)
-            if method:
-                unpacked = b""
-                with suppress(zlib.error):
-                    packed = part.read(0, min(part.nbytes, MAX_UNPACKED))
-                    unpacked = zlib.decompressobj(-15).decompress(packed, MAX_UNPACKED)
-                part = InMemory(unpacked, source.path)
-            self.look(part, _within(record, name), is_data=True, is_pickle=name.endswith(".pkl"), depth=depth + 1)
+            part, name = _part(source, body, end - body), _within(record, name)
+            self.look(part, name, is_data=True, is_pickle=not method and name.endswith(".pkl"), depth=depth + 1)
+            with suppress(zlib.error):  # what one header calls stored, the other may call packed
+                packed = part.read(0, min(part.nbytes, MAX_UNPACKED))
+                unpacked = zlib.decompressobj(-15).decompress(packed, MAX_UNPACKED)
+                self.look(InMemory(unpacked, source.path), name, is_data=True, depth=depth + 1)
 
     def _archive(self, source: FileRange, record: str, depth: int) -> None:
         try:
@@ -194,8 +195,10 @@ class Scanner:
             self.physical(source, record, depth)
             return
         tail = min(source.nbytes, END_NBYTES)
-        if source.read(source.nbytes - tail, tail).count(b"PK\5\6") > 1:
-            self.odd(record, DANGEROUS, "its archive may be read in several ways: it has two ends")
+        has_ends = source.read(source.nbytes - tail, tail).count(b"PK\5\6") > 1
+        if has_ends or _has_unlisted(source, records):
+            what = "it has two ends" if has_ends else "its directory does not list all records"
+            self.odd(record, DANGEROUS, f"its archive may be read in several ways: {what}")
             self.physical(source, record, depth)
         root = records[0].name.partition("/")[0] if records else ""
         has_sums = has_checksums(records)
@@ -284,7 +287,7 @@ def _is_evident(witness: Witness) -> bool:
 
 
 def _sequence(source: FileRange, most: int) -> tuple[list[tuple[Witness, ZckptError | None]], int, bool]:
-    """Follow pickles one behind another; return them with what ends each, the byte behind, and whether they are torch's.
+    """Follow pickles one behind another; return them with what ends each, the byte behind, and whether torch made them.
 
     A legacy torch file has five, and storages behind them.
     """
@@ -327,6 +330,19 @@ def _headers(source: FileRange) -> Iterator[int]:
         while at >= 0:
             yield start + at
             at = data.find(HEADER, at + 1)
+
+
+def _has_unlisted(source: FileRange, records: Sequence[Record]) -> bool:
+    """Tell whether a record's header lies where none should be, between those of a directory."""
+    _, directory, _ = find_directory(source)
+    end = 0
+    for one in sorted(records, key=lambda one: one.offset):
+        start = one.offset - source.base
+        gap = start - end - LOCAL.size - len(one.name)
+        if gap > LEAST_HIDDEN and (gap > 2 * MAX_16 or source.read(end, start - end).count(HEADER) > 1):
+            return True
+        end = start + one.nbytes
+    return directory - end > 2 * MAX_16 or HEADER in source.read(end, directory - end)
 
 
 def _tar(source: FileRange) -> Iterator[tuple[str, FileRange]]:
