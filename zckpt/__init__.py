@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.resume_check import ResumeCheck, resume_check
+    from zckpt.operations.sanitize import Sanitized, sanitize
     from zckpt.operations.scan import Scanned, scan
     from zckpt.operations.series import Series, series
     from zckpt.operations.show import Elements, show
@@ -119,6 +120,7 @@ _HOMES = {
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.resume_check": ("ResumeCheck", "resume_check"),
     "zckpt.operations.target": ("Written",),
+    "zckpt.operations.sanitize": ("Sanitized", "sanitize"),
     "zckpt.operations.scan": ("Scanned", "scan"),
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.show": ("Elements", "show"),
@@ -172,6 +174,7 @@ __all__ = [
     "Recorded",
     "Restored",
     "ResumeCheck",
+    "Sanitized",
     "Saving",
     "Scalar",
     "Scanned",
@@ -218,6 +221,7 @@ __all__ = [
     "prune",
     "reshard",
     "resume_check",
+    "sanitize",
     "save",
     "scan",
     "series",

@@ -41,6 +41,7 @@ from zckpt.cli.writing import (
     convert_command,
     merge_adapter_command,
     reshard_command,
+    sanitize_command,
     strip_command,
 )
 from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError, shown
@@ -72,10 +73,10 @@ def cli(debug: bool) -> None:
     """
 
 
-for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, average_command,
-                merge_adapter_command, diff_command, fingerprint_command, verify_command, map_command,
-                stats_command, show_command, scan_command, resume_check_command, list_command, prune_command,
-                pack_command, unpack_command, patch_command, apply_command, formats_command):  # fmt: skip
+for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command,
+                sanitize_command, average_command, merge_adapter_command, diff_command, fingerprint_command,
+                verify_command, map_command, stats_command, show_command, scan_command, resume_check_command,
+                list_command, prune_command, pack_command, unpack_command, patch_command, apply_command, formats_command):  # fmt: skip
     command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be without a group
     cli.add_command(command)
 

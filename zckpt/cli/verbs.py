@@ -32,6 +32,7 @@ GROUPS = {
         "reshard": "Change the number of GPUs of a DeepSpeed ZeRO checkpoint.",
         "convert": "Write all of a training for DeepSpeed, DCP, FSDP, and others.",
         "strip": "Write a smaller copy: no optimizer, padding or unused bytes.",
+        "sanitize": "Write a copy with data and known classes only.",
         "average": "Average the weights of several checkpoints.",
         "merge-adapter": "Merge a LoRA or DoRA adapter into its base model.",
     },
@@ -97,6 +98,11 @@ EXAMPLES = {
         "run/ small/ --optimizer",
         "run/ small/ --padding --unreferenced",
         "run/ weights/ --keep-slots weight",
+    ),
+    "sanitize": (
+        "downloaded/ clean/",
+        "model.pt clean.pt",
+        "run/ clean/ --dry-run",
     ),
     "average": (
         "step400/ step500/ mean.safetensors",

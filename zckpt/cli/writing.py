@@ -1,4 +1,4 @@
-"""The verbs that write: `consolidate`, `reshard`, `convert`, `strip`, `average`, `merge-adapter`.
+"""The verbs that write: `consolidate`, `reshard`, `convert`, `strip`, `sanitize`, `average`, `merge-adapter`.
 
 A command is its options and its help; the verb of its name gets what click makes of them.
 """
@@ -198,6 +198,18 @@ def strip_command() -> None:
 
     TARGET has SOURCE's format and form: a file, a run directory or a tag directory. Without any of the first four
     options, what each would save is said and nothing is written.
+    """
+
+
+@verb("sanitize")
+@source_argument
+@target_argument
+@runs(ReadWritten)
+def sanitize_command() -> None:
+    """Write a checkpoint again with data and classes of known frameworks only: nothing in it runs when it is loaded.
+
+    TARGET has SOURCE's format and files, all of them. Every object of another class is left out and listed, and so is
+    every file that cannot be followed to its end. `zckpt scan` says what is what.
     """
 
 

@@ -74,7 +74,7 @@ def scan(source: Place, **_shared: Unpack[Scanning]) -> Scanned:
     for path in _files(root):
         name = path.relative_to(root).as_posix() if path != root else path.name
         if path.parent not in items:
-            items[path.parent] = _items(path.parent)
+            items[path.parent] = items_of(path.parent)
         found = scan_file(path, items[path.parent])
         files, pickles = files + 1, pickles + len(found.pickles)
         findings += _listed(name, found)
@@ -125,7 +125,7 @@ def _unreadable(error: OSError) -> None:
     raise SourceError("cannot be read", path=error.filename, found=error.strerror) from error
 
 
-def _items(directory: Path) -> Items:
+def items_of(directory: Path) -> Items:
     """Return where the items of a directory of DCP lie; of one that is none, or damaged, nothing."""
     found: dict[str, list[tuple[int, int, str]]] = {}
     if is_file(directory / NAME):

@@ -76,7 +76,7 @@ def _results(findings: Iterable[Document]) -> Iterable[Document]:
         says = one["message"] or f"{'calls' if one['called'] else 'names'} {one['global']}"
         says += f", as {one['program']} does" if one["grade"] == KNOWN else ""
         place = {"artifactLocation": {"uri": quote(str(PurePosixPath(one["file"])))}}
-        where: Document = {"physicalLocation": place}
+        where: dict[str, object] = {"physicalLocation": place}
         if one["record"]:
             where["logicalLocations"] = [{"fullyQualifiedName": printable(one["record"]), "kind": "member"}]
         yield {

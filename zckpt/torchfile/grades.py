@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from zckpt.state.dtypes import DTYPES
-from zckpt.torchfile.rebuild_torch import ALL_BUILDERS, MEMORY_FORMATS, MODULES
+from zckpt.torchfile.rebuild import MODULES
+from zckpt.torchfile.rebuild_torch import ALL_BUILDERS, MEMORY_FORMATS
 
 DATA, KNOWN, UNKNOWN, DANGEROUS = GRADES = ("data", "known", "unknown", "dangerous")
 """From the best to the worst."""

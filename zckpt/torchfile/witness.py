@@ -83,7 +83,7 @@ class Named(Globals):
         return {name: (count, self.called[name]) for name, count in self.named.items() if name not in idle}
 
 
-def _bytes(machine: Witness, data: str | bytes) -> object:
+def _bytes(machine: Witness, data: object) -> object:
     if isinstance(data, bytes) and data:
         machine.globals.blobs.append(data)
     return data
