@@ -76,7 +76,8 @@ def cli(debug: bool) -> None:
 for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command,
                 sanitize_command, average_command, merge_adapter_command, diff_command, fingerprint_command,
                 verify_command, map_command, stats_command, show_command, scan_command, resume_check_command,
-                list_command, prune_command, pack_command, unpack_command, patch_command, apply_command, formats_command):  # fmt: skip
+                list_command, prune_command, pack_command, unpack_command, patch_command, apply_command,
+                formats_command):  # fmt: skip
     command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be without a group
     cli.add_command(command)
 

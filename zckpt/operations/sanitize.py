@@ -40,10 +40,10 @@ from zckpt.state import Checkpoint
 from zckpt.storage.files import FileRange
 from zckpt.storage.files import opened as file_opened
 from zckpt.torchfile import (
+    PARTS,
     FromFile,
     Global,
     MetaTensor,
-    PARTS,
     NumpyArray,
     Object,
     Storage,
@@ -253,7 +253,9 @@ class _Cleaner:
             names += [one for one in callee.args if isinstance(one, Global)]
             callee = callee.cls
         match callee:
-            case Global() as cls | MetaTensor(subclass=Global() as cls):
+            case Global():
+                names.append(callee)
+            case MetaTensor(subclass=Global() as cls):
                 names.append(cls)
             case NumpyArray(cls=cls):
                 names += [cls] if cls is not None else []
