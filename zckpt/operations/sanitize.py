@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UnknownFormatError, UnsupportedError, ZckptError
+from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, ZckptError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.dcp.directory import NAME
@@ -221,7 +221,9 @@ class _Cleaner:
             if part is None or name == "cls":
                 continue
             kept = self.clean(part, (*place, name))
-            if name in NEEDED and (kept is GONE or self._lacks(part)):
+            if (name in NEEDED or (name == "state" and isinstance(node, Object))) and (
+                kept is GONE or self._lacks(part)
+            ):
                 return GONE
             if kept is not part:
                 setattr(node, name, None if kept is GONE else kept)
@@ -297,7 +299,12 @@ class _SanitizeProof(Proof):
                 path=self.checkpoint.source,
                 advice="`zckpt convert` writes its state without other objects",
             )
-        done = open_checkpoint(written, **self.reading)
+        try:
+            done = open_checkpoint(written, **self.reading)
+        except SourceError as error:
+            raise UnsupportedError(
+                "is no checkpoint without what would go", path=self.checkpoint.source, found=error.message
+            ) from error
         for parameter in self.checkpoint.holders():
             copy = done.find(parameter.name)
             for key, slot in parameter.slots.items():

@@ -6,6 +6,7 @@ from itertools import repeat
 from pathlib import Path
 
 from zckpt.report.text import Document, count, elements, printable, size, table
+from zckpt.torchfile.grades import grade
 
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
@@ -39,7 +40,7 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
         lines += ["", *_files(document["files"])]
     if with_globals:
         lines += ["", *(
-            f"{Path(one['path']).name}  {record}  {name}"
+            f"{Path(one['path']).name}  {record}  {name}  {grade(*name.rpartition('.')[::2])[0]}"
             for one in document["files"] for record, names in one.get("globals", {}).items() for name in names
         )]  # fmt: skip
     if files and "inventory" in document:

@@ -234,20 +234,20 @@ own argparse:FileType
 own pathlib:Path.write_text
 """.strip().splitlines()
 
-OTHERS = """
-evil:Class
-__main__:Model
-my_project.train:State
-transformers.trainer_utils:set_seed
-deepspeed.runtime.fp16.loss_scaler:to_python_float
-torch.nn.functional:gelu
-enum:Enum
-builtins:ValueError
-collections:namedtuple
-deepspeed_lookalike.runtime.fp16.loss_scaler:LossScaler
-xtorch.nn.modules.linear:Linear
-torch.nn.modulesx:Linear
-""".split()
+OTHERS = [
+    "evil:Class",
+    "__main__:Model",
+    "my_project.train:State",
+    "transformers.trainer_utils:set_seed",
+    "deepspeed.runtime.fp16.loss_scaler:to_python_float",
+    "torch.nn.functional:gelu",
+    "enum:Enum",
+    "builtins:ValueError",
+    "collections:namedtuple",
+    "deepspeed_lookalike.runtime.fp16.loss_scaler:LossScaler",
+    "xtorch.nn.modules.linear:Linear",
+    "torch.nn.modulesx:Linear",
+]
 """Nothing that is known to do harm, nor known at all."""
 
 Files = dict[str, bytes]
@@ -349,8 +349,8 @@ PICKLES: dict[str, Payload] = {
     "EOP memo that is missing": lambda s: system(s) + b"hZ.",
     "CVE-2025-71325 STACK_GLOBAL from the first byte": lambda s: short("os") + short("system") + b"\x93" + shell(s)
     + b"\x85R.",
-    "picklescan-14 memo of BINPUT and MEMOIZE": lambda s: b"\x80\x04" + short("os") + b"q\0" + short("system") + b"q\x01"
-    + short("torch._utils") + b"\x94" + short("_rebuild_tensor_v2") + b"\x94" + b"h\0h\x01\x93" + shell(s) + b"\x85R.",
+    "picklescan-14 memo of BINPUT and MEMOIZE": lambda s: b"\x80\x04" + short("os") + b"q\0" + short("system")
+    + b"q\x01" + short("torch._utils") + b"\x94" + short("_rebuild_tensor_v2") + b"\x94" + b"h\0h\x01\x93" + shell(s) + b"\x85R.",
     "huntr memo value: MEMOIZE behind BINGET": lambda s: b"\x80\x04" + short("os") + b"\x94h\0\x94" + short("system")
     + b"\x94h\x02\x940000h\x01h\x03\x93" + shell(s) + b"\x85R.",
     "huntr memo poisoned: POP before MEMOIZE": lambda s: b"\x80\x04" + short("os") + b"N0\x94" + short("system")
@@ -396,8 +396,8 @@ PICKLES: dict[str, Payload] = {
     ) + b".",
     "NEWOBJ of map": lambda s: named("builtins:tuple") + b"(" + named("builtins:map") + b"(" + named("os:system")
     + shell(s) + b"\x85t\x81t\x81.",
-    "NEWOBJ_EX": lambda s: b"\x80\x04" + named("builtins:tuple") + b"(" + named("builtins:map") + b"(" + named("os:system")
-    + shell(s) + b"\x85t}\x92t}\x92.",
+    "NEWOBJ_EX": lambda s: b"\x80\x04" + named("builtins:tuple") + b"(" + named("builtins:map") + b"("
+    + named("os:system") + shell(s) + b"\x85t}\x92t}\x92.",
     "BUILD with a __setstate__ of its own": lambda s: named("argparse:Namespace") + b")\x81}" + text("__setstate__")
     + named("os:system") + b"sb" + shell(s) + b"b.",
     "APPEND to what all of Python has": lambda s: named("sys:path") + text("/nowhere") + b"a0" + system(s) + b".",
@@ -502,7 +502,9 @@ ARCHIVES: dict[str, Callable[[bytes], Files]] = {
     "bytes before the archive": lambda p: {"model.pt": p + b"." + archive(HARMLESS)},
     "pickle before an archive that counts them": lambda p: {"model.pt": concatenated(p + b".", archive(HARMLESS))},
     "archive behind an archive": lambda p: {"model.pt": archive(p + b".") + archive(HARMLESS)},
-    "archive before an archive that counts it": lambda p: {"model.pt": concatenated(archive(p + b"."), archive(HARMLESS))},
+    "archive before an archive that counts it": lambda p: {
+        "model.pt": concatenated(archive(p + b"."), archive(HARMLESS))
+    },
     "record that the directory does not list": lambda p: {"model.pt": hidden_local(p)},
     "zip in a zip": lambda p: {"all.zip": archive(archive(p + b"."), "inner/model.pt")},
     "zip in a deflated zip": lambda p: {"all.zip": compressed_record(archive(p + b".")[:-1])},
@@ -547,7 +549,8 @@ EXTENSIONS: dict[str, bytes] = {
     "EXT2": b"\x80\x02\x83\x01\x02.",
     "EXT4": b"\x80\x02\x84\x01\x02\x03\x04.",
     "EXT1 without a protocol": b"\x82\x01.",
-    "frame within a frame": b"\x80\x05\x95" + struct.pack("<Q", 20) + b"N0\x95" + struct.pack("<Q", 2) + b"N" * 8 + b"0" * 7 + b".",
+    "frame within a frame": b"\x80\x05\x95" + struct.pack("<Q", 20) + b"N0\x95" + struct.pack("<Q", 2) + b"N" * 8
+    + b"0" * 7 + b".",
     "opcode beyond its frame": b"\x80\x05\x95" + struct.pack("<Q", 3) + b"\x8c\x14" + b"A" * 20 + b".",
     "PROTO that is not the first": b"N0\x80\x04N.",
 }  # fmt: skip
