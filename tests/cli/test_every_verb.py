@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[object, ...]] = {
     "convert to dcp": ("m", "--to", "dcp"),
     "reshard": ("m", "--world-size", 3),
     "strip": ("m", "--padding"),
+    "sanitize": ("m",),
 }
 OF_DIRECTORIES = [verb for verb, (target, *_) in VERBS.items() if target == "m"]
 
@@ -115,7 +116,7 @@ def test_the_source_is_neither_replaced_nor_written_into(verb, tmp_path):
     targets = [(read, target) for read in (source, tag) for target in (source, tag, source.parent)]
     if "consolidate" not in verb:
         targets += [(source, tag / "cut"), (tag, tag / "cut")]
-    if verb in ("reshard", "strip"):  # the others may write a checkpoint beside those of a run
+    if verb in ("reshard", "strip", "sanitize"):  # the others may write a checkpoint beside those of a run
         targets += [(source, source / "cut")]
     for read, target in targets:
         refused(2, *of(verb, target, source=read), "--overwrite", words=("source",))

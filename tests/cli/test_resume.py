@@ -33,6 +33,7 @@ VERBS: dict[str, list[object]] = {
     "universal": ["convert", SOURCE, "u", "--to", "universal"],
     "dcp": ["convert", SOURCE, "dcp", "--to", "dcp", "--fingerprint"],
     "strip": ["strip", SOURCE, "s", "--padding"],
+    "sanitize": ["sanitize", SOURCE, "clean"],
     "average": ["average", SOURCE, OTHER, "--target", "m", "--weights", "1,3", "--slots", "all"],
     "merge-adapter": ["merge-adapter", SOURCE, ADAPTER, "m.safetensors"],
 }

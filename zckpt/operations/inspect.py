@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 from zckpt.formats.account import take_inventory
@@ -16,6 +18,7 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
+from zckpt.operations.scan import ITEMS, scan_files
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.brief import Brief
 from zckpt.torchfile import FromFile, plain
@@ -165,9 +168,11 @@ def inspect(
         files=[
             {
                 **_values(one, FILE_FIELDS),
-                **({"globals": {key: list(names) for key, names in one.globals.items()}} if include_globals else {}),
+                **({} if named is None else {"globals": named}),
             }
-            for one in checkpoint.files
+            for one, named in zip(
+                checkpoint.files, _globals(checkpoint) if include_globals else repeat(None), strict=False
+            )
         ],
         nbytes=sum(file.nbytes for file in checkpoint.files),
         unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
@@ -188,6 +193,16 @@ def _saved(checkpoint: Checkpoint) -> str | None:
         with suppress(OSError):
             times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands; in a store, what that says
     return datetime.fromtimestamp(max(times), timezone.utc).isoformat(timespec="seconds") if times else None
+
+
+def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
+    """Yield what each pickle of each file names; those of its items, if it has some, together."""
+    for path, scanner in scan_files(Path(one.path) for one in checkpoint.files):
+        found: dict[str, set[str]] = {}
+        for one in scanner.mentions:
+            record = "items" if path.suffix == ITEMS else one.record or "pickle"
+            found.setdefault(record, set()).add(f"{one.module}.{one.name}")
+        yield {record: sorted(names) for record, names in found.items()}
 
 
 def _slots(checkpoint: Checkpoint) -> dict[str, object]:

@@ -34,7 +34,7 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_arrived
-from zckpt.operations.scan import items_of, scan, scan_file
+from zckpt.operations.scan import items_of, scan, scan_files
 from zckpt.operations.target import How, Proof, Written, write_from
 from zckpt.state import Checkpoint
 from zckpt.storage.files import FileRange
@@ -111,7 +111,8 @@ def sanitize(source: Source, target: Place, **shared: Unpack[ReadWritten]) -> Sa
 
 def _files(found: Mapping[str, Path], removed: list[dict[str, str]]) -> Iterator[TargetFile]:
     """Yield what becomes of each file."""
-    bad = {name: bad_of(scan_file(path, items_of(path.parent))) for name, path in found.items()}
+    scans = scan_files(found.values())
+    bad = {name: bad_of(scanner) for name, (_, scanner) in zip(found, scans, strict=True)}
     fewer: dict[str, TargetFile | None] = {}
     for name, path in found.items():
         if path.name == NAME:

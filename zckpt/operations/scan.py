@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -70,14 +70,9 @@ def scan(source: Place, **_shared: Unpack[Scanning]) -> Scanned:
     root = Path(source)
     findings: list[dict[str, object]] = []
     files = pickles = 0
-    items: dict[Path, Items] = {}
-    for path in _files(root):
-        name = path.relative_to(root).as_posix() if path != root else path.name
-        if path.parent not in items:
-            items[path.parent] = items_of(path.parent)
-        found = scan_file(path, items[path.parent])
+    for path, found in scan_files(_files(root)):
         files, pickles = files + 1, pickles + len(found.pickles)
-        findings += _listed(name, found)
+        findings += _listed(path.relative_to(root).as_posix() if path != root else path.name, found)
     return Scanned(
         source=str(source),
         grade=worst(str(one["grade"]) for one in findings),
@@ -87,25 +82,32 @@ def scan(source: Place, **_shared: Unpack[Scanning]) -> Scanned:
     )
 
 
-def scan_file(path: Path, items: Items) -> Scanner:
-    """Look at all of a file: at its items, where it has some, and at whatever lies between them."""
-    scanner = Scanner()
-    if not is_file(path):
-        scanner.odd("", UNKNOWN, "is no regular file, or a link to a directory, and is not looked at")
-        return scanner
+def scan_files(paths: Iterable[Path]) -> Iterator[tuple[Path, Scanner]]:
+    """Look at all of each file: at its items, where it has some, and at whatever lies between them."""
+    items: dict[Path, Items] = {}
+    for path in paths:
+        if path.parent not in items:
+            items = {path.parent: items_of(path.parent)}
+        scanner = Scanner()
+        if is_file(path):
+            _scan(path, items[path.parent].get(str(path), ()), scanner)
+        else:
+            scanner.odd("", UNKNOWN, "is no regular file, or a link to a directory, and is not looked at")
+        yield path, scanner
+
+
+def _scan(path: Path, items: Sequence[tuple[int, int, str]], scanner: Scanner) -> None:
     with opened(path) as whole:
-        ranges = [(low, high, key) for low, high, key in items.get(str(path), ()) if high <= whole.nbytes]
-        is_archive = whole.read(0, min(4, whole.nbytes)) == HEADER
-        if not ranges and not (path.suffix == ITEMS and is_archive):
+        if not items and (path.suffix != ITEMS or whole.read(0, min(4, whole.nbytes)) != HEADER):
             scanner.look(whole)
-            return scanner
+            return
+        ranges = [(low, high, key) for low, high, key in items if high <= whole.nbytes]
         for low, high, key in ranges:
             scanner.look(FileRange(whole.descriptor, whole.path, low, high - low), key)
+        if not items:
+            scanner.odd("", UNKNOWN, f"no {NAME} says where its items are")
         for low, high in without([(0, whole.nbytes)], merge((low, high) for low, high, _ in ranges)):
-            if not ranges:
-                scanner.odd("", UNKNOWN, f"no {NAME} says where its items are")
             scanner.physical(FileRange(whole.descriptor, whole.path, low, high - low), f"bytes {low} to {high}", 0)
-    return scanner
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -229,8 +229,6 @@ class SourceFile:
         Which rank wrote it, where its name says so.
     tensor_nbytes, unreferenced_nbytes : int
         Bytes of storages that some tensor uses, and that none does.
-    globals : dict of str to tuple of str
-        For each pickle in the file, the globals it mentions.
     archives : iterable of (int, int), bytes
         Offset and length of the torch files within the file, where it is not one itself.
     tree : object
@@ -252,7 +250,6 @@ class SourceFile:
     mp_rank: int | None = None
     tensor_nbytes: int = 0
     unreferenced_nbytes: int = 0
-    globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     archives: Iterable[tuple[int, int]] = ()
     tree: object = field(default=None, repr=False, compare=False)
     records: Sequence[tuple[str, int, int, int]] = field(default=(), repr=False, compare=False)

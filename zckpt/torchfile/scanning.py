@@ -238,7 +238,7 @@ class Scanner:
     def _pickles(self, source: FileRange, record: str, *, is_data: bool, is_pickle: bool, depth: int) -> None:
         """Look at a pickle, and at those behind it."""
         found, end, is_legacy = _sequence(source, MOST_NBYTES if is_data and not is_pickle else MAX_PICKLE)
-        if not (is_pickle or is_legacy or any(_is_evident(one) for one, _ in found)):
+        if not (is_pickle or is_legacy or any(_is_evident(one, error) for one, error in found)):
             first, error = found[0]
             is_plain = error is None and end == source.nbytes and (first.protocol or first.globals.tricks)
             if is_data or not is_plain:  # what is no pickle, or can do nothing, is not told of
@@ -279,10 +279,12 @@ def _is_whole(part: FileRange, record: Record) -> bool:
     return part.nbytes > MAX_PICKLE or crc32(part.read(0, part.nbytes)) == record.crc32
 
 
-def _is_evident(witness: Witness) -> bool:
-    """Tell whether a pickle has named what can be imported: bytes that are none have as good as never."""
+def _is_evident(witness: Witness, error: ZckptError | None) -> bool:
+    """Tell whether bytes are a pickle: it names what can be imported, and calls it, or goes on to its end."""
     return any(
-        all(part.isidentifier() for part in f"{module}.{name}".split(".")) for module, name in witness.globals.named
+        (error is None or called or grade(module, name)[0] == DANGEROUS)
+        and all(part.isidentifier() for part in f"{module}.{name}".split("."))
+        for (module, name), (_, called) in witness.globals.mentions().items()
     )
 
 
@@ -295,7 +297,7 @@ def _sequence(source: FileRange, most: int) -> tuple[list[tuple[Witness, ZckptEr
     at, is_legacy = 0, False
     while at < source.nbytes and len(found) < (5 if is_legacy else MAX_SEQUENCE):
         witness, value, error = _followed(source, at, most=most)
-        if error is not None and found and not _is_evident(witness):
+        if error is not None and found and not _is_evident(witness, error):
             break
         found.append((witness, error))
         if error is not None:
@@ -317,7 +319,7 @@ def _followed(source: FileRange, at: int, *, most: int) -> tuple[Witness, object
         except ZckptError as caught:
             error = caught
         is_cut = isinstance(error, TruncatedPickleError) and nbytes < min(source.nbytes - at, MAX_PICKLE)
-        if not is_cut or (nbytes >= most and not _is_evident(witness)):
+        if not is_cut or (nbytes >= most and not _is_evident(witness, error)):
             return witness, value, error
         size *= 16
 

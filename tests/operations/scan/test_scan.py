@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import pickle
@@ -18,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, inspected, refused, run, succeeded
 from tests.operations.scan import corpus
-from tests.test_safety import MODEL, called, named, poisoned, text
+from tests.test_safety import called, named, poisoned, text
 from zckpt.torchfile.grades import DATA_GLOBALS, grade
 
 
@@ -43,13 +42,14 @@ SOUND = {
     "containers": pickle.dumps([OrderedDict(a=1), Counter("abc"), {1, 2}, frozenset({3}), Path("/x"), 1 + 2j]),
     "text": b"import os\nos.system('true')\n",
     "text like GLOBAL": b"curl -L\nwget\n",
+    "list of words": b"cat\ndog\nbird\n",
     "README": (ROOT / "README.md").read_bytes(),
     "empty": b"",
     "zeros": bytes(1000),
     "JSON": b'{"a": "cos\\nsystem\\n"}',
     "random": np.random.default_rng(1).bytes(100_000),
     "gzip of text": gzip.compress(b"hello\n" * 100),
-    "npy": (lambda file: (np.save(file, np.arange(3)), file.getvalue())[1])(io.BytesIO()),
+    "npy": corpus.npy(b"")[:-1].replace(b"|O", b"<i") + bytes(8),
 }
 
 
@@ -97,11 +97,11 @@ def test_attributes_of_classes_are_classes_and_getattr_says_nothing(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_items_of_dcp_are_found_where_metadata_says_and_between(tmp_path):
-    dcp.save({"w": torch.ones(3), "o": {"a": [1, OrderedDict(b=2)]}}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.save({"w": torch.ones(3), "o": {1, 2}}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     found = zckpt.scan(tmp_path / "dcp")
     assert found.grade == "known"
     records = {one["record"].partition(":")[0] for one in found.findings if one["file"].endswith(".distcp")}
-    assert {"w", "o.a.0", "o.a.1"} >= records > {"w"}
+    assert records == {"w", "o"}
     (items,) = (tmp_path / "dcp").glob("*.distcp")
     items.write_bytes(items.read_bytes() + corpus.archive(corpus.system(tmp_path / "sentinel") + b"."))
     assert zckpt.scan(tmp_path / "dcp").grade == "dangerous"
@@ -130,8 +130,8 @@ def test_exit_statuses_and_text(tmp_path):
     done = run("scan", source)
     assert done.returncode == 1
     line = next(line for line in done.stdout.splitlines() if line.startswith("dangerous"))
-    assert line.split() == ["dangerous", "os.system", "2", "2", f"{MODEL.replace('mp_', 'mp_')}:", "data.pkl", "and", "1",
-                            "more"] or "os.system" in line  # fmt: skip
+    assert line.split()[:4] == ["dangerous", "os.system", "2", "2"]
+    assert line.endswith("data.pkl and 1 more")
     assert (run("scan", source, "--quiet").stdout, run("scan", source, "-q").returncode) == ("", 1)
     assert succeeded("scan", FIXTURES / "s2_bf16_dp2").stdout.splitlines()[0].endswith(": known")
     refused(3, "scan", tmp_path / "absent", words=("absent",))

@@ -79,9 +79,10 @@ def _account(
     file: SourceFile, name: str, known: Known, values: Taken, before: dict[object, _Account], *, is_first: bool
 ) -> _Account:
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
-    key = None if is_first or file.path in values.paths else known.key
+    is_shared = isinstance(file.tree, (int, float, str))  # by files that have nothing else in common
+    key = None if is_first or is_shared or file.path in values.paths else known.key
     if key is not None:
-        key = id(file.tree), id(file.globals), file.role, file.rules, key  # of a tree that is a number, others have it
+        key = id(file.tree), file.role, file.rules, key
         if key in before:
             items, taken = before[key]
             return [Item(name, *_rest(item)) for item in items], whole(taken, file.nbytes)

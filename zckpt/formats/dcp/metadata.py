@@ -58,8 +58,6 @@ class Metadata:
     unsaved : tuple of str
         Keys of that dict of which the directory has nothing.
     version : str or None
-    globals : tuple of str
-        That the pickle mentions.
     """
 
     path: str
@@ -69,7 +67,6 @@ class Metadata:
     paths: dict[str, Keys]
     unsaved: tuple[str, ...]
     version: str | None
-    globals: tuple[str, ...]
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -112,7 +109,7 @@ def read_metadata(directory: Path) -> Metadata:
         paths, unsaved = _paths(root.get("planner_data"), list(map(str, keys)))
         version = root.get("version")
         said = version if isinstance(version, str) else None
-        return Metadata(path, tensors, objects, chunks, paths, unsaved, said, file.globals)
+        return Metadata(path, tensors, objects, chunks, paths, unsaved, said)
 
 
 def _unexpected(expected: str, found: object) -> DamagedFileError:

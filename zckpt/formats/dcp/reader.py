@@ -295,13 +295,12 @@ def taken(checkpoint: Checkpoint, model: Checkpoint) -> dict[str | int, Node]:
 def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
     """Add `.metadata` and the files of the items to those of a checkpoint."""
     size = Path(metadata.path).stat().st_size
-    checkpoint.files.append(SourceFile(metadata.path, size, "metadata", globals={"pickle": metadata.globals}))
+    checkpoint.files.append(SourceFile(metadata.path, size, "metadata"))
     checkpoint.claims[metadata.path] = Claim(IMPLIED, "where each item is")
     for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
-        mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(
             SourceFile(file.path, file.nbytes, "shard", rank_of(file.path), None, file.tensor_nbytes,
-                       file.unreferenced_nbytes, mentioned, file.archives, LazyTree(file.tree, file.several))
+                       file.unreferenced_nbytes, file.archives, LazyTree(file.tree, file.several))
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)

@@ -228,7 +228,6 @@ def describe(
         mp_rank,
         covered,
         sum(storage.nbytes for storage in file.storages.values()) - covered,
-        file.globals,
         tree=file.root,
         records=file.records,
         rules=tuple(rules),
