@@ -29,15 +29,16 @@ def test_exported_names():
     assert zckpt.__all__ == [
         "Appeared", "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError",
         "Distribution", "Elements", "Extent", "Finding", "Fingerprint", "History", "Inspection", "LayoutError",
-        "LeftOutError", "Map", "Merged", "MissingPackageError", "NotRestoredError", "OpenedCheckpoint", "Packed",
-        "ParamGroup", "Parameter", "Parting", "Patched", "PickleError", "Pruned", "Recorded", "Restored", "ResumeCheck",
-        "Sanitized", "Saving", "Scalar", "Scanned", "Series", "ShardError", "Slot", "SourceError", "Span", "Statistics",
-        "Stripped", "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "Unpacked", "UnsupportedError",
-        "UsageError", "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
-        "apply", "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint",
-        "hf", "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "pack", "parting", "patch",
-        "prune", "reshard", "resume_check", "sanitize", "save", "scan", "series", "show", "stats", "strip", "unpack",
-        "verify", "watch",
+        "LeftOutError", "Map", "Merged", "MissingPackageError", "NotRestoredError", "OpenedCheckpoint",
+        "Packed", "ParamGroup", "Parameter", "Parting", "Patched", "PickleError", "Pruned", "Recorded",
+        "Restored", "ResumeCheck", "Sanitized", "Saving", "Scalar", "Scanned", "Series", "ShardError", "Slot",
+        "SourceError", "Span", "Statistics", "Stripped", "TargetError", "TargetExistsError", "Topology",
+        "UnknownFormatError", "Unpacked", "UnsupportedError", "UsageError", "Verification",
+        "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__", "apply",
+        "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
+        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "pack", "parting", "patch",
+        "prune", "reshard", "resume_check", "sanitize", "save", "scan", "series", "show", "stats", "strip",
+        "unpack", "verify", "watch",
     ]  # fmt: skip
 
 

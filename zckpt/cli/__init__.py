@@ -1,8 +1,8 @@
 """The command line: parse, call an operation, print. No logic.
 
-Exit status: 0 done, 1 different (`diff`) or unsound (`verify`), 2 unusable arguments, 3 the source cannot be read or is
-damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 6 processes that were to do
-the work are lost, 130 interrupted, 143 terminated.
+Exit status: 0 done, 1 different (`diff`), unsound (`verify`) or dangerous (`scan`), 2 unusable arguments, 3 the source
+cannot be read or is damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 6
+processes that were to do the work are lost, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations

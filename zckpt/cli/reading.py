@@ -352,14 +352,14 @@ def verify_command(
 
 
 @verb("scan")
-@source_argument
+@click.argument("place", metavar="SOURCE", type=Place())
 @click.option(
     "--sarif", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write SARIF 2.1.0."
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @json_option
 @click.option("--quiet", "-q", is_flag=True, help="No text; only the exit status.")
-def scan_command(source: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
+def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
     """Tell what each pickle in SOURCE would import and call, in every file whatever it is called. Runs none of them.
 
     Graded: data; known classes of frameworks, and which program needs them; unknown; dangerous, which is what runs
@@ -370,7 +370,7 @@ def scan_command(source: Path, sarif: Path | None, overwrite: bool, as_json: boo
     from zckpt.torchfile.grades import DANGEROUS
 
     check_file(sarif, overwrite=overwrite)
-    found = scan(source)
+    found = scan(place)
     document = found.as_dict()
     if sarif is not None:
         write_file(sarif, json_text(scanning.sarif(document)) + "\n", overwrite=overwrite)
