@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from pathlib import PurePosixPath
 from urllib.parse import quote
 
 from zckpt.report.text import Document, count, printable, table
@@ -75,7 +75,7 @@ def _results(findings: Iterable[Document]) -> Iterable[Document]:
             continue
         says = one["message"] or f"{'calls' if one['called'] else 'names'} {one['global']}"
         says += f", as {one['program']} does" if one["grade"] == KNOWN else ""
-        place = {"artifactLocation": {"uri": quote(str(PurePosixPath(one["file"])))}}
+        place = {"artifactLocation": {"uri": quote(os.fsencode(one["file"]))}}
         where: dict[str, object] = {"physicalLocation": place}
         if one["record"]:
             where["logicalLocations"] = [{"fullyQualifiedName": printable(one["record"]), "kind": "member"}]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what Python 2 called modules, as Python 3 loads its pickles
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -153,7 +154,7 @@ _MODULES = _words("builtins ctypes importlib marshal nt os pickle posix pty runp
 @lru_cache(maxsize=1 << 14)
 def grade(module: str, name: str) -> tuple[str, str | None]:
     """Return the grade of a global, and which program needs it where that is known."""
-    module = MODULES.get(module, module)
+    module, name = NAME_MAPPING.get((module, name), (MODULES.get(module, IMPORT_MAPPING.get(module, module)), name))
     if (module, name) in DATA_GLOBALS:
         return DATA, None
     parts, attributes = f"{module}.{name}".split("."), name.split(".")

@@ -241,7 +241,8 @@ class Scanner:
         if not (is_pickle or is_legacy or any(_is_evident(one, error) for one, error in found)):
             first, error = found[0]
             is_plain = error is None and end == source.nbytes and (first.protocol or first.globals.tricks)
-            if is_data or not is_plain:  # what is no pickle, or can do nothing, is not told of
+            is_too_large = isinstance(error, TruncatedPickleError) and source.nbytes > MAX_PICKLE
+            if is_data or not (is_plain or is_too_large):  # what is no pickle, or can do nothing, is not told of
                 return
         if not (is_data or is_legacy) and (len(found) > 1 or end < source.nbytes):
             self.odd(record, UNKNOWN, "another pickle, or something else, lies behind its end")
@@ -283,7 +284,7 @@ def _is_evident(witness: Witness, error: ZckptError | None) -> bool:
     """Tell whether bytes are a pickle: it names what can be imported, and calls it, or goes on to its end."""
     return any(
         (error is None or called or grade(module, name)[0] == DANGEROUS)
-        and all(part.isidentifier() for part in f"{module}.{name}".split("."))
+        and all(part.isidentifier() for part in f"{module}.{name}".replace("-", "_").split("."))
         for (module, name), (_, called) in witness.globals.mentions().items()
     )
 

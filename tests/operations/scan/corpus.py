@@ -231,6 +231,11 @@ own copyreg:add_extension
 own typing:get_type_hints
 own dataclasses:make_dataclass
 own argparse:FileType
+own thread:start_new_thread
+own SocketServer:TCPServer
+own xmlrpclib:ServerProxy
+own __builtin__:reduce
+own os:getcwdu
 own pathlib:Path.write_text
 """.strip().splitlines()
 

@@ -118,6 +118,29 @@ def test_what_cannot_be_looked_at_is_told(tmp_path):
     assert {one["file"]: one["grade"] for one in found.findings} == dict.fromkeys(("link", "pipe", "gone"), "unknown")
 
 
+def test_names_of_files_are_any_bytes(tmp_path):
+    name = os.fsdecode(b"\xff \n.pkl")
+    (tmp_path / name).write_bytes(corpus.system(tmp_path / "sentinel") + b".")
+    for options in ((), ("--json",), ("--sarif", tmp_path.parent / "s.sarif", "--overwrite")):
+        assert run("scan", tmp_path, *options).returncode == 1
+    assert "%FF%20%0A.pkl" in (tmp_path.parent / "s.sarif").read_text()
+
+
+def test_what_is_too_large_to_be_followed_is_dangerous(tmp_path, monkeypatch):
+    monkeypatch.setattr("zckpt.torchfile.scanning.MAX_PICKLE", 1 << 12)
+    (tmp_path / "m.pkl").write_bytes(b"N0" * 5000 + corpus.system(tmp_path / "sentinel") + b".")
+    assert zckpt.scan(tmp_path).grade == "dangerous"
+
+
+def test_archives_of_numpy(tmp_path):
+    np.savez(tmp_path / "a.npz", a=np.arange(3))
+    assert zckpt.scan(tmp_path).grade == "data"
+    np.savez_compressed(tmp_path / "a.npz", a=np.arange(3))
+    assert zckpt.scan(tmp_path).grade == "unknown"
+    np.savez_compressed(tmp_path / "a.npz", a=np.array([corpus.Path("x"), print], dtype=object))
+    assert zckpt.scan(tmp_path).grade == "dangerous"
+
+
 def test_links_to_files_are_followed(tmp_path):
     (tmp_path / "blob").write_bytes(corpus.system(tmp_path / "sentinel") + b".")
     (tmp_path / "snapshot").mkdir()
