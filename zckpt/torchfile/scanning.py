@@ -45,7 +45,7 @@ LEAST_HIDDEN = LOCAL.size + 12
 
 END_NBYTES = 22 + MAX_16
 
-STARTS = frozenset(b"()]}NIJKLMFGSTUVXBCPc.\x80\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")
+STARTS = frozenset(b"()]}NIJKLMFGSTUVXBCPci.\x80\x82\x83\x84\x88\x89\x8a\x8b\x8c\x8d\x8e\x8f\x95\x96\x97")
 """Opcodes that need nothing on the stack: with any other, a pickle ends before it does anything."""
 
 CLOSED = {
@@ -281,9 +281,9 @@ def _is_whole(part: FileRange, record: Record) -> bool:
 
 
 def _is_evident(witness: Witness, error: ZckptError | None) -> bool:
-    """Tell whether bytes are a pickle: it names what can be imported, and calls it, or goes on to its end."""
+    """Tell whether bytes are a pickle: it names what can be imported, and more than a text that looks alike."""
     return any(
-        (error is None or called or grade(module, name)[0] == DANGEROUS)
+        (error is None or called or witness.protocol or grade(module, name)[0] == DANGEROUS)
         and all(part.isidentifier() for part in f"{module}.{name}".replace("-", "_").split("."))
         for (module, name), (_, called) in witness.globals.mentions().items()
     )
@@ -313,7 +313,8 @@ def _followed(source: FileRange, at: int, *, most: int) -> tuple[Witness, object
     size = FIRST_NBYTES
     while True:
         nbytes = min(size, source.nbytes - at, MAX_PICKLE)
-        witness, value, error = Witness(source.read(at, nbytes)), None, None
+        witness = Witness(source.read(at, nbytes), is_whole=at + nbytes == source.nbytes)
+        value, error = None, None
         try:
             with collector_paused():
                 value = witness.run()

@@ -22,7 +22,6 @@ from zckpt.torchfile.unpickle import (
     TruncatedPickleError,
     bytestring,
     callee,
-    cannot,
     global_line,
     pushing,
     string_line,
@@ -97,10 +96,10 @@ def _sized(width: int, is_text: bool = False) -> Opcode:
     return pushing(push)
 
 
-def _change(machine: Machine) -> None:
-    """Check that what is appended to, set in or given a state is a value, and nothing that all of Python has."""
-    if type(machine.stack[-1]) is not Object:
-        raise cannot(machine.stack[-1], "changed")
+def _change(machine: Witness) -> None:
+    """Note that what all of Python has is appended to, set in or given a state; of values, anything is allowed."""
+    if isinstance(machine.stack[-1], Global):
+        machine.globals.tricks.append(f"it changes {machine.stack[-1]} itself")
 
 
 def _boxed(_: Machine) -> object:
@@ -112,15 +111,15 @@ def _since_mark(machine: Machine) -> object:
     return BOX
 
 
-def _set(machine: Machine, count: int) -> None:
+def _set(machine: Witness, count: int) -> None:
     for _ in range(count):
         machine.stack.pop()
     _change(machine)
 
 
-def _set_all(machine: Machine) -> None:
-    machine.since_mark()
-    _change(machine)
+def _set_all(machine: Witness) -> None:
+    if machine.since_mark():  # of nothing, nothing is asked
+        _change(machine)
 
 
 def _newobj(machine: Witness, count: int) -> None:
@@ -172,18 +171,17 @@ def _trick(text: str, width: int) -> Opcode:
 
 
 def _proto(machine: Witness) -> None:
-    if machine.frames or machine.pos - 1 != machine.first:
+    if machine.is_framed or machine.pos != 1:
         machine.globals.tricks.append("PROTO is not its first opcode")
     OPCODES[0x80](machine)
 
 
 class _Frame(Exception):  # noqa: N818  # no error
-    """Leaves the machine's loop where a frame begins."""
+    """Leaves the machine's loop where a frame of so many bytes begins."""
 
 
 def _frame(machine: Witness) -> NoReturn:
-    machine.frames.append(machine.unsigned(8))
-    raise _Frame
+    raise _Frame(machine.unsigned(8))
 
 
 _REGISTRY = "it uses the extension registry of whoever loads it"
@@ -228,49 +226,55 @@ class Witness(Machine):
 
     Attributes
     ----------
-    first : int, bytes
-        Where it begins.
-    frames : list of int, bytes
-        Lengths of frames that have begun.
+    is_whole : bool
+        Whether nothing lies behind `data`.
+    is_framed : bool
+        Whether `data` is a frame now.
     """
 
-    __slots__ = ("first", "frames")
+    __slots__ = ("is_framed", "is_whole")
 
     opcodes: ClassVar = [_TABLE.get(bytes((code,)), OPCODES[code]) for code in range(256)]
     globals: Named
 
-    def __init__(self, data: bytes, *, start: int = 0) -> None:
-        super().__init__(data, start=start, record="the pickle")
+    def __init__(self, data: bytes, *, is_whole: bool = True) -> None:
+        super().__init__(data, record="the pickle")
         self.globals = Named()
         self.builders = self.globals.builders
-        self.first = start
-        self.frames: list[int] = []
+        self.is_whole, self.is_framed = is_whole, False
 
     def line(self, limit: int) -> bytes:  # noqa: ARG002  # lines have any length for Python
-        """Return the bytes up to the next newline."""
-        return super().line(len(self.data))
+        """Return the bytes up to the next newline; of a last line without one, Python takes the last byte off."""
+        try:
+            return super().line(len(self.data))
+        except TruncatedPickleError:
+            if not self.is_whole or self.is_framed:
+                raise
+        text, self.pos = self.data[self.pos : -1], len(self.data)
+        return text
 
     def _run(self) -> None:
         """Run all opcodes, frame by frame: what Python reads from a file ends with a frame, or reads on elsewhere."""
-        whole, skipped = self.data, 0
+        whole, begin = self.data, 0
         while True:
             try:
                 super()._run()
-            except _Frame:
-                begin = skipped + self.pos
-                if self.data is not whole:
+            except _Frame as frame:
+                begin += self.pos
+                if self.is_framed:
                     self.globals.tricks.append("a frame begins within another")
-                end = begin + self.frames[-1]
-                if end > len(whole):
-                    raise TruncatedPickleError("the pickle is cut off", expected="the rest of a frame") from None
-                self.data, skipped, self.pos = whole[begin:end], begin, 0
+                if begin + frame.args[0] > len(whole):
+                    if not self.is_whole:
+                        raise TruncatedPickleError("the pickle is cut off", expected="the rest of a frame") from None
+                    self.globals.tricks.append("a frame is longer than its file")
+                self.data, self.pos, self.is_framed = whole[begin : begin + frame.args[0]], 0, True
             except (IndexError, struct.error, TruncatedPickleError):
-                if self.data is whole:
+                if not self.is_framed:
                     raise
                 if self.at < len(self.data):
                     self.globals.tricks.append("an opcode reaches beyond its frame")
-                self.data, self.pos, skipped = whole, skipped + self.at, 0
+                self.data, self.pos, begin, self.is_framed = whole, begin + self.at, 0, False
             else:
-                self.data, self.pos = whole, skipped + self.pos
+                self.data, self.pos = whole, begin + self.pos
                 self.stack, self.marks = [self.stack[-1] if self.stack else BOX], []  # Python leaves the rest alone
                 return

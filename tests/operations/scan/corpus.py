@@ -385,6 +385,11 @@ PICKLES: dict[str, Payload] = {
         text("os") + text(".".join(f"path.{'genericpath.' * (n >> bit & 1)}os" for bit in range(13)) + ".path")
         + b"\x930" for n in range(5000)
     ) + system(s) + b".",
+    "INST that ends the file without a newline": lambda s: b"(" + shell(s) + b"ios\nsystem]",
+    "BUILD of nothing": lambda s: b"NNb0" + system(s) + b".",
+    "BUILD of an empty dict on a number": lambda s: b"K\x01}b0" + system(s) + b".",
+    "SETITEMS of nothing in None": lambda s: b"N(u0" + system(s) + b".",
+    "APPENDS of nothing to a tuple": lambda s: b")(e0" + system(s) + b".",
     "two states": lambda s: named("types:SimpleNamespace") + b")R}b}b0" + system(s) + b".",
     "several PROTO": lambda s: b"\x80\x02\x80\x04" + system(s) + b".",
     "PROTO in an odd place": lambda s: b"N0\x80\x02" + system(s) + b".",
@@ -557,6 +562,7 @@ EXTENSIONS: dict[str, bytes] = {
     "EXT1 without a protocol": b"\x82\x01.",
     "frame within a frame": b"\x80\x05\x95" + struct.pack("<Q", 20) + b"N0\x95" + struct.pack("<Q", 2) + b"N" * 8
     + b"0" * 7 + b".",
+    "frame longer than its file": b"\x80\x04\x95" + struct.pack("<Q", 1 << 50) + b"N.",
     "opcode beyond its frame": b"\x80\x05\x95" + struct.pack("<Q", 3) + b"\x8c\x14" + b"A" * 20 + b".",
     "PROTO that is not the first": b"N0\x80\x04N.",
 }  # fmt: skip
