@@ -240,7 +240,8 @@ class Scanner:
         found, end, is_legacy = _sequence(source, MOST_NBYTES if is_data and not is_pickle else MAX_PICKLE)
         if not (is_pickle or is_legacy or any(_is_evident(one, error) for one, error in found)):
             first, error = found[0]
-            is_plain = error is None and end == source.nbytes and (first.protocol or first.globals.tricks)
+            signs = bool(first.protocol) + bool(first.globals.tricks)
+            is_plain = signs > 1 or (signs and error is None and end == source.nbytes)
             is_too_large = isinstance(error, TruncatedPickleError) and source.nbytes > MAX_PICKLE
             if is_data or not (is_plain or is_too_large):  # what is no pickle, or can do nothing, is not told of
                 return

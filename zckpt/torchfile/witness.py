@@ -102,11 +102,7 @@ def _change(machine: Witness) -> None:
         machine.globals.tricks.append(f"it changes {machine.stack[-1]} itself")
 
 
-def _boxed(_: Machine) -> object:
-    return BOX
-
-
-def _since_mark(machine: Machine) -> object:
+def _since_mark(machine: Witness) -> object:
     machine.since_mark()
     return BOX
 
@@ -187,7 +183,7 @@ def _frame(machine: Witness) -> NoReturn:
 _REGISTRY = "it uses the extension registry of whoever loads it"
 
 _TABLE: dict[bytes, Opcode] = {
-    **dict.fromkeys((b"}", b"]", b"\x8f", b"\x97"), pushing(_boxed)),
+    **dict.fromkeys((b"}", b"]", b"\x8f", b"\x97"), pushing(lambda _: BOX)),
     **dict.fromkeys((b"l", b"d", b"\x91"), pushing(_since_mark)),
     **dict.fromkeys((b"e", b"u", b"\x90"), _set_all),
     b"a": lambda machine: _set(machine, 1),

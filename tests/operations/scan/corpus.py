@@ -563,6 +563,7 @@ EXTENSIONS: dict[str, bytes] = {
     "frame within a frame": b"\x80\x05\x95" + struct.pack("<Q", 20) + b"N0\x95" + struct.pack("<Q", 2) + b"N" * 8
     + b"0" * 7 + b".",
     "frame longer than its file": b"\x80\x04\x95" + struct.pack("<Q", 1 << 50) + b"N.",
+    "opcode beyond its frame, and a tail": b"\x80\x05\x95" + struct.pack("<Q", 3) + b"\x8c\x14" + b"A" * 20 + b".tail",
     "opcode beyond its frame": b"\x80\x05\x95" + struct.pack("<Q", 3) + b"\x8c\x14" + b"A" * 20 + b".",
     "PROTO that is not the first": b"N0\x80\x04N.",
 }  # fmt: skip
