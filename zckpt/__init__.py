@@ -37,6 +37,7 @@ torch (`pip install zckpt` alone) everything works but `read()`, `save`, `load`,
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 from zckpt.version import __version__
@@ -239,3 +240,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if (_ipython := sys.modules.get("IPython")) is not None and (_shell := _ipython.get_ipython()) is not None:
+    import_module("zckpt.notebook").load_ipython_extension(_shell)
