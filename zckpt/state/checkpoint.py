@@ -235,6 +235,9 @@ class SourceFile:
         Offset and length of the torch files within the file, where it is not one itself.
     tree : object
         What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
+        Of a torch file it is `read_torchfile(path).root`, of any other `{"layer.weight": slot, "epoch": 3}`. Each value
+        that is no slot is in `Checkpoint.metadata` under the same key, or has a rule. None: no value is looked at, and
+        the whole file is state, or what the checkpoint's claim says.
     records : sequence of (str, int, int, int)
         Name, byte offset, bytes and CRC-32 of each record of an archive that was read.
     rules : tuple of Rule
