@@ -6,7 +6,7 @@ const LEAST_INNER = 9; // the same for tiles inside the modules shown
 const MOST_TILES = 700; // a page with thousands of buttons is slow to search and to tab through
 const MANY_NUMBERED = 48; // numbered modules beside each other that are not put into ranges
 const LABEL_ROOM = 34; // pixels in which the beginning of a name says something
-const [MARGIN, LETTER] = [13, 7]; // pixels beside a name, and of each letter
+const [MARGIN, LETTER] = [16, 7]; // pixels beside a name, and of each letter
 const DEEPEST = 2; // levels of modules drawn inside those of the level shown
 const HEAD = 20; // pixels of a module's heading above what is in it
 
