@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import mmap
 import os
 import pkgutil
@@ -38,7 +39,7 @@ STUCK_SECONDS = 120
 """Of a process that reads one input, or makes its seeds, on a machine that does other things, too."""
 
 MEMORY_NBYTES = 1 << 30
-OF_OTHERS = re.compile(r"zckpt\.(?:optim|training|dcp|deepspeed|executors|hf|accelerate|lightning|torchtitan|__main__"
+OF_OTHERS = re.compile(r"zckpt\.(?:cli|optim|training|dcp|deepspeed|executors|hf|accelerate|lightning|torchtitan|__main__"
                        r"|engine\.tensors)\b")  # fmt: skip
 """What needs torch or another program, and reads no file by itself."""
 
@@ -167,7 +168,7 @@ def fuzz(name: str, counts: Counter, args: argparse.Namespace, seconds: float, s
 
     def mutate(data: bytes, most: int, number: int) -> bytes:
         chosen = random.Random(number)
-        if chosen.random() < 0.5:
+        if chosen.random() < 0.7:
             return atheris.Mutate(data, len(data))
         return mended(data, chosen.randbytes(5 * chosen.choice((1, 1, 2, 3))))[:most]
 
@@ -190,64 +191,74 @@ def run_all(args: argparse.Namespace) -> int:
     names = args.target or list(TARGETS)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "finds").mkdir(exist_ok=True)
-    counts = {name: Counter() for name in names}
-    part = args.time * args.jobs / len(names)
-    waiting = [(name, part) for name in names]
-    running: dict[int, tuple[str, float]] = {}
+    shares = {name: TARGETS[name].share for name in names}
+    part = args.time * args.jobs / sum(shares.values())
+    counts: dict[str, list[Counter]] = {name: [] for name in names}
+    waiting: list[tuple[str, Counter, float]] = []
+    for name, share in sorted(shares.items(), key=lambda one: -one[1]):
+        several = math.ceil(part * share / args.time)  # processes, none of which has longer than there is
+        counts[name] = [Counter() for _ in range(several)]
+        waiting += [(name, one, part * share / several) for one in counts[name]]
+    running: dict[int, tuple[str, Counter, float]] = {}
     number = 0
     while waiting or running:
         while waiting and len(running) < args.jobs:
-            name, seconds = waiting.pop(0)
+            name, count, seconds = waiting.pop(0)
             number += 1
             pid = os.fork()
             if pid == 0:
-                fuzz(name, counts[name], args, seconds, args.seed + number)
-            running[pid] = name, time.monotonic() + seconds
-        pid, status = ended(running, counts)
-        name, until = running.pop(pid)
+                fuzz(name, count, args, seconds, args.seed + number)
+            running[pid] = name, count, time.monotonic() + seconds
+        pid, status = ended(running)
+        name, count, until = running.pop(pid)
         left = until - time.monotonic()
         if status:
-            counts[name].add("finds")
-            (args.out / "finds" / f"{name}-killed-{number}.bin").write_bytes(counts[name].input)
+            count.add("finds")
+            (args.out / "finds" / f"{name}-killed-{number}.bin").write_bytes(count.input)
             text = f"status {status}\n{(args.out / f'{name}.log').read_text(errors='replace')[-4000:]}"
             (args.out / "finds" / f"{name}-killed-{number}.txt").write_text(text)
-            waiting += [(name, left)] if left > 2 else []
+            waiting += [(name, count, left)] if left > 2 else []
     return report(counts, args)
 
 
-def ended(running: dict[int, tuple[str, float]], counts: dict[str, Counter]) -> tuple[int, int]:
-    """Wait until a process has ended; what does nothing for a while, or goes on after its time, is killed."""
-    seen = {pid: (counts[name].get(), time.monotonic()) for pid, (name, _) in running.items()}
+def ended(running: dict[int, tuple[str, Counter, float]]) -> tuple[int, int]:
+    """Wait until a process has ended; one that gets nowhere is killed."""
+    seen = {pid: (count.get(), time.monotonic()) for pid, (_, count, _) in running.items()}
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
             return pid, status
         time.sleep(0.1)
-        for one, (name, _) in running.items():
-            now = counts[name].get()
+        for one, (_, count, _) in running.items():
+            now = count.get()
             if now != seen[one][0]:
                 seen[one] = now, time.monotonic()
             elif time.monotonic() - seen[one][1] > STUCK_SECONDS:
                 os.kill(one, signal.SIGKILL)
 
 
-def report(counts: dict[str, Counter], args: argparse.Namespace) -> int:
+def report(counts: dict[str, list[Counter]], args: argparse.Namespace) -> int:
     """Print what was run, and keep it."""
-    found = {name: {**one.get(), **covered(args.out / f"{name}.log")} for name, one in counts.items()}
+    found = {}
+    for name, several in counts.items():
+        each = [one.get() for one in several]
+        found[name] = {key: sum(one[key] for one in each) for key in COUNTS} | covered(args.out / f"{name}.log")
+        found[name]["clean"] = sum(one["executions"] - one["last_find"] for one in each)
     (args.out / f"totals-{int(time.time())}-{os.getpid()}.json").write_text(json.dumps(found))
-    print(f"{'target':<18}{'executions':>12}{'accepted':>12}{'refused':>12}{'finds':>8}{'last find':>12}{'branches':>10}")
+    columns = {"executions": 12, "accepted": 12, "refused": 12, "finds": 8, "clean": 12, "branches": 10}
+    print(f"{'target':<18}" + "".join(f"{key:>{width}}" for key, width in columns.items()))
     for name, one in found.items():
-        print(f"{name:<18}" + "".join(f"{one[key]:>{width},}" for key, width in
-              (("executions", 12), ("accepted", 12), ("refused", 12), ("finds", 8), ("last_find", 12), ("cov", 10))))  # fmt: skip
-    total = {key: sum(one[key] for one in found.values()) for key in ("executions", "finds")}
-    print(f"{total['executions']:,} executions, {total['finds']:,} finds; kept in {args.out}")
+        print(f"{name:<18}" + "".join(f"{one[key]:>{width},}" for key, width in columns.items()))
+    total = {key: sum(one[key] for one in found.values()) for key in ("executions", "finds", "clean")}
+    print(f"{total['executions']:,} executions, {total['finds']:,} finds, {total['clean']:,} executions since the last "
+          f"find of each target; kept in {args.out}")  # fmt: skip
     return int(total["finds"] > 0)
 
 
 def covered(log: Path) -> dict[str, int]:
     """Return how many branches of the library libFuzzer has seen."""
     found = re.findall(r"cov: (\d+)", log.read_text(errors="replace")) if log.exists() else []
-    return {"cov": int(found[-1]) if found else 0}
+    return {"branches": int(found[-1]) if found else 0}
 
 
 # --- lines

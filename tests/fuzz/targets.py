@@ -9,7 +9,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,15 @@ class Target:
         Of an input.
     mends : bool
         Whether inputs are files, half of whose mutations are edits of their trees.
+    share : float
+        Of the time, what others have being 1.
     """
 
     run: Callable[[bytes], object]
     seeds: Callable[[], Iterable[bytes]]
     most: int = 4096
     mends: bool = True
+    share: float = 4
 
 
 # --- small files to begin with
@@ -156,7 +159,7 @@ class Checkpoints(Target):
     """
 
     def __init__(self, bases: Callable[[], list[Base]], verbs: Sequence[Callable[[Path], object]]) -> None:
-        super().__init__(self._read, self._scripts, 2 + 6 * EDIT.size, mends=False)
+        super().__init__(self._read, self._scripts, 2 + 6 * EDIT.size, mends=False, share=1)
         self._make, self._verbs = bases, verbs
 
     @cached_property
@@ -710,14 +713,19 @@ TARGETS: dict[str, Target] = {
     "stores": Checkpoints(_stores, (store_mounted, store_mounted, store_unpacked)),
     "patches": Checkpoints(_patches, (patch_applied,)),
     "documents": Checkpoints(_documents, (document_read,)),
-    "web": Target(web_listed, lambda: [PAGE], 1024, mends=False),
-    "bucket": Target(bucket_listed, lambda: [BUCKET], 1024, mends=False),
+    "web": Target(web_listed, lambda: [PAGE], 1024, mends=False, share=1),
+    "bucket": Target(bucket_listed, lambda: [BUCKET], 1024, mends=False, share=1),
 }  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _tree(data: bytes) -> Tree:
+    return Tree(of_file(data, ""))
 
 
 def mended(data: bytes, script: bytes) -> bytes:
     """Return a file with edits of its tree; the file itself where it has none that is small."""
     try:
-        return written(Tree(of_file(data, "")).edited(script), "file")
+        return written(_tree(data).edited(script), "file")
     except Exception:  # whatever it is, it is no tree
         return data

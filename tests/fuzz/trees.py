@@ -327,7 +327,7 @@ class Tree:
 
     def like(self, node: Node, number: int) -> Node:
         """Return the next node of the same kind, of leaves of the same type."""
-        for at in range(number, number + 400):
+        for at in range(number, number + 60):
             other = self.node(at)
             if other.kind == node.kind and type(other.value) is type(node.value) and other.value != node.value:
                 return other
