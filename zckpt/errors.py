@@ -2,7 +2,7 @@
 
     ZckptError
     |-- UsageError              unusable arguments                      exit status 2
-    |   `-- MissingPackageError     it needs a package that is not installed
+    |   `-- MissingPackageError     an optional package is not installed
     |-- SourceError             the source cannot be used               exit status 3
     |   |-- UnknownFormatError      no adapter recognises it
     |   |-- DamagedFileError        truncated, malformed, inconsistent
@@ -13,7 +13,7 @@
     |   |-- LeftOutError            it holds something that would not arrive in the target
     |   `-- WeightMismatchError     a master does not round to its weight
     |-- TargetError             the target cannot be written            exit status 4
-    |   `-- TargetExistsError       it is there already
+    |   `-- TargetExistsError       it already exists
     |-- WorkerError             processes that were to work are lost    exit status 6
     `-- NotRestoredError        what is being trained is not what the checkpoint has
 
@@ -229,13 +229,13 @@ class about:  # noqa: N801  # a context, named for how it reads
 
 
 class UsageError(ZckptError, ValueError):
-    """An argument or option that cannot be used."""
+    """An argument or option cannot be used."""
 
     exit_status = 2
 
 
 class MissingPackageError(UsageError, ImportError):
-    """It needs a package that is not installed, because not everyone does."""
+    """An optional package that this needs is not installed."""
 
 
 class SourceError(ZckptError, ValueError):
@@ -257,24 +257,24 @@ class PickleError(DamagedFileError):
 
 
 class UnsupportedError(SourceError):
-    """The source is intact, but zckpt cannot do what was asked with it correctly.
+    """The source is intact, but zckpt cannot do correctly what was asked.
 
-    Where another verb does it instead, the advice names that verb.
+    If another verb does it instead, the advice names that verb.
     """
 
     exit_status = 5
 
 
 class ShardError(SourceError):
-    """A rank's file is missing, there twice, or from another step."""
+    """A rank's file is missing, duplicated, or from another step."""
 
 
 class LayoutError(SourceError):
-    """Two accounts of where a parameter's elements lie disagree."""
+    """The metadata contradicts itself about where a parameter's elements lie."""
 
 
 class LeftOutError(SourceError):
-    """The source holds something that nothing has read, so that it would be lost without a word.
+    """The source holds something that zckpt does not read, so it would be lost silently.
 
     Parameters
     ----------
@@ -305,17 +305,17 @@ class TargetError(ZckptError, OSError):
 
 
 class TargetExistsError(TargetError, FileExistsError):
-    """The target is there already."""
+    """The target already exists."""
 
 
 class WorkerError(ZckptError, ConnectionError):
-    """Processes that were to do the work were lost, cannot be reached, or see other files than this one."""
+    """Worker processes were lost, cannot be reached, or see other files than the driver does."""
 
     exit_status = 6
 
 
 class NotRestoredError(ZckptError, AssertionError):
-    """What is being trained is not what the checkpoint has.
+    """The live model or optimizer is not what the checkpoint holds.
 
     Parameters
     ----------
