@@ -57,7 +57,8 @@ CAUSES = {
         (
             "s0_bf16_dp2, s1_bf16_dp2_bf16opt",
             "DeepSpeed saves no optimizer: the model file has None in its place, and there is no other file. zckpt"
-            " reads the weights, and at stage 0 copies them for other ranks; DeepSpeed itself cannot load the checkpoint.",
+            " reads the weights, and at stage 0 copies them for other ranks; DeepSpeed itself cannot load"
+            " the checkpoint.",
         ),
     ],
     "0.18.9": [
@@ -270,8 +271,8 @@ def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
         "  (within 2e-5 in fp32, 3e-3 in 16 bits);",
         "- **convert**: `zckpt convert --to zckpt`, read again, is still bit-equal to the live optimizer.",
         "",
-        f"All cells ran with torch {' and '.join(torches) or '(none)'} and `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`. Without it, torch 2.6",
-        "and newer refuse what old versions of DeepSpeed load, whoever wrote the checkpoint. `all` means that all four",
+        f"All cells ran with torch {' and '.join(torches) or '(none)'} and `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`. Without it,",
+        "torch 2.6 and newer refuse what old versions of DeepSpeed load, whoever wrote the checkpoint. `all` means that all four",
         f"hold; `not run` means not tried. {ran} of {len(KINDS) * len(VERSIONS)} cells ran.",
         "",
         head,
