@@ -29,7 +29,7 @@ class ColossalAI(Format):
 
     name = "colossalai"
     title = "ColossalAI's booster"
-    reads = (("ColossalAI", "what its booster saves in shards: a model's folder with the optimizer's beside it"),)
+    reads = (("ColossalAI", "what its booster saves in shards: a model folder with the optimizer's beside it"),)
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the folder of an optimizer, and the only one of a model beside it."""

@@ -32,7 +32,7 @@ class Consolidated(TorchDirectory):
 
     name = "consolidated"
     title = "consolidated"
-    reads = (("consolidated", "a Hugging Face model, `optimizer.pt` for torch.optim, and a file of all the rest"),)
+    reads = (("consolidated", "a Hugging Face model, `optimizer.pt` for torch.optim, and a file for everything else"),)
     writes = "one model and one torch.optim state, in a directory or one .pt file"
     options = ModelOptions
     owns = Owned(called(rf"optimizer\.pt|metadata\.pt|{OWN_MODEL}"))

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 class Options:
     """What `convert --to dcp` can be given."""
 
-    world_size: int = option(int, 1, "Files to spread it over; any number of ranks loads it.", metavar="N")
+    world_size: int = option(int, 1, "Number of files; any number of ranks can load them.", metavar="N")
     dtype: str = dtype_option()
     keys: str = option(
         str,
         "nested",
-        "nested: as get_state_dict; flat: the model's names at the top, the optimizer's flattened, as in torchtitan.",
+        "nested: as get_state_dict; flat: as torchtitan, with the model's names at the top level and flat optimizer "
+        "keys.",
         choices=("nested", "flat"),
     )
 
@@ -66,7 +67,7 @@ class Dcp(Format):
             "torch.distributed.checkpoint",
             "DDP, FSDP1, FSDP2, tensor parallel; flattened, raw and nested keys",
         ),
-        ("Trainer, Lightning, Accelerate", "the DeepSpeed and DCP directories inside theirs"),
+        ("Trainer, Lightning, Accelerate", "the DeepSpeed and DCP directories inside their own"),
         (
             "transformers' distributed save, NeMo Automodel",
             "a model in shards of safetensors or of DCP, with the optimizer's DCP folder in it or beside it",

@@ -28,7 +28,9 @@ class Meta(Format):
 
     name = "meta"
     title = "Meta's consolidated.00.pth"
-    reads = (("Meta's `consolidated.00.pth`, ...", "Llama's files and `params.json`, tensor-parallel slices merged"),)
+    reads = (
+        ("Meta's `consolidated.00.pth`, ...", "Llama's files and `params.json`; tensor-parallel slices are merged"),
+    )
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the files by their names."""
