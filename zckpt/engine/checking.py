@@ -260,7 +260,7 @@ class Checks:
         if overflowed and not self.allows_overflow:
             raise UsageError(
                 f"{overflowed}: finite in the source, and beyond the type that they get",
-                advice="use a type that holds them (float32, bfloat16); --overflow allow (where training loads, "
+                advice="use a type that holds them (float32, bfloat16); --overflow=allow (where training loads, "
                 "verify=False) makes them infinite",
             )
         return Checked(len(self._done), sum(one.nbytes for one in self._done), overflowed)

@@ -278,5 +278,5 @@ def worker_errors(executor: Executor) -> Iterator[None]:
             first = first.__cause__
         raise WorkerError(
             f"a worker cannot do its task: {type(first).__name__}: {first}",
-            advice="every worker needs the same zckpt and Python; --debug shows where it failed",
+            advice="every worker needs the same zckpt and Python; `zckpt --debug ...` shows where it failed",
         ) from error

@@ -120,7 +120,7 @@ def ranks() -> Iterator[Executor | None]:
         The ranks do not find each other; or, on the first, torchrun ends it since another one is gone.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        raise UsageError("torchrun has not started this process", expected="torchrun --nproc-per-node N -m zckpt ...")
+        raise UsageError("torchrun has not started this process", expected="`torchrun --nproc-per-node N -m zckpt ...`")
     require_torch("--executor torchrun")
     import torch.distributed as dist
 

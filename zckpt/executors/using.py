@@ -63,7 +63,7 @@ def _executor(given: Executor | str) -> AbstractContextManager[Executor | None]:
     if given != MPI:
         raise UsageError(
             "only the ranks of torchrun can be these workers",
-            expected="torchrun --nproc-per-node N -m zckpt ...",
+            expected="`torchrun --nproc-per-node N -m zckpt ...`",
             advice="from Python, enter zckpt.executors.on_ranks.ranks() on every rank",
         )
     from zckpt.executors.on_mpi import pool

@@ -211,7 +211,7 @@ def read_adapter(
         several = own | {one: its for one, its in folders.items() if not (own and again.fullmatch(one))}
         if len(several) > 1 and name not in several:
             raise UsageError(f"holds adapters: {listed(list(several))}", path=path, found=name,
-                             advice=f"say which: --adapter {next(iter(several))}")  # fmt: skip
+                             advice=f"say which: --adapter={next(iter(several))}")  # fmt: skip
         path = several.get(name or "", path if name or own else next(iter(several.values()), path))
     file = next((path / one for one in MODEL_NAMES if (path / one).is_file()), None)
     checkpoint = opened(file or path)

@@ -21,7 +21,7 @@ def refuse_several(checkpoint: Checkpoint, what: str) -> None:
             f"holds several optimizers, and {what} one",
             path=checkpoint.source,
             found=", ".join(names),
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps them",
         )
 
 

@@ -527,7 +527,7 @@ class _Mapping:
     def _keep(self, parameter: Parameter, sources: Sequence[str], *, is_same: bool = False) -> None:
         before = self._made.get(parameter.name)
         if before is not None:
-            check_different(dict.fromkeys((*before.sources, *sources), parameter.name), f"--map {self._map.name}")
+            check_different(dict.fromkeys((*before.sources, *sources), parameter.name), f"--map={self._map.name}")
         is_buffer = sources[0] in self._checkpoint.buffers
         position = min(self._positions[name] for name in sources)
         self._made[parameter.name] = _Made(parameter, position, is_buffer, tuple(sources), is_same)

@@ -154,7 +154,7 @@ def combined(
         )
     if chosen == ["all"]:
         for one in sources:
-            refuse_rank_values(one, advice="name those that are for each element, as --slots master,exp_avg does")
+            refuse_rank_values(one, advice="name those that are for each element, as --slots=master,exp_avg does")
             refuse_beside(one)
     every = _by_name(sources)
     for pattern in from_last:

@@ -167,7 +167,7 @@ def consolidate(
     if dequantize:
         if not slots and not codes_in(found):
             raise UsageError(
-                "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
+                "--dequantize is of the optimizer's slots, which are not written", advice="add --slots=all"
             )
         left_out = left_with_codes(found)
         [found] = with_floats(found)

@@ -154,7 +154,7 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
     if own is not None and own.family and own.family == written.family:
         checkpoint = as_filed(checkpoint)
     if written is not own:  # its own format knows when it can go along
-        refuse_rank_values(checkpoint, expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks")
+        refuse_rank_values(checkpoint, expected=f"--to={checkpoint.format} at {checkpoint.topology.dp} ranks")
     return checkpoint
 
 

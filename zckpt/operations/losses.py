@@ -130,7 +130,7 @@ def refuse_beside(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(
             "its optimizer kept more than the state of parameters, for which the optimizer's file has no place",
             path=checkpoint.source,
-            advice="name slots, as --slots exp_avg,exp_avg_sq does; `zckpt convert --to zckpt` keeps it for zckpt.load",
+            advice="name slots, as --slots=exp_avg,exp_avg_sq does; `zckpt convert --to zckpt` keeps it for zckpt.load",
         )
 
 

@@ -179,7 +179,7 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
                 path=found.named,
                 expected="those of the model in its file",
                 found=f"{len(found.given_names)} names, some of none of its tensors",
-                advice="with the names of the model in memory, add --map transformers",
+                advice="with the names of the model in memory, add --map=transformers",
             )
         return found
     idle = [

@@ -275,7 +275,7 @@ def write_from(
     planned = plan(laid.files)
     for origin in origins:
         casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
-        refuse_casts(origin, casts, "--dtype keep writes them as they are, --dequantize as numbers")
+        refuse_casts(origin, casts, "--dtype=keep writes them as they are, --dequantize as numbers")
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked, foresight = Checked(), None
     if how.dry_run:

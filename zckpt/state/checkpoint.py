@@ -168,7 +168,7 @@ def how_to_drop(values: Sequence[RankValue]) -> str | None:
     if not all(value.is_single and not value.in_group for value in values):
         return None
     keys = dict.fromkeys(value.key for value in values)
-    return f"{' '.join(f'--drop {key}' for key in keys)} writes the rest without"
+    return f"{' '.join(f"--drop '{key}'" for key in keys)} writes the rest without them"
 
 
 def keys_listed(values: Iterable[RankValue]) -> str:

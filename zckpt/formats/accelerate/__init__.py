@@ -75,7 +75,7 @@ class Accelerate(Format):
             "without FSDP, with every form of FSDP, and with DeepSpeed: see the other rows",
         ),
     )
-    writes = "what Accelerate's load_state takes: without FSDP, or for FSDP1 and FSDP2"
+    writes = "for Accelerate's load_state, without FSDP or with FSDP1 or FSDP2"
     options = Options
     keeps_optimizers = True
     owns = Owned(_is_own, lambda directory: (directory / OWN_NAME).is_file())

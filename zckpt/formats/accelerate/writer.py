@@ -85,7 +85,7 @@ def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
         "Accelerate pairs models and optimizers by their numbers, and these cannot be paired",
         expected=expected,
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
-        advice="`--to zckpt` holds all of them",
+        advice="`--to=zckpt` holds all of them",
     )
 
 
@@ -137,7 +137,7 @@ def lay_out(job: Job) -> TargetFiles:
     """
     checkpoint, form = job.checkpoint, job.options.fsdp
     if job.options.world_size is not None and form != SHARDED:
-        raise UsageError("world-size does not apply", expected=f"--fsdp {SHARDED}")
+        raise UsageError("world-size does not apply", expected=f"--fsdp={SHARDED}")
     refuse_trees(checkpoint, "these files", "convert to zckpt, dcp or universal")
     assets = find_assets(checkpoint)
     if is_adapter([one.name for one in checkpoint.tensors()], assets):
@@ -148,7 +148,7 @@ def lay_out(job: Job) -> TargetFiles:
     notes: list[str] = []
     if job.options.groups == ONE and checkpoint.param_groups:
         if checkpoint.models() or checkpoint.optimizers():
-            raise UsageError("groups one is for one model", expected="--groups keep")
+            raise UsageError("groups one is for one model", expected="--groups=keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
     if form is None:
@@ -181,7 +181,7 @@ def _check_order(checkpoint: Checkpoint) -> None:
                 "the optimizer lists its parameters in another order than the model, as FSDP1 does with flat ones, and "
                 "without FSDP they are told by their order",
                 found=f"{listed(group.parameters, most=3)} in a param group",
-                advice=f"give --groups one, or --fsdp {SHARDED}",
+                advice=f"give --groups=one, or --fsdp={SHARDED}",
             )
 
 

@@ -126,7 +126,7 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
         raise UnsupportedError(
             "holds no hyperparameters, which a checkpoint of ZeRO needs",
             expected="a source that is not elastic, or --hyperparameters FILE and --rigid",
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps the rest",
         )
     layers = [name for name in checkpoint.parameters if is_of_layer(name)]
     if checkpoint.topology.pp > 1 and layers and not staged:

@@ -109,7 +109,7 @@ class _Work:
         if self.without_files:
             self.notes.append(
                 "the optimizer's files are gone, masters included: load this with load_optimizer_states=False, and "
-                "DeepSpeed starts from the weights (--keep-slots master leaves what loads without that)"
+                "DeepSpeed starts from the weights (--keep-slots=master leaves what loads without that)"
             )
         elif request.slots and members:
             self.notes.append(_about_slots(checkpoint, request))

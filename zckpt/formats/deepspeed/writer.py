@@ -82,7 +82,7 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     if strange:
         raise UnsupportedError(
             f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer has next to its state",
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
         )
     made = origin_of(converted)
     if options.slice_rules is not None and made is not None:

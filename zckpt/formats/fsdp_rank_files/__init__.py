@@ -68,7 +68,7 @@ class FsdpRankFiles(Format):
         ),
     )
     takes = frozenset({TAG})
-    writes = "verl and SkyRL: a torch file for each rank of FSDP2, or of FSDP1 with flat parameters"
+    writes = "verl and SkyRL: one torch file per rank, for FSDP2, or FSDP1 with flat parameters"
     options = Options
     owns = OWNED
 

@@ -141,7 +141,7 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
     if roles:
         return NearMiss(
             f"holds the checkpoints of several models: {listed(roles)}",
-            f"give one of them: {path / roles[0]}, or --tag {roles[0]}",
+            f"give one of them: {path / roles[0]}, or --tag={roles[0]}",
         )
     return None
 
@@ -165,14 +165,14 @@ def _last(path: Path) -> Directory | NearMiss | None:
                 path=tracker,
                 expected=f"the number of a folder beside it: {shown}",
                 found=repr(text[:40]),
-                advice=f"give the folder of the step, or --tag {steps[max(steps)].name}",
+                advice=f"give the folder of the step, or --tag={steps[max(steps)].name}",
                 code=LATEST,
             )
         return _below(found, None, trackers)
     if len(steps) > 1:
         return NearMiss(
             f"holds the checkpoints of several steps, and nothing says which is the last: {shown}",
-            f"give one of them, or --tag {steps[max(steps)].name}",
+            f"give one of them, or --tag={steps[max(steps)].name}",
         )
     return _below(next(iter(steps.values())), None, ())
 

@@ -146,7 +146,7 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
     """
     if len(checkpoint.param_groups) != 1:
         raise _refused("the optimizer has several param groups", f"{len(checkpoint.param_groups)}",
-                       "give --groups one, or --fsdp-version 2")  # fmt: skip
+                       "give --groups=one, or --fsdp-version 2")  # fmt: skip
     numbers = {name: number for number, name in enumerate(checkpoint.param_groups[0].parameters)}
     found: dict[int, dict[str, object]] = {}
     for unit, members in enumerate(units):

@@ -95,13 +95,13 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
         raise UnsupportedError(
             "the order of the model's parameters is not known: the files have another than the optimizer",
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
-            advice="give --groups keep, or of safetensors --names FILE with the names in the model's order",
+            advice="give --groups=keep, or of safetensors --names FILE with the names in the model's order",
         )
     if len(groups) > 1 and GIVEN not in checkpoint.details and _is_sorted(checkpoint, order):
         raise UnsupportedError(
             "the order of the model's parameters is not known: the files have them sorted by name, in several groups",
             found=listed(order, most=3),
-            advice="give --names FILE with the names of all parameters in the model's order, --groups keep, or put the "
+            advice="give --names FILE with the names of all parameters in the model's order, --groups=keep, or put the "
             "config.json of a known model_type with the source",
         )
     parameters = dict(checkpoint.parameters)

@@ -183,15 +183,15 @@ class Megatron(Format):
         from zckpt.formats.megatron import legacy_writer, writer
 
         if job.options.ckpt_format == "torch":
-            other = "--layers" if job.options.layers is not None else "--optimizer flattened"
+            other = "--layers" if job.options.layers is not None else "--optimizer=flattened"
             if job.options.layers is not None or job.options.optimizer == "flattened":
                 raise UsageError(f"{other} is for torch_dist: legacy files have one form",
-                                 expected="--ckpt-format torch without it")  # fmt: skip
+                                 expected="--ckpt-format=torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
         given = next((one.name for one in fields(Ranks) if getattr(job.options, one.name) is not None), None)
         if given is not None:
             raise UsageError(f"--{given.replace('_', '-')} is for legacy files: any ranks load torch_dist",
-                             expected="--ckpt-format torch with it")  # fmt: skip
+                             expected="--ckpt-format=torch with it")  # fmt: skip
         return writer.lay_out(job)
 
     def recut(self, job: Job) -> TargetFiles:

@@ -133,14 +133,14 @@ def check_names(names: Iterable[str]) -> None:
         raise UnsupportedError(
             "Megatron-Core writes this tensor in another form, which follows from its configuration only",
             found=odd,
-            advice="of Mamba, linear attention and the old grouped experts, `--to zckpt` or `--to dcp` keeps all",
+            advice="of Mamba, linear attention and the old grouped experts, `--to=zckpt` or `--to=dcp` keeps all",
         )
     if not any(_MODEL.fullmatch(name) for name in every):
         raise UnsupportedError(
             "its names are not those of a model of Megatron-Core",
             expected="names like decoder.layers.0.mlp.linear_fc1.weight",
             found=listed(every, most=3),
-            advice="`--map` gives them, such as --map llama-huggingface-megatron; or --rename",
+            advice="`--map` gives them, such as --map=llama-huggingface-megatron; or --rename",
         )
 
 
@@ -180,7 +180,7 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -
               if len(its) != len(layers[block]) or len(set(its)) > 1]  # fmt: skip
     if unlike and apart is False:
         raise UnsupportedError("layers that differ cannot be stacked", found=listed(unlike, most=3),
-                               advice="give --layers apart")  # fmt: skip
+                               advice="give --layers=apart")  # fmt: skip
     found: dict[str, Placed] = {}
     for text, name in names.items():
         if name.block in layers and name.layer is not None and not (bool(unlike) if apart is None else apart):

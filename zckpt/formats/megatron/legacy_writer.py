@@ -227,7 +227,7 @@ def _optimizers(model: Model, rank: Rank) -> object:
         kinds = {source.tensors[name][1] == "float32" for group in groups for name in group.members}
         if len(kinds) > 1:
             raise UnsupportedError("trains weights of 16 and of 32 bits, which these files number otherwise",
-                                   advice="give --ckpt-format torch_dist")  # fmt: skip
+                                   advice="give --ckpt-format=torch_dist")  # fmt: skip
         every.append(inner if kinds == {True} else {OPTIMIZER: inner, MASTERS: masters, **around})
     return every[0] if len(every) == 1 else every
 

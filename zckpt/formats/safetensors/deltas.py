@@ -98,7 +98,7 @@ def encode(old: Bytes, new: Bytes, encoding: str) -> bytes | None:
         plain = new ^ old
     else:
         if len(new) > MOST_POSITIONS:
-            raise UnsupportedError("a tensor is too large for positions of 4 bytes", expected=f"--encoding {XOR}")
+            raise UnsupportedError("a tensor is too large for positions of 4 bytes", expected=f"--encoding={XOR}")
         where = np.flatnonzero(new != old).astype("<u4")
         plain = np.concatenate([np.array([len(where)], "<u4").view(np.uint8), where.view(np.uint8), new[where]])
     return zstandard.ZstdCompressor(level=1).compress(plain.data)

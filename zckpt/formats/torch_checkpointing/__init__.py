@@ -48,7 +48,7 @@ class TorchCheckpointing(Format):
     name = "torch-checkpointing"
     title = "torch-checkpointing"
     reads = (("torch-checkpointing", "one torch file per item and rank: DTensor of any mesh, whole tensors"),)
-    writes = "torch-checkpointing, which reshards them for any number of ranks"
+    writes = "torch-checkpointing, for any number of ranks"
     options = Options
     owns = Owned(
         called(r"[A-Za-z0-9_-]+_[0-9]+\.pt|metadata\.pkl|zckpt\.pt"), lambda directory: (directory / OWN_NAME).is_file()

@@ -60,7 +60,7 @@ class TransformersTrainer(TorchDirectory):
         ),
         ("PEFT, diffusers", "adapters, alone or in a Trainer's directory; pipelines, whole or one model of them"),
     )
-    writes = "what Hugging Face's Trainer resumes from, without DeepSpeed"
+    writes = "for Hugging Face's Trainer without DeepSpeed"
     options = Options
     owns = Owned(called(f"{_OWN}|{OWN_MODEL}"), lambda directory: (directory / OWN_NAME).is_file())
 

@@ -190,7 +190,7 @@ def _read_optimizers(
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
     if is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
-        base = "add --map transformers, or " if any(one.is_converted for one in weights) else base
+        base = "add --map=transformers, or " if any(one.is_converted for one in weights) else base
         checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
 
 

@@ -95,7 +95,7 @@ def _check(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(
             "holds several models or optimizers, and the Trainer has one of each",
             found=", ".join(map(str, checkpoint.optimizers())) or "several models",
-            advice="`--to zckpt` holds all of them",
+            advice="`--to=zckpt` holds all of them",
         )
     refuse_unnamed(checkpoint, "so that their order in the Trainer's groups is not known")
     if checkpoint.step is None:

@@ -72,7 +72,7 @@ def parameter_file(parameter: str, stem: str) -> str:
             raise UnsupportedError(
                 f"a universal checkpoint has a file for each slot, and the {what} {name[:80]!r} cannot be "
                 "a file's name",
-                advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+                advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
             )
     return f"{FOLDER}/{parameter}/{stem}{SUFFIX}"
 

@@ -237,7 +237,7 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
             if clash := [key for key in own if key in TAKEN]:
                 raise UnsupportedError(
                     f"{name} has a slot {clash[0]!r}, which is the name of something else here",
-                    advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+                    advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
                 )
             # a single value that its group has too is taken as that, which is known already
             known = {key: group.state[key] for key in own if key in group.state and isinstance(own[key], Slot)}

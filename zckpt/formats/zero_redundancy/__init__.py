@@ -45,7 +45,7 @@ class ZeroRedundancy(TorchDirectory):
     name = "zero-redundancy"
     title = "ZeroRedundancyOptimizer"
     reads = (("ZeroRedundancyOptimizer", "consolidated, or one file per rank"),)
-    writes = "PyTorch's ZeroRedundancyOptimizer; with --world-size each rank's file"
+    writes = "PyTorch's ZeroRedundancyOptimizer; with --world-size, also each rank's file"
     options = Options
     owns = OWNED
 
