@@ -167,8 +167,8 @@ def how_to_drop(values: Sequence[RankValue]) -> str | None:
     """Return the options that leave such values out, for a message; None where they cannot be left out."""
     if not all(value.is_single and not value.in_group for value in values):
         return None
-    keys = dict.fromkeys(value.key for value in values)
-    return f"{' '.join(f"--drop '{key}'" for key in keys)} writes the rest without them"
+    drops = " ".join(f"--drop '{key}'" for key in dict.fromkeys(value.key for value in values))
+    return f"{drops} writes the rest without them"
 
 
 def keys_listed(values: Iterable[RankValue]) -> str:
