@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         if output_dir is not None:
             path = Path(output_dir).expanduser()
         elif (path := self._folder() / f"checkpoint_{self.save_iteration}").exists():
-            raise TargetExistsError("is there already", path=path, advice="set project_configuration.iteration")
+            raise TargetExistsError("already exists", path=path, advice="set project_configuration.iteration")
         if self.is_main_process:
             remove_leftovers(path.parent, OWNED)
         self._saving = save(
@@ -152,16 +152,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         rest = restored.extra.get(ACCELERATE)
         if not isinstance(rest, Mapping) or not rest.keys() >= _REST:
             if self._custom_objects:
-                restored.notes.append("registered objects stay as they are: the checkpoint is another program's")
+                restored.notes.append("registered objects are not restored: another program wrote the checkpoint")
             return restored
         del restored.extra[ACCELERATE]
         for what, objects in self._others().items():
             states = rest[what]
             if len(states) != len(objects):
                 raise SourceError(
-                    f"states of other {what} than this program has", path=restored.path, expected=len(objects),
+                    f"the saved {what} are not those of this program", path=restored.path, expected=len(objects),
                     found=len(states),
-                    advice="model and optimizer are the checkpoint's already: register as when it was saved",
+                    advice="model and optimizer are already restored; register the same objects as when it was saved",
                 )  # fmt: skip
             for one, state in zip(objects, states, strict=True):
                 one.load_state_dict(state)
@@ -196,16 +196,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
 
     def _check(self, hooks: Any, named: dict[str, Any]) -> None:
         if named:
-            raise UsageError("arguments for Accelerate's own way to save and load", found=", ".join(named))
+            raise UsageError("these arguments only apply to Accelerate's own save and load", found=", ".join(named))
         if hooks:
             raise UnsupportedError(
-                "registered hooks write and read files of their own, and a state is a directory that appears whole",
-                advice="register_for_checkpointing keeps what has a state_dict",
+                "registered hooks write and read their own files, but zckpt's state is a directory that appears whole",
+                advice="use register_for_checkpointing for objects with a state_dict",
             )
         if len(self._models) != 1:
             raise UnsupportedError(
-                "a state has one model", found=f"{len(self._models)} that are prepared",
-                advice="zckpt.save each of them into a directory of its own",
+                "a state can have only one model", found=f"{len(self._models)} prepared models",
+                advice="call zckpt.save for each, with a separate directory",
             )  # fmt: skip
 
     def _what(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
     def _folder(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
             raise UsageError(
-                "no directory is given", advice="give one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+                "no directory given", advice="give one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
         return Path(self.project_dir, "checkpoints")
 
@@ -249,4 +249,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
                 try:
                     shutil.rmtree(path)
                 except OSError as error:  # the other processes go on: what was to be saved is there
-                    warnings.warn(f"{path} is beyond total_limit, and is still there: {error}", stacklevel=3)
+                    warnings.warn(f"{path} exceeds total_limit but could not be removed: {error}", stacklevel=3)

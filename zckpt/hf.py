@@ -90,7 +90,7 @@ def callback(checkpointer: Checkpointer | None = None, *, check: bool | str | os
         When training begins: DeepSpeed trains, of which `zckpt.deepspeed.durable_saves` saves what the Trainer does.
     """
     if checkpointer is None and not check:
-        raise UsageError("nothing to save with, and nothing to check", advice="give a Checkpointer, or check=True")
+        raise UsageError("the callback has nothing to do", advice="give a Checkpointer, or check=True")
     try:
         from transformers import TrainerCallback
     except ModuleNotFoundError as error:
@@ -103,8 +103,8 @@ def callback(checkpointer: Checkpointer | None = None, *, check: bool | str | os
             del control
             if args.deepspeed and checkpointer is not None:
                 raise UnsupportedError(
-                    "a Checkpointer does not save what DeepSpeed trains",
-                    advice="train in zckpt.deepspeed.durable_saves(), without this callback",
+                    "a Checkpointer cannot save a DeepSpeed training",
+                    advice="use zckpt.deepspeed.durable_saves() instead of this callback",
                 )
             if check and state.global_step:
                 path = Path(args.output_dir, f"checkpoint-{state.global_step}") if check is True else check
@@ -158,7 +158,8 @@ def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None
     joined = dist.is_available() and dist.is_initialized()
     if not joined and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "the processes are not joined yet", advice="make the Trainer, or its TrainingArguments, before this call"
+            "the process group is not initialised yet",
+            advice="create the Trainer, or its TrainingArguments, before this call",
         )
     ranks = Ranks()
     processes = ranks.world_size if world_size is None else world_size
@@ -169,7 +170,7 @@ def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None
         if source is None:
             return None
         if not is_trainers(source):
-            raise SourceError("no checkpoint of a Trainer", path=source, expected=f"a directory with {TRAINER_STATE}")
+            raise SourceError("no Trainer checkpoint", path=source, expected=f"a directory with {TRAINER_STATE}")
         topology = open_checkpoint(source).topology if find(source) is not None else None
         if topology is None or topology.dp * topology.tp * topology.pp == processes:
             return str(source)
@@ -186,7 +187,7 @@ def _newest(output: Path) -> Path | None:
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if is_trainers(path):
             return path
-        warnings.warn(f"passed over {path}, which has no {TRAINER_STATE}: it was not saved to its end", stacklevel=4)
+        warnings.warn(f"skipped {path}, which has no {TRAINER_STATE}: it was not saved completely", stacklevel=4)
     return None
 
 
@@ -194,7 +195,9 @@ def _copy(source: Path, topology: Topology, processes: int) -> Path:
     """Return a copy for another number of processes, a new one unless it is there."""
     if processes < 1 or processes % topology.tp:
         raise UsageError(
-            "processes must be a multiple of the tensor-parallel ranks", expected=topology.tp, found=processes
+            "the number of processes must be a multiple of the tensor-parallel ranks",
+            expected=topology.tp,
+            found=processes,
         )
     folder = source.resolve().parent / f"_resharded-{processes}"
     target, made_of = folder / source.name, folder / f"{source.name}.json"

@@ -144,7 +144,7 @@ class _Sharded(_Removing):
             It cannot be written, or something else is there: on all ranks, if on one.
         """
         if storage_options is not None:
-            raise UsageError("storage_options are those of a CheckpointIO, which this strategy does not use")
+            raise UsageError("storage_options are for a CheckpointIO, which this strategy does not use")
         strategy: Any = self
         self._finish()
         has_optimizers = "optimizer_states" in checkpoint
@@ -191,7 +191,8 @@ class _Sharded(_Removing):
             }  # fmt: skip
             if strategy.is_global_zero:
                 warnings.warn(
-                    f"{restored.path}: another program's ({restored.format}), so Lightning counts from 0", stacklevel=2
+                    f"{restored.path}: written by another program ({restored.format}), so Lightning counts from 0",
+                    stacklevel=2,
                 )
         return {"state_dict": {}, **extra}
 

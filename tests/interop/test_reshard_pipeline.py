@@ -152,7 +152,7 @@ def test_weights_before_biases_in_one_group_are_not_dealt_to_other_stages(made, 
     with pytest.raises(zckpt.UnsupportedError, match="not in the order of the stage's modules"):
         zckpt.reshard(source, tmp_path / "cut", world_size=1, pipeline_parallel_size=1)
     zckpt.convert(source, tmp_path / "between", to="zckpt")
-    with pytest.raises(zckpt.UnsupportedError, match="no stages but those that it was saved in"):
+    with pytest.raises(zckpt.UnsupportedError, match="the stages that it was saved in"):
         zckpt.convert(tmp_path / "between", tmp_path / "cut", to="deepspeed", stage=1, world_size=1,
                       pipeline_parallel_size=3, pipeline_layers=LAYERS, partition_method="uniform")  # fmt: skip
 

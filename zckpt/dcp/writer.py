@@ -105,7 +105,7 @@ class Writer(StorageWriter):
             raise UsageError("no checkpoint to write", advice="give Writer a path, or dcp.save a checkpoint_id")
         check_directory(Path(self._target()))
         if not use_collectives:
-            raise UsageError("zckpt's format has one document of all ranks", advice="leave use_collectives as it is")
+            raise UsageError("zckpt's format has one document for all ranks", advice="do not change use_collectives")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
@@ -175,7 +175,7 @@ class Writer(StorageWriter):
         """
         made, self._made = self._made, None
         if made is None:
-            raise UsageError("no save has been planned with this writer", advice="let dcp.save call it")
+            raise UsageError("this writer has not planned a save", advice="use it through dcp.save")
         _WRITING.pop(self._target(), None)
         parts: list[Part] = [one.storage_data for of_rank in results for one in of_rank]
         try:
@@ -236,7 +236,7 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
     paths = {key: path for key, path in (metadata.planner_data or {}).items() if key in found}
     whole = contents(source, found, paths)
     if whole.lost:
-        raise UnsupportedError(f"nothing is known of {', '.join(whole.lost[:4])}", path=source)
+        raise UnsupportedError(f"there is no information about {', '.join(whole.lost[:4])}", path=source)
     for alias, owner in tied.items():
         names = [whole.slots[key][1] for key in (owner, alias)]
         if set(names) <= whole.checkpoint.parameters.keys():

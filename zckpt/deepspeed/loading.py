@@ -234,11 +234,11 @@ def _served(
                 check_goes_on(engine, checkpoint)
             return None
         raise UnsupportedError(
-            f"an engine with {kind} loads only what one like it has saved",
+            f"an engine with {kind} only loads what such an engine saved",
             path=path,
-            found=f"{checkpoint.format} of {topology.dp} data-parallel ranks{_over(topology.ep, over)}",
-            expected=f"DeepSpeed's, of {engine.dp_world_size}{_over(over, over)}",
-            advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+            found=f"{checkpoint.format} on {topology.dp} data-parallel ranks{_over(topology.ep, over)}",
+            expected=f"DeepSpeed's, on {engine.dp_world_size}{_over(over, over)}",
+            advice="`zckpt reshard` or `zckpt convert` writes it for this engine, if possible",
         )
     training = training_of(engine)
     if is_as_it_is(checkpoint, training):  # of ZeRO-3's weights alone, a script of DeepSpeed's would open the files
@@ -260,9 +260,9 @@ def _served(
     content = served.target.ranks[training.mp_rank].model.content
     if scheduler and plain(content.get("lr_scheduler")) is None:
         raise UsageError(
-            "holds no state of a learning-rate scheduler, and the engine has one",
+            "has no learning-rate scheduler state, but the engine has a scheduler",
             path=path,
-            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
+            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's unchanged",
         )
     return served
 
@@ -282,7 +282,7 @@ def _check_nothing_lost(checkpoint: Checkpoint) -> None:
         raise LeftOutError(
             f"{listed([f'{item.name} ({item.about})' for item in left])} would be lost",
             path=opened,
-            advice="`zckpt reshard` or `zckpt convert` writes it without, given --drop",
+            advice="`zckpt reshard` or `zckpt convert` writes it without them, with --drop",
             names=[item.name for item in left],
         )
 
@@ -340,7 +340,8 @@ def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> A
             raise
         mentioned = _MENTIONED.search(str(error))
         raise UnsupportedError(
-            "holds objects besides tensors and data, which only unpickling would make, and that runs what they name",
+            "holds objects that are neither tensors nor data; only unpickling can create them, which executes what "
+            "they name",
             path=source,
             found=None if mentioned is None else mentioned[1],
             advice="`zckpt inspect --globals` names them; if you trust them, "

@@ -176,7 +176,7 @@ def _check(engine: Any, written: str) -> list[str] | None:
     stock = type(engine.checkpoint_engine).__name__
     if stock != _STOCK:
         raise UnsupportedError(
-            "the engine's files are written by a checkpoint engine that is not replaced",
+            "a checkpoint engine that zckpt does not replace writes the engine's files",
             expected=_STOCK,
             found=stock,
             advice="take it out of `checkpoint` in its configuration, or save without this context",
@@ -239,7 +239,7 @@ class Collected:
         """Take what DeepSpeed has written by itself, such as its scripts, and name all by where it belongs."""
         self.files = {os.path.relpath(path, folder / tag): one for path, one in self.files.items()}
         if any(name.startswith(os.pardir) for name in self.files):
-            self.error = UnsupportedError("the engine saves beside its directory", found=", ".join(self.files))
+            self.error = UnsupportedError("the engine saves files outside its directory", found=", ".join(self.files))
         for path in folder.rglob("*"):
             if path.is_file() and path != folder / LATEST:
                 self.others[os.path.relpath(path, folder)] = path.read_bytes(), path.stat().st_mode

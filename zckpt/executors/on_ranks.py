@@ -127,7 +127,7 @@ def ranks() -> Iterator[Executor | None]:
     try:
         dist.init_process_group("gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
-        raise WorkerError("the ranks do not find each other", found=str(error)) from error
+        raise WorkerError("the ranks cannot find each other", found=str(error)) from error
     if dist.get_rank() != 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank ends us
         with suppress(RuntimeError):  # the first one is gone
@@ -146,5 +146,5 @@ def ranks() -> Iterator[Executor | None]:
 
 def _ended(*_: object) -> None:
     raise WorkerError(
-        "torchrun ends this run", found="SIGTERM: another rank has ended", advice="nothing was written; run it again"
+        "torchrun ended this run", found="SIGTERM: another rank has ended", advice="nothing was written; run it again"
     )

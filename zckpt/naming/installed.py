@@ -62,13 +62,13 @@ def _made(config: str) -> dict[str, Any]:
             return document_of({**table, "rules": every}, name, tables["transformers"])
         raise MissingPackageError(
             "--map=transformers needs transformers, from version 5, and torch", found=tables["refused"].get(name),
-            expected=f"it, or a model that zckpt has in its table of {tables['transformers']}",
+            expected=f"transformers, or a model in zckpt's table for {tables['transformers']}",
             advice="pip install 'transformers>=5'",
         )  # fmt: skip
     if "rules" not in found:
         why = found.get("refused") or (done.stderr.strip().splitlines() or ["it ended"])[-1]
         raise UnsupportedError(
-            f"--map=transformers: what transformers does to this model is no map: {why}",
+            f"--map=transformers: what transformers does to this model cannot be expressed as a map: {why}",
             advice="write a map of your own (docs/maps.md)",
         )
     return found

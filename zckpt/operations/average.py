@@ -130,8 +130,8 @@ def average(
         found = with_floats(*found)
     for one in found:
         if codes := codes_in(one):
-            raise UnsupportedError(f"{listed(codes)}: codes of few bits, of which there is no mean", path=named(one),
-                                   advice="--dequantize averages the numbers that they stand for")  # fmt: skip
+            raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=named(one),
+                                   advice="--dequantize averages the floats that they stand for")  # fmt: skip
     naming = Naming(**only(Renaming, shared))
     alike, notes = naming.of_all(found)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
@@ -175,23 +175,23 @@ def _opened(
 def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[Rule, list[float]]:
     """Return how a mean is computed, and the share of each source in it."""
     if count < 2:
-        raise UsageError("a mean needs several checkpoints", expected="two or more", found=count)
+        raise UsageError("averaging needs several checkpoints", expected="two or more", found=count)
     if ema is not None:
         if weights is not None:
-            raise UsageError("weights and an exponential average exclude each other", expected="--weights or --ema")
+            raise UsageError("--weights and --ema exclude each other", expected="one of them")
         if not 0 <= ema <= 1:
-            raise UsageError("unusable decay", expected="a number from 0 to 1", found=ema)
+            raise UsageError("unusable --ema", expected="a number from 0 to 1", found=ema)
         shares = [ema ** (count - 1)] + [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
         return lambda slots, dtype: Decayed(slots, dtype, ema), shares
     used = [1.0] * count if weights is None else [float(one) for one in weights]
     if len(used) != count:
-        raise UsageError("as many weights as checkpoints are needed", expected=count, found=len(used))
+        raise UsageError("--weights needs one number per checkpoint", expected=count, found=len(used))
     if not all(map(math.isfinite, used)):
-        raise UsageError("unusable weights", expected="finite numbers", found=", ".join(map(str, used)))
+        raise UsageError("unusable --weights", expected="finite numbers", found=", ".join(map(str, used)))
     most = max(map(abs, used))
     total = math.fsum(one / most for one in used) if most else 0.0  # of any unit: the sum itself may be too large
     if abs(total) <= LEAST_SUM:
-        raise UsageError("the weights add up to nothing, by which they are divided", found=", ".join(map(str, used)))
+        raise UsageError("the weights add up to zero", found=", ".join(map(str, used)))
     shares = [one / most / total for one in used]
     return lambda slots, dtype: Mean(slots, dtype, tuple(shares)), shares
 
@@ -203,10 +203,10 @@ def _check_adapters(sources: Sequence[Checkpoint]) -> None:
     for one, scale in zip(sources, scales, strict=True):
         if scale != scales[0]:
             raise UsageError(
-                f"an adapter that is scaled otherwise than {named(sources[0])}",
+                f"the adapter's scale differs from {named(sources[0])}",
                 path=named(one),
                 expected=f"the same {', '.join(SCALED_BY)}",
-                advice="merge each with merge-adapter, and average the models",
+                advice="merge each one with `zckpt merge-adapter`, and average the models",
             )
 
 
@@ -221,8 +221,8 @@ def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> 
     first = mean.equal[different[0].index]
     labels = list(dict.fromkeys(one.label.partition("/")[2] for one in different))
     raise UsageError(
-        f"{listed(labels)}: not the same as in {named(sources[0])}, and a mean would mean nothing",
+        f"{listed(labels)}: differs from {named(sources[0])}, and cannot be averaged",
         path=named(sources[first[1]]),
-        expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " that is the same in all",
-        advice=f"--from-last '{labels[0]}' takes the last one's",
+        expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " values that are equal in all",
+        advice=f"--from-last '{labels[0]}' takes the last source's",
     )

@@ -79,7 +79,7 @@ def convert(
     written = get(to)
     if not written.writes:
         expected = ", ".join(one.name for one in formats() if one.writes)
-        raise UsageError(f"{to} is read and not written", expected=expected)
+        raise UsageError(f"{to} can be read, but not written", expected=expected)
     chosen = choose(written.options, options, to)
     naming = Naming(**only(Renaming, given))
     whole = opened(source, **given)
@@ -101,8 +101,8 @@ def convert(
         laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
         if dequantize and CONFIG_NAME in laid.copied and codes_in(whole):
             raise UnsupportedError(
-                f"its {CONFIG_NAME} says that weights are quantised, and would go along with {to}",
-                advice="`zckpt consolidate --dequantize` writes a plain model, which is converted then",
+                f"its {CONFIG_NAME} says that weights are quantised, which would not be true for {to}",
+                advice="`zckpt consolidate --dequantize` writes a plain model, which you can then convert",
             )
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = SlotsProof(checkpoint, path, laid, how, drop, verify, recorded)
@@ -135,15 +135,18 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
     notes, names = [], checkpoint.optimizers()
     if checkpoint.is_bare and written.name != checkpoint.format:
         notes.append(
-            "the source holds no hyperparameters of its param groups, and so the target has none, without which "
-            "torch's optimizers load its state and do not step; zckpt.load leaves a live optimizer its own"
+            "the source has no hyperparameters for its param groups, so the target has none; torch's optimizers "
+            "load its state, but cannot step; zckpt.load keeps the live optimizer's own"
         )
     if keeps_beside(checkpoint) and written.name != checkpoint.format:
-        notes.append("what the optimizer kept besides state of parameters is for zckpt.load: its own program sees none")
+        notes.append(
+            "only zckpt.load restores what the optimizer kept in addition to parameter state: its own "
+            "program does not see it"
+        )
     if names and not written.keeps_optimizers:
         notes.append(
-            f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of "
-            f"which, only zckpt's own metadata says"
+            f"the param groups of {' and '.join(names)} follow each other as shards of one model optimizer; which "
+            "is of which, only zckpt's own metadata says"
         )
     return tuple(notes)
 

@@ -129,7 +129,7 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
     """
     run = Path(source)
     if shared["direct"] and not (deep or fingerprint):
-        raise UsageError("a sample is not read past the page cache", expected="direct with deep or fingerprint")
+        raise UsageError("--direct does not apply to a sample", expected="--deep or --fingerprint with it")
     every = units_of(run)
     around = Around.of(run, every)
     found = [look(one, around, deep=deep, fingerprint=fingerprint, **shared)[0] for one in every]
@@ -146,10 +146,10 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
 def units_of(run: Path) -> list[Unit]:
     """Return the checkpoints of a run. Raises SourceError: there are none."""
     if not run.is_dir():
-        raise SourceError("is no directory", path=run, advice="give that of a run")
+        raise SourceError("is not a directory", path=run, advice="give a run directory")
     found = list(units(run))
     if not found:
-        raise SourceError("no checkpoint is in it, of any format that zckpt reads", path=run)
+        raise SourceError("holds no checkpoint of a format that zckpt reads", path=run)
     return found
 
 

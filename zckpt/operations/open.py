@@ -91,7 +91,7 @@ class OpenedCheckpoint(Checkpoint):
         """
         held = {one.name: self.read(one.name, slot) for one in self.holders() if slot in one.slots}
         if not held:
-            raise UsageError(f"nothing has a slot {slot}", path=self.source, expected=", ".join(self.slot_names()))
+            raise UsageError(f"there is no slot {slot}", path=self.source, expected=", ".join(self.slot_names()))
         owners = {name: self.aliases.get(name, name) for name in self}
         return {name: held[owner] for name, owner in owners.items() if owner in held}
 
@@ -175,11 +175,11 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
         found = open_checkpoint(source, **shared)
         if found.given_names and found.unnamed and found.format == "transformers-trainer" and given.get("map") is None:
             raise UsageError(
-                "the names do not fit the optimizer",
+                "the names do not match the optimizer",
                 path=found.named,
-                expected="those of the model in its file",
-                found=f"{len(found.given_names)} names, some of none of its tensors",
-                advice="with the names of the model in memory, add --map=transformers",
+                expected="the names of the model in its file",
+                found=f"{len(found.given_names)} names, some of which are not its tensors",
+                advice="if they are the names of the model in memory, add --map=transformers",
             )
         return found
     idle = [

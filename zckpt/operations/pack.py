@@ -103,7 +103,7 @@ def pack(
     every = units_of(run)
     if name is not None and (len(every) > 1 or not is_inside(name)):
         found = f"{len(every)} checkpoints" if len(every) > 1 else name
-        raise UsageError("a name is of one checkpoint, and below the store", path=run, found=found)
+        raise UsageError("--name only applies to one checkpoint, and must lie within the store", path=run, found=found)
     called = {one.path: name or _name(one, run) for one in every}
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
@@ -115,9 +115,9 @@ def pack(
 
 def _check(store: Place, full_every: int) -> None:
     if is_url(store):
-        raise UsageError("a store of checkpoints is a directory of a file system", path=store)
+        raise UsageError("a store of checkpoints must be a directory on a file system", path=store)
     if not 1 <= full_every <= 200:
-        raise UsageError("full_every is a number from 1 to 200", found=full_every)
+        raise UsageError("--full-every must be a number from 1 to 200", found=full_every)
 
 
 def packed_into(
@@ -184,7 +184,7 @@ def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
             at = state.relative_to(unit.path).as_posix() if unit.path.is_dir() else "."
             found[at] = open_checkpoint(state)
         except ZckptError as error:
-            notes.append(f"{state} is packed as files: {error}")
+            notes.append(f"{state} is packed as plain files: {error}")
     return found
 
 
@@ -192,8 +192,8 @@ def _check_same(index: Index, files: tuple[Filed, ...], path: Path) -> None:
     """Raise UsageError if a checkpoint is not the one of its name that is in the store."""
     if index.files != files:
         raise UsageError(
-            "the store has another checkpoint of this name", path=path,
-            expected="files of the sizes and times that were packed", advice="pack it into another store",
+            "the store already has another checkpoint with this name", path=path,
+            expected="files with the packed sizes and times", advice="pack it into another store",
         )  # fmt: skip
 
 

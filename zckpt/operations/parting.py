@@ -125,7 +125,7 @@ def _by_step(run: Path) -> dict[int, Unit]:
         if step in found:
             raise SourceError(
                 f"two checkpoints of step {step}", path=run, found=f"{found[step].path} and {one.path}",
-                advice="give the directory of one series",
+                advice="give a directory with one series",
             )  # fmt: skip
         found[step] = one
     return found

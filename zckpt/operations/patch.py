@@ -128,7 +128,7 @@ def patch(
     """
     path, source = Path(target), Path(b)
     if to not in FORMS or encoding not in ENCODINGS or (to == ZCKPT and encoding != XOR):
-        raise UsageError("no such form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
+        raise UsageError("unknown form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
     base, result = opened(a, **shared), open_checkpoint(source)
     check_beside(path, [Path(base.source), source])
     if to == SLIME:
@@ -234,14 +234,14 @@ def apply(
     if found != expected:
         raise UsageError(
             "the patch is for another checkpoint", path=base.named, expected=expected, found=found,
-            advice="give the one that it was made from, in any format",
+            advice="give the checkpoint that the patch was made from, in any format",
         )  # fmt: skip
 
     def prove(done: Path) -> None:
         with about(path):
             made = fingerprint(open_checkpoint(done), **copying).text
         if made != result:
-            raise DamagedFileError("what the patch makes is not what it was made of", path=patch, expected=result,
+            raise DamagedFileError("the result of the patch differs from its original", path=patch, expected=result,
                                    found=made)  # fmt: skip
 
     count = sum(one.kind == "file" for one in index.files)
@@ -258,12 +258,12 @@ def _whole(slot: Slot) -> Bytes:
 def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> Bytes:
     """Return bytes of a tensor's elements in row-major order. Raises SourceError: they are not there, or unreadable."""
     if number >= len(given):
-        raise SourceError("the patch is predicted from tensors that are not there", path=str(number))
+        raise SourceError("the patch needs tensors that do not exist", path=str(number))
     slot = given[number]
     size = itemsize(slot.dtype)
     first, end = offset // size, -(-(offset + nbytes) // size)
     if end > slot.numel:
-        raise SourceError("the patch is predicted from elements that are not there", path=slot.name)
+        raise SourceError("the patch needs elements that do not exist", path=slot.name)
     data = np.empty((end - first) * size, np.uint8)
     hole = Hole(0, slot.name, slot, Extent.flat(slot.shape, first, end - first), slot.dtype)
     with Sources() as sources:

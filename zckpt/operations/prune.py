@@ -151,15 +151,15 @@ def prune(
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} is a number from 1 on", found=value)
+            raise UsageError(f"{name} must be at least 1", found=value)
     if is_url(run):
-        raise UsageError("checkpoints in a store are not removed", path=run, expected="a directory of a file system")
+        raise UsageError("checkpoints in a store cannot be pruned", path=run, expected="a directory on a file system")
     top = Path(run)
     if is_store(top):
         raise UsageError(
-            "nothing is removed from a store of checkpoints, of which later ones need earlier ones",
+            "a store of checkpoints cannot be pruned, because later ones need earlier ones",
             path=run,
-            advice="unpack what is to stay, and pack that",
+            advice="unpack what you want to keep, and pack that",
         )
     every = units_of(top)
     around = Around.of(top, every)
@@ -210,11 +210,13 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
     name, _, way = metric.partition(":")
     way = way or ("min" if name.endswith("loss") else "")
     if way not in ("min", "max"):
-        raise UsageError("it is not said which is better", expected=f"{name}:min or {name}:max", found=metric)
+        raise UsageError(
+            "it is unknown whether higher or lower is better", expected=f"{name}:min or {name}:max", found=metric
+        )
     values = {one.unit.path: value for one in sound if (value := _value(one, name)) is not None}
     if not values:
         known = sorted({key for one in sound for key in _metrics(one)})
-        raise UsageError(f"no checkpoint has a value of {name} of its step", expected=listed(known) or "some metric")
+        raise UsageError(f"no checkpoint has a value of {name} for its step", expected=listed(known) or "some metric")
     found: dict[Path, str] = {}
     for series in {one.series for one in sound}:
         members = [one for one in sound if one.series == series and one.unit.path in values]

@@ -73,17 +73,17 @@ def reshard(
     how = How.of("reshard", given, world_size=world_size, dequantize=dequantize, **options)
     naming = Naming(**only(Renaming, given))
     if dequantize and options.get("requantize"):
-        raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
+        raise UsageError("--dequantize and --requantize exclude each other", expected="one of them")
     whole = opened(source, **given)
     own, path, origin = get(whole.format), Path(target), named(whole)
     if not naming.changes:
         whole = as_filed(whole)
     elif not own.renames(whole):
         raise UnsupportedError(
-            "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
+            "`reshard` does not rename parameters, unless a pipeline becomes one model",
             path=whole.named,
-            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
-            "with --pipeline-layers as a pipeline",
+            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it with other names, for N "
+            "ranks; with --pipeline-layers as a pipeline",
         )
     checkpoint, values, drop = without_rank_values(whole, given["drop"])
     if dequantize:

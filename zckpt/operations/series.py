@@ -91,14 +91,14 @@ def series(
         A checkpoint cannot be read.
     """
     if len(sources) < 2:
-        raise UsageError("a series is of two checkpoints or more", found=f"{len(sources)} given")
+        raise UsageError("a series needs two checkpoints or more", found=f"{len(sources)} given")
     check_executor(shared["executor"])
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
     held = [slots_of(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))
     if not keys:
-        raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
+        raise UsageError("nothing to compare: no slot is selected", found=[*slots, *parameters])
     found = {key: Moved(*key, norm=[None] * len(held), change=[None] * len(held)) for key in keys}
     nbytes = sum(slot.nbytes for one in held[1:] for slot in one.values())
     with reporting(shared["reporter"], nbytes) as progress, using(shared["executor"]):

@@ -119,10 +119,10 @@ def show(
         return Elements(**said, values=None, file=str(npy))
     if part.numel > MOST_SHOWN:
         raise UsageError(
-            f"{whole.name} of {name} has too many elements to be shown",
+            f"{whole.name} of {name} has too many elements to show",
             expected=f"at most {MOST_SHOWN:,}",
             found=f"{part.numel:,}",
-            advice="give a slice, or a file for all of them (npy)",
+            advice="give --slice, or --npy FILE for all of them",
         )
     values = np.empty(part.numel, numpy_dtype(part.dtype))
     for start, block in _blocks(part):
@@ -134,12 +134,12 @@ def _part(whole: Slot, text: str | None) -> tuple[Slot, Shape]:
     """Return the part of a slot that a slice names, and its shape, without dimensions of which one index is said."""
     words = text.split(",") if text is not None else []
     if len(words) > len(whole.shape):
-        raise UsageError(f"a slice of {len(words)} dimensions", expected=f"at most {len(whole.shape)}", found=text)
+        raise UsageError(f"a slice with {len(words)} dimensions", expected=f"at most {len(whole.shape)}", found=text)
     part, kept = whole, list(whole.shape)
     for axis, (word, size) in enumerate(zip(words, whole.shape, strict=False)):
         match = _INDEX.fullmatch(word.strip())
         if match is None:
-            raise UsageError("no slice of a tensor", expected="an index or a range for each dimension", found=text)
+            raise UsageError("not a slice of a tensor", expected="an index or a range for each dimension", found=text)
         if match[1] is not None:
             at = int(match[1]) + (size if int(match[1]) < 0 else 0)
             if not 0 <= at < size:

@@ -177,7 +177,7 @@ def stats(
     checkpoint, _ = Naming(**only(Renaming, shared)).of(found)
     chosen = slots_of(checkpoint, Filter(tuple(slots), tuple(parameters)))
     if not chosen:
-        raise UsageError("no slot is chosen", path=found.named, expected=f"some of {', '.join(found.slot_names())}")
+        raise UsageError("no slot is selected", path=found.named, expected=f"some of {', '.join(found.slot_names())}")
     made = [Distribution(name, key, slot.dtype, slot.shape) for (name, key), slot in chosen.items()]
     once = [stored_once([slot])[0] for slot in chosen.values()]
     sets = [SlotSet(f"{one.slot}/{one.name}", (slot,), (slot.dtype,)) for one, slot in zip(made, once, strict=True)]

@@ -88,7 +88,7 @@ def strip(
         "strip", shared, padding=padding, optimizer=optimizer, unreferenced=unreferenced, keep_slots=keep_slots
     )
     if optimizer and keep_slots is not None:
-        raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
+        raise UsageError("--optimizer removes every slot, --keep-slots only some", advice="give one of them")
     checkpoint = opened(source, **shared)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = named(checkpoint), Path(target)
@@ -105,7 +105,7 @@ def strip(
         gains = {name: sum(_saved(format_.strip(checkpoint, origin, one)).values()) for name, one in CHOICES.items()}
         choices = ", ".join(f"--{name} ({gain:,} bytes)" for name, gain in gains.items())
         kept = f"--keep-slots ({', '.join(slots)})" if slots else "--keep-slots"
-        raise UsageError("nothing is to be removed", path=origin, expected=f"{choices} or {kept}")
+        raise UsageError("there is nothing to remove", path=origin, expected=f"{choices} or {kept}")
     stripping = format_.strip(checkpoint, origin, request)
     dropped = check_nothing_lost([checkpoint], shared["drop"], kept={one.name for one in stripping.files})
     laid = TargetFiles(

@@ -69,7 +69,7 @@ def unpack(
     found = place_in(store)
     if found is None:
         raise SourceError(
-            "is no store of checkpoints", path=store, expected="what `zckpt pack` has made, or a name in it"
+            "is not a store of checkpoints", path=store, expected="a store that `zckpt pack` wrote, or a name in it"
         )
     packed, path = PackedStore(found[0]), Path(target)
     names, wrong = packed.names()
@@ -80,7 +80,7 @@ def unpack(
     if not wanted:
         for error in wrong.values():
             raise error
-        raise SourceError("no such checkpoint is in the store", path=store, expected=", ".join(names) or "none")
+        raise SourceError("the store has no such checkpoint", path=store, expected=", ".join(names) or "none")
     alone = wanted == [found[1]]
     numbers = {"" if alone else name.removeprefix(f"{found[1]}/"): names[name] for name in wanted}
     nbytes = sum(one.nbytes for number in numbers.values() for one in packed.index(number).files)

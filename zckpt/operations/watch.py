@@ -99,11 +99,13 @@ def watch(
         A factor, or a time, that cannot be; or a store.
     """
     if is_url(run):
-        raise UsageError("a store is not watched", path=run, expected="a directory of a file system")
+        raise UsageError("a store cannot be watched", path=run, expected="a directory on a file system")
     if not factor > 1 or not settle >= 0 or (idle is not None and not idle >= 0):
-        raise UsageError("a factor is above 1, and a time not below 0", found=f"{factor}, {settle}, {idle}")
+        raise UsageError(
+            "--factor must be above 1, --settle and --idle at least 0", found=f"{factor}, {settle}, {idle}"
+        )
     if shared["direct"] and not deep:
-        raise UsageError("a sample is not read past the page cache", expected="direct with deep")
+        raise UsageError("--direct does not apply to a sample", expected="--deep with it")
     return _appearing(_Run(Path(run), settle), deep, idle, factor, {**shared})
 
 

@@ -144,7 +144,7 @@ class DistributedOptimizer(Optimizer):
 
     def add_param_group(self, param_group: Group) -> None:  # noqa: ARG002
         """Raise: workers have their parameters from the beginning."""
-        raise RuntimeError("param groups are given to the constructor; make a new optimizer and load this one's state")
+        raise RuntimeError("give all param groups to the constructor: create a new optimizer and load this one's state")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, on the CPU of the caller, as `torch.optim` has it, numbered over all groups."""

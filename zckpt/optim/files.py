@@ -187,10 +187,10 @@ def open_for(
     like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(
-            f"{keys_listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer "
-            f"here can take it over",
+            f"{keys_listed(found.per_rank)}: each rank had its own, for the elements that it held, and no optimizer "
+            "here can load it",
             path=path,
-            advice="load the model alone, or resume in the program that saved it",
+            advice="load only the model, or resume in the program that saved it",
         )
     return found
 
@@ -214,15 +214,16 @@ def _open(path: str | os.PathLike[str], order: Order, own: Sequence[str], asked:
         if theirs == ours:
             return open_checkpoint(path, tag=asked.tag, names=own)
         raise UsageError(
-            "param groups are of other sizes", expected=", ".join(map(str, ours)), found=", ".join(map(str, theirs))
+            "param groups have other sizes", expected=", ".join(map(str, ours)), found=", ".join(map(str, theirs))
         )
     except ZckptError as error:
         if not asked.strict or not found.unnamed:
             return found
         raise UsageError(
-            f"the optimizer's parameters are only numbered, and this optimizer's order does not fit: {error.message}",
+            "the checkpoint only numbers the optimizer's parameters, and this optimizer's order does not fit: "
+            f"{error.message}",
             path=os.fspath(path),
             expected=error.expected,
             found=error.found,
-            advice="make the optimizer as it was saved, or give names=, those of all parameters in the order of then",
+            advice="create the optimizer as it was saved, or give names=, all parameter names in the saved order",
         ) from error

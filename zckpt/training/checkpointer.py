@@ -118,7 +118,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if history is not None and is_url(history):
-            raise UsageError("a store of checkpoints is a directory of a file system", path=history)
+            raise UsageError("a store of checkpoints must be a directory on a file system", path=history)
         for what, number in (("keep", keep), ("every", every), ("replicate_every", replicate_every)):
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
@@ -348,7 +348,7 @@ class Checkpointer:
                     return restored
             passed.append(f"{name}: {why}")
             if self._ranks.rank == 0:
-                warnings.warn(f"passed over {name}, which is not sound: {why}", stacklevel=2)
+                warnings.warn(f"skipped {name}, which is not sound: {why}", stacklevel=2)
         if passed:
             raise SourceError("none of the checkpoints is sound", path=self._place.shown, found="; ".join(passed))
         return None

@@ -168,12 +168,16 @@ def load(
     asked = Asked(tag, names, strict, naming, dequantize)
     if is_remote and (naming.changes or dequantize):
         raise UsageError(
-            "the workers of a DistributedOptimizer read their state as it is in the files, by the names there",
+            "the workers of a DistributedOptimizer read their state unchanged, by the names in the files",
             path=path,
-            advice="`zckpt convert` writes the checkpoint under other names, and with floats",
+            advice="`zckpt convert` writes the checkpoint with other names, and with floats",
         )
     if is_remote and isinstance(place, str):
-        raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
+        raise UsageError(
+            "a DistributedOptimizer can only be loaded from a file system",
+            path=place,
+            advice="copy the checkpoint to one",
+        )
 
     def prepared() -> None:
         loading.open(asked, verify=verify)

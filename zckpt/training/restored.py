@@ -97,9 +97,9 @@ def assert_restored(
     model = _without_engine(model)
     given = (model, optimizer, scheduler, grad_scaler)
     if all(one is None for one in given):
-        raise UsageError("nothing is given to be held against the checkpoint", path=path, advice="give model=")
+        raise UsageError("nothing was given to compare with the checkpoint", path=path, advice="give model=")
     if workers_of(optimizer) is not None:
-        raise UnsupportedError("what the workers of a DistributedOptimizer have is not compared", path=path)
+        raise UnsupportedError("the workers of a DistributedOptimizer cannot be compared", path=path)
     ranks = Ranks(process_group or process_group_of(optimizer))
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     asked = Asked(tag, names, strict, naming, dequantize)

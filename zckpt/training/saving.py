@@ -222,7 +222,9 @@ def save_given(
     check_directory(Path(path))
     if format not in FORMATS:
         raise UsageError(
-            f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
+            f"unknown format {format}",
+            expected=", ".join(FORMATS),
+            advice="save in zckpt's format, and use `zckpt convert`",
         )
     optimizer = given["optimizer"]
     workers = workers_of(optimizer)
@@ -272,7 +274,8 @@ def _save_as(form: str, path: Place, given: Mapping[str, Any], *, async_: bool, 
     for one in every.values():
         if state_class(one).writes != form:
             raise UsageError(
-                f"format {form} does not suit {type(one).__name__}", advice="save as zckpt, and use zckpt convert"
+                f"format {form} does not suit {type(one).__name__}",
+                advice="save in zckpt's format, and use `zckpt convert`",
             )
     for is_so, message, advice in (
         (isinstance(model, (list, tuple)), f"format {form} is not written of a model in parts", "save as zckpt"),

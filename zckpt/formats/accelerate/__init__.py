@@ -86,7 +86,7 @@ class Accelerate(Format):
 
     def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Refuse: other formats find these directories, and read them."""
-        raise UnsupportedError("Accelerate's directories are read by the formats of their files", path=search.path)
+        raise UnsupportedError("Accelerate's directories are read through the formats of their files", path=search.path)
 
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Leave all directories to other formats."""

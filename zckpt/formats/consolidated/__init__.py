@@ -58,10 +58,10 @@ class Consolidated(TorchDirectory):
         kind = kind_of_model(job.target)
         if kind == SAFETENSORS:
             raise UsageError(
-                "one safetensors file holds a model only",
+                "a single safetensors file can only hold a model",
                 path=job.target,
                 expected="a directory or a .pt file",
-                advice="use `zckpt consolidate` for the model by itself",
+                advice="use `zckpt consolidate` to write only the model",
             )
         if kind == TORCH:
             file = model.lay_out_file(job.target.name, job.checkpoint, dtype=job.options.dtype)

@@ -58,7 +58,7 @@ class DeepSpeed(Format):
         path = search.path
         shard = classify(path.name, str(path)) if path.is_file() else None
         if shard is not None:
-            return NearMiss(f"is the {shard.role} file of one rank of DeepSpeed", f"give its directory, {path.parent}")
+            return NearMiss(f"is the {shard.role} file of one DeepSpeed rank", f"give its directory, {path.parent}")
         directory = find(path, roots=search.roots, tag=search.tag) if path.is_dir() else None
         return Found(directory) if directory is not None else None
 

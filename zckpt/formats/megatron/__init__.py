@@ -185,12 +185,13 @@ class Megatron(Format):
         if job.options.ckpt_format == "torch":
             other = "--layers" if job.options.layers is not None else "--optimizer=flattened"
             if job.options.layers is not None or job.options.optimizer == "flattened":
-                raise UsageError(f"{other} is for torch_dist: legacy files have one form",
+                raise UsageError(f"{other} only applies to torch_dist",
                                  expected="--ckpt-format=torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
         given = next((one.name for one in fields(Ranks) if getattr(job.options, one.name) is not None), None)
         if given is not None:
-            raise UsageError(f"--{given.replace('_', '-')} is for legacy files: any ranks load torch_dist",
+            raise UsageError(f"--{given.replace('_', '-')} only applies to legacy files: any number of ranks loads "
+                "torch_dist",
                              expected="--ckpt-format=torch with it")  # fmt: skip
         return writer.lay_out(job)
 
@@ -200,9 +201,9 @@ class Megatron(Format):
 
         if job.checkpoint.format_version != LEGACY:
             raise UnsupportedError(
-                "any number of ranks of each kind loads this checkpoint as it is",
+                "any number of ranks can load this checkpoint as it is",
                 found=job.checkpoint.format_version,
-                advice="`zckpt convert --to megatron --ckpt-format torch` writes legacy files of some",
+                advice="`zckpt convert --to megatron --ckpt-format torch` writes legacy files for fixed ranks",
             )
         return lay_out(job)
 

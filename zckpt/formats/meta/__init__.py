@@ -47,7 +47,7 @@ class Meta(Format):
 
         if found.place.is_file():
             raise ShardError(
-                f"is one of {len(files_of(found.place.parent))} files of a model that is cut by tensor parallelism",
+                f"is one of {len(files_of(found.place.parent))} files of a tensor-parallel model",
                 path=found.place,
                 advice=f"give its directory, {found.place.parent}",
             )

@@ -175,11 +175,11 @@ def _read_optimizers(
             found = read_names(state, model, given) if model is not None else {}
         if len(found) < counts[number] and len(states) > 1:
             raise UnsupportedError(
-                "does not fit the model that was prepared as the same one",
+                "does not match the model with the same number",
                 path=path,
                 expected=f"state of the parameters of model {number} of {len(weights)}, in their order",
-                found=f"{counts[number]} parameters, of which {len(found)} can be told",
-                advice="give --names FILE: the names of all optimizers' parameters in their order, one a line",
+                found=f"{counts[number]} parameters, of which {len(found)} can be identified",
+                advice="give --names FILE: the names of all optimizers' parameters in their order, one per line",
             )
         before = len(checkpoint.param_groups)
         attach(checkpoint, state, str(path), certain=found)

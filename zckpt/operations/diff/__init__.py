@@ -148,7 +148,7 @@ def diff(
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
-            raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
+            raise UsageError(f"--{name} is not a tolerance", expected="0 or more", found=value)
     check_executor(shared["executor"])
     ours = opened(a, **shared)
     theirs = opened(b, **{key[:-2]: value for key, value in only(ReadingB, shared).items()})
@@ -161,7 +161,7 @@ def diff(
     matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters)))
     there = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
     if not there and (slots or parameters):
-        raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
+        raise UsageError("nothing to compare: no slot of either checkpoint is selected", found=[*slots, *parameters])
     alike = [one for one in matches.slots if one.a.shape == one.b.shape]
     pairs = [one.pair for one in alike]
     with using(shared["executor"]):

@@ -131,7 +131,7 @@ def resume_check(
     if about is None:
         raise UsageError("unknown program", expected=", ".join(PROGRAMS), found=repr(program))
     if world_size is not None and world_size < 1:
-        raise UsageError("a training has ranks", expected="a world size of 1 or more", found=world_size)
+        raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
     facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model))
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
@@ -330,14 +330,16 @@ def _from_config(path: Path) -> object:
         import transformers
     except ImportError as error:
         raise MissingPackageError(
-            f"{path}: what tensors the model has, transformers knows, which is not installed",
+            f"{path}: only transformers knows which tensors the model has, and it is not installed",
             advice="pip install transformers torch, or give a checkpoint of the model",
         ) from error
     kind = getattr(transformers, str(kinds[0]), None) if isinstance(kinds, list) and kinds else None
     if kind is None or getattr(kind, "config_class", None) is None:
-        raise UsageError("no model of transformers", path=path, expected="architectures", found=kinds)
+        raise UsageError("not a transformers model", path=path, expected="architectures", found=kinds)
     try:
         with torch.device("meta"):
             return kind(kind.config_class.from_dict(config))
     except Exception as error:  # whatever a model says of a configuration
-        raise UsageError("no model can be made of it", path=path, found=f"{type(error).__name__}: {error}") from error
+        raise UsageError(
+            "cannot create a model from it", path=path, found=f"{type(error).__name__}: {error}"
+        ) from error

@@ -61,9 +61,9 @@ def verify(
     """
     executor, how = shared["executor"], how_read(shared)
     if how["memory"] < 1:
-        raise UsageError("sizes must be positive", found=how["memory"])
+        raise UsageError("--memory and sizes must be positive", found=how["memory"])
     if how["direct"] and not deep and against is None:
-        raise UsageError("a sample is not read past the page cache", expected="direct with deep or against")
+        raise UsageError("--direct does not apply to a sample", expected="--deep or --against with it")
     check_executor(executor)
     from zckpt.compare.twice import files_twice
 
@@ -111,7 +111,7 @@ def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any])
     findings = []
     for one in changes(expected, found):
         code = ADDED if one.expected is None else GONE if one.found is None else CHANGED
-        what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
+        what = {ADDED: "was not recorded", GONE: "does not exist", CHANGED: "is not the one that was recorded"}[code]
         which = one.name if one.entry is None else f"{one.entry} of {one.name}"
         findings.append(Finding(code, f"{which} {what}", None, (one.name,), one.expected, one.found))
     return found.text, findings

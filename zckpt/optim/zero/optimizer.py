@@ -325,7 +325,7 @@ class ZeroOptimizer(BackwardOptimizer):
         held = self._slot(group, name, slot)
         if not _is_flat(held, group):
             raise ValueError(
-                f"{slot} of {name} is one value for all of its param group, and cannot be set for a parameter"
+                f"{slot} of {name} is one value for its whole param group, and cannot be set for one parameter"
             )
         if value.shape != group.shapes[position]:
             raise ValueError(f"{name} has the shape {tuple(group.shapes[position])}, not {tuple(value.shape)}")
@@ -344,7 +344,7 @@ class ZeroOptimizer(BackwardOptimizer):
         if group.gradient is not None:
             held[GRADIENT] = group.gradient
         if slot not in held:
-            raise ValueError(f"{name} has no {slot}: there are {', '.join(held)}")
+            raise ValueError(f"{name} has no {slot}, only {', '.join(held)}")
         return held[slot]
 
     def adopt_weights(self) -> None:

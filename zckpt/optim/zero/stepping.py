@@ -256,7 +256,7 @@ class DynamicLossScaler:
                 self.cur_hysteresis -= 1
             elif self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
                 raise FloatingPointError(
-                    f"gradients overflow at the least loss scale of {self.min_scale}: the training has diverged"
+                    f"gradients overflow at the minimum loss scale of {self.min_scale}: the training has diverged"
                 )
             else:
                 self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
@@ -295,7 +295,7 @@ def scaler_like(scaler: Scaler, found: object) -> Scaler:
     known = {one.name: values[one.name] for one in fields(DynamicLossScaler) if one.name in values}
     wrong = next((key for key, value in known.items() if not isinstance(value, bool) and not _is_number(value)), None)
     if wrong is not None:
-        raise ValueError(f"{wrong} of a loss scaler is no number: {known[wrong]!r}"[:120])
+        raise ValueError(f"{wrong} of a loss scaler is not a number: {known[wrong]!r}"[:120])
     return read_scaler(DynamicLossScaler(**known))
 
 

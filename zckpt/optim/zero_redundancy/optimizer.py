@@ -158,8 +158,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         """
         if self._is_made and (self._overlap_info.status != OverlapStatus.UNINITIALIZED or not self._is_greedy):
             raise RuntimeError(
-                "a param group cannot be added once the buckets of DDP, or a part that was loaded, have decided which "
-                "rank has which parameter"
+                "a param group cannot be added after DDP's buckets, or loaded state, have assigned parameters to ranks"
             )
         super().add_param_group(param_groups.read_group(param_group))
         if self._is_made:
@@ -425,8 +424,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         if ranks is not None and ranks != self._param_to_rank:
             if self._overlap_info.status != OverlapStatus.UNINITIALIZED:
                 raise ValueError(
-                    "the part was saved when ranks had other parameters than the buckets of DDP give them now: load "
-                    "it before the first iteration, or save with sharded_state_dict()"
+                    "when this part was saved, ranks had other parameters than DDP's buckets assign now: load it "
+                    "before the first iteration, or save with sharded_state_dict()"
                 )
             self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
         self.optim.load_state_dict(param_groups.local_dict(given, numbers, self.optim.param_groups))

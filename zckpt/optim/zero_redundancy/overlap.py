@@ -89,7 +89,7 @@ class _Steps:
         interleaved: bool,
     ) -> None:
         if not zero._overlap_with_ddp:
-            raise ValueError("the optimizer was not made with overlap_with_ddp=True, which this hook needs")
+            raise ValueError("this hook needs an optimizer with overlap_with_ddp=True")
         self.hook, self.zero, self.first, self.interleaved = hook, zero, first, interleaved
         self.ddp = weakref.ref(ddp)
         self.iterations = 0
