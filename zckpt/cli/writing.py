@@ -162,8 +162,8 @@ def reshard_command() -> None:
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
     becomes a run directory with `latest`, a tag directory a tag directory. With T tensor-parallel ranks, N x T ranks
     will load it. For Hugging Face's Trainer, SOURCE is `checkpoint-N`: everything in it is copied, and the Trainer
-    resumes from TARGET. Names do not change (`convert --to deepspeed` changes them), except that --rename or --map
-    turns a pipeline into one model.
+    resumes from TARGET. Names do not change (`convert --to deepspeed` changes them), except that a pipeline becomes
+    one model with --rename or --map.
 
     It also reshards Megatron's legacy files (mp_rank_TT_PPP) for other tensor-, pipeline- and expert-parallel ranks.
     """

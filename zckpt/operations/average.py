@@ -37,9 +37,9 @@ class Averaged(Consolidated):
     Parameters
     ----------
     sources : tuple of dict
-        Of each source what it is, and its `weight` in the mean; all weights together are 1.
+        For each source what it is, and its `weight` in the mean; weights add up to 1.
     num_averaged, num_equal, num_from_last : int
-        Tensors of the model that are means, that are the same in all sources, and that are the last one's.
+        Tensors of the model that are means, that are equal in all sources, and that are the last source's.
     """
 
     sources: tuple[dict[str, object], ...]
@@ -67,12 +67,12 @@ def average(
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Averaged:
-    """Write the mean of checkpoints of one model, of any formats, world sizes and types, as one model.
+    """Average checkpoints of one model, of any formats, world sizes and types, into one model.
 
-    Of every source the masters count if it has them, else the weights. The mean is computed in float32 (float64 where a
-    source has float64) and rounded once, to the target's type. Of several sources, each root is the folder in which all
-    of them lie on another node. Names are changed in every source that has them, and a map goes in the direction that
-    fits the first.
+    Uses each source's masters if it has them, otherwise its weights. The mean is computed in float32 (float64 if a
+    source has float64) and rounded once, to the target's type. With several sources, each root is a directory of
+    another node that holds all of them. Names are changed in every source that has them, and a map goes in the
+    direction that fits the first.
 
     Parameters
     ----------
@@ -81,28 +81,28 @@ def average(
     target : path-like
         As for `consolidate`.
     weights : sequence of float, optional
-        One for each source, in any unit: they are divided by their sum. Negative ones subtract. By default the same.
+        One per source, in any unit: they are divided by their sum. Negative ones subtract. Default: equal weights.
     ema : float, optional
-        Instead of weights: an exponential average over the sources in their order, oldest first. What it was stays by
-        this factor, and 1 - `ema` of the next source is added.
+        Instead of weights: an exponential average over the sources, oldest first: `ema` x the average so far + (1 -
+        `ema`) x the next source.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
         As for `consolidate`; sources of different types without masters give float32.
     slots : "all" or sequence of str
-        Slots of the optimizer that are averaged too, as `consolidate` writes them; every source must have them. Param
-        groups, steps and hyperparameters are the last source's.
+        Optimizer slots to average as well, written as by `consolidate`; every source must have them. Param groups,
+        steps and hyperparameters are the last source's.
     from_last : sequence of str
-        Shell patterns of names: these tensors are not averaged but the last source's. Tensors of integers, bools,
-        complex numbers and 8-bit floats must be the same in all sources, or be named here.
+        Shell patterns of names: these tensors are taken from the last source. Tensors of integers, bools, complex
+        numbers and 8-bit floats must be equal in all sources, or be named here.
     tied, exclude_frozen, max_shard_size
-        As for `consolidate`. Names that are one parameter in every source stay one.
+        As for `consolidate`. Names that are one parameter in every source stay tied.
     config : path-like, optional
         As for `consolidate`; by default the first source's.
     dequantize : bool
-        Take weights of few bits, and quantised state of optimizers, as the numbers that they stand for.
+        Average low-bit weights and quantised optimizer state as the floats that they stand for.
     quantize : str, optional
         Write the mean in few bits, as `consolidate` does.
     verify : bool
-        Compute everything once more after writing, and compare every byte.
+        After writing, compute everything again and compare every byte.
     **shared
 
     Returns
@@ -112,7 +112,7 @@ def average(
     Raises
     ------
     UsageError
-        An option that cannot be used; the sources are not of one model.
+        An option cannot be used, or the sources are not of one model.
     SourceError
         A source cannot be read or contradicts itself.
     TargetError

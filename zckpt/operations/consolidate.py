@@ -106,40 +106,40 @@ def consolidate(
     hyperparameters: Place | None = None,
     **shared: Unpack[Filled],
 ) -> Consolidated:
-    """Write the model of a checkpoint, whole, under the parameters' own names.
+    """Merge a checkpoint's shards into one model, under the parameters' own names.
 
     Parameters
     ----------
     source : path-like or Checkpoint
     target : path-like
-        `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name, but for those that
-        end as other programs' files do: a directory in Hugging Face's layout, `model.safetensors` or shards with an
-        index, and next to them the configuration and tokenizer that the source has. Of an adapter of PEFT, with its
-        `adapter_config.json`, a directory that PEFT loads.
+        `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name, except with endings
+        of other programs' files: a directory in Hugging Face's layout, with `model.safetensors` or shards and their
+        index, and the source's configuration and tokenizer. For a PEFT adapter with its `adapter_config.json`, a
+        directory that PEFT loads.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
-        Element type of trained parameters; frozen parameters and buffers keep theirs. By default masters are
-        written as float32 and parameters without a master in their own type. "keep": the model's own type.
+        Element type of trained parameters; frozen parameters and buffers keep theirs. Default: float32 for masters,
+        otherwise the parameter's own type. "keep": the model's own type.
     slots : "all" or sequence of str
         Optimizer slots to write to a second file, `x.optimizer.safetensors` or `x.optimizer.pt` next to the target
-        (for a directory, `optimizer.safetensors` in it). The masters are among "all" where the model's file does not
-        hold them exactly.
+        (for a directory, `optimizer.safetensors` in it). "all" includes the masters if the model's file does not hold
+        them exactly.
     tied : {"duplicate", "drop"}
-        Whether a tied parameter is written under all its names or its owner's only.
+        Whether a tied parameter is written under all its names, or under one only.
     exclude_frozen : bool
     max_shard_size : int, bytes
         Of each file of a directory.
     config : path-like, optional
-        The directory whose `config.json`, tokenizer and so on go into a directory; by default the source's, or
-        `huggingface/` in it, but with a `map`.
+        Directory with the `config.json`, tokenizer and so on to copy into a target directory. Default: the source's, or
+        `huggingface/` in it, except with a `map`.
     dequantize : bool
-        Write weights of few bits as the numbers that they stand for, and quantised state of the optimizer
-        (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
+        Write low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
+        torchao's 8-bit, 4-bit or fp8) as float32, under torch's names for Adam.
     quantize : str, optional
-        "fp8-block", or "fp8-block:ROWSxCOLUMNS": write the weights of linear layers, into a directory, as releases in
-        block FP8 have them, by default in blocks of 128 x 128.
+        "fp8-block", or "fp8-block:ROWSxCOLUMNS": write linear layers' weights, into a directory, in block FP8 as
+        released models have it. Default block size: 128 x 128.
     hyperparameters : path-like, optional
-        A JSON list with an object for each param group, for a source that holds none (DeepSpeed's elastic form):
-        torch's optimizers do not step without.
+        A JSON list with one object per param group, for a source without hyperparameters (DeepSpeed's elastic form):
+        torch's optimizers cannot step without them.
     **shared
 
     Returns
@@ -149,7 +149,7 @@ def consolidate(
     Raises
     ------
     UsageError
-        An option that cannot be used.
+        An option cannot be used.
     SourceError
         The source cannot be read or contradicts itself (`WeightMismatchError`, `LayoutError`, ...).
     TargetError

@@ -39,9 +39,9 @@ class Merged(Consolidated):
     Parameters
     ----------
     base, adapter : dict
-        What they are.
+        Descriptions of the two.
     num_merged, num_replaced, num_added : int
-        Weights, and biases, to which something was added or which got rows; tensors that are the adapter's; of these,
+        Weights and biases that something was added to or that got rows; tensors taken from the adapter; and of these,
         those that the base lacks.
     """
 
@@ -70,35 +70,35 @@ def merge_adapter(
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Merged:
-    """Write a model with a LoRA or DoRA adapter merged into it: what PEFT's `merge_and_unload` makes of both.
+    """Merge a LoRA or DoRA adapter into its base model, as PEFT's `merge_and_unload` does.
 
-    scale * B @ A is computed in float32 (float64 for weights of float64), added to the weight, or its master where the
-    base has one, and rounded once to the target's type, by DoRA after each row got its norm. Options that say where it
-    is, and how it is named, are of the base; the names are those that the adapter was trained with.
+    scale * B @ A is computed in float32 (float64 for float64 weights), added to the weight, or to its master if the
+    base has one, and rounded once to the target's type (with DoRA, after normalising each row). Options for opening and
+    renaming apply to the base, and give it the names that the adapter was trained with.
 
     Parameters
     ----------
     base : path-like or Checkpoint
-        The model that the adapter was trained on, of any format. Or a whole model with the adapter in it.
+        The model that the adapter was trained on, in any format; or a whole model with the adapter in it.
     adapter : path-like
         A directory that PEFT saved, or a checkpoint that holds an adapter.
     target : path-like
         As for `consolidate`.
     adapter_config : path-like, optional
-        The adapter's `adapter_config.json`, or the directory that it is in; by default next to its tensors.
+        The adapter's `adapter_config.json`, or its directory. Default: next to the adapter's tensors.
     adapter_name : str, optional
-        Which of several adapters: its folder, or its name in a whole model; "default" is a directory's own.
+        Which of several adapters: its folder, or its name in a whole model; "default" is the directory's own.
     fan_in_fan_out : bool, optional
-        Whether square weights lie as (in, out), which shapes cannot tell; by default as the adapter's other weights do,
-        or as its configuration says.
+        Whether square weights are (in, out), which shapes cannot tell. Default: as the adapter's other weights, or as
+        its configuration says.
     dtype, tied, max_shard_size, config
-        As for `consolidate`, of the base.
+        As for `consolidate`, applied to the base.
     dequantize : bool
-        Merge into the numbers that weights of few bits stand for, which are rounded as `consolidate` writes them.
+        Merge into the floats that low-bit weights stand for, rounded as `consolidate` writes them.
     quantize : str, optional
         Write the merged model in few bits, as `consolidate` does.
     verify : bool
-        Compute everything once more after writing, and compare every byte.
+        After writing, compute everything again and compare every byte.
     **shared
 
     Returns
@@ -108,9 +108,9 @@ def merge_adapter(
     Raises
     ------
     UsageError
-        An option that cannot be used; the adapter is not of this model.
+        An option cannot be used, or the adapter is not for this model.
     SourceError
-        One of them cannot be read or contradicts itself; `UnsupportedError` for what is no plain LoRA.
+        One of them cannot be read or contradicts itself; `UnsupportedError` if it is not plain LoRA.
     TargetError
         The target exists or cannot be written.
     """

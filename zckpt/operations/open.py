@@ -33,12 +33,12 @@ class OpenedCheckpoint(Checkpoint):
         Parameters
         ----------
         name : str
-            A parameter or buffer, as the bare model or as the files call it; a tied name gives its owner's values.
+            A parameter or buffer, by its name in the bare model or in the files; a tied name gives its owner's values.
         slot : str, optional
-            By default the master if there is one, else the weight. State that bitsandbytes or torchao has quantised is
+            Default: the master if there is one, otherwise the weight. State quantised by bitsandbytes or torchao is
             read as float32, under Adam's names.
         verify : bool
-            Hold records against the checksums in their files, once calls have read all of them.
+            Compare records with the checksums in their files, once calls have read all of a record.
 
         Returns
         -------
@@ -52,7 +52,7 @@ class OpenedCheckpoint(Checkpoint):
         MissingPackageError
             torch is not installed.
         DamagedFileError
-            They are not as they were written.
+            The bytes have changed since they were written.
         SourceError
             The files cannot be read.
         """
@@ -80,12 +80,12 @@ class OpenedCheckpoint(Checkpoint):
         return tensor
 
     def state_dict(self, slot: str = WEIGHT) -> dict[str, torch.Tensor]:
-        """Read one slot of all that has it, by name; what is tied is one tensor under each of its names.
+        """Read one slot of everything that has it, by name; a tied parameter is one tensor under each of its names.
 
         Raises
         ------
         UsageError
-            Nothing has such a slot.
+            There is no such slot.
         MissingPackageError, DamagedFileError, SourceError
             As for `read`.
         """
@@ -111,7 +111,7 @@ class OpenedCheckpoint(Checkpoint):
         return iter([*self.parameters, *self.buffers, *self.unnamed])
 
     def slot(self, name: str, slot: str | None = None) -> Slot:
-        """Return one slot of one parameter, as `read` finds it. Raises UsageError: there is no such one."""
+        """Return one slot of one parameter, as `read` finds it. Raises UsageError if there is none."""
         if name in self.unnamed:
             owner = self.unnamed[name]
         elif name in self.parameters or name in self.buffers:
@@ -137,12 +137,12 @@ class OpenedCheckpoint(Checkpoint):
 
 @shares(Reading)
 def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa: A001
-    """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
+    """Open a checkpoint of any format that zckpt reads. Reads only its structure, and executes nothing in it.
 
     Parameters
     ----------
     source : path-like
-        A file, or a directory: of a run, of one tag, or of a wrapper that contains one.
+        A file, or a directory: of a run, of one tag, or of a trainer around them.
     **shared
 
     Raises

@@ -42,12 +42,12 @@ class Packed:
     ----------
     store : str
     packed : list of PackedOne
-        With `dry_run`: those that would be, whose `stored_nbytes` are not known: 0.
+        With `dry_run`, those that would be packed; their `stored_nbytes` is unknown, and 0.
     present : list of str
-        Checkpoints that the store had before.
+        Checkpoints that the store already had.
     dry_run : bool
     notes : list of str
-        Checkpoints that no format reads, which are packed as files.
+        Checkpoints that no format reads, which are packed as plain files.
     """
 
     store: str
@@ -72,29 +72,29 @@ def pack(
     dry_run: bool = False,
     **shared: Unpack[Copying],
 ) -> Packed:
-    """Add the checkpoints of a run, of any formats, to a store, which is made if there is none; what is in it stays.
+    """Add a run's checkpoints, of any formats, to a store, which is created if needed; its contents stay.
 
     Parameters
     ----------
     source : path-like
-        A run's directory, or one checkpoint.
+        A run directory, or one checkpoint.
     store : path-like
         A directory.
     full_every : int
-        Of so many checkpoints at most is read what one of them is: elements are kept as the difference to those of
-        the one before, and in full again after so many. At least 1.
+        At most this many checkpoints must be read to restore one: elements are stored as the difference to the
+        checkpoint before, and in full again after this many. At least 1.
     name : str, optional
-        What one checkpoint is called in the store; by default as its directory or file within the run.
+        Name of a single checkpoint in the store. Default: that of its directory or file within the run.
     dry_run : bool
-        Say what would be packed; write nothing.
+        Show what would be packed; write nothing.
     **shared
 
     Raises
     ------
     UsageError
-        The store has another checkpoint of a name; or several are given one name.
+        The store has another checkpoint of the same name, or one name is given for several.
     SourceError
-        There is no checkpoint, or one cannot be read or changes meanwhile.
+        There is no checkpoint, or one cannot be read, or changes meanwhile.
     TargetError
         The store cannot be written, or another run is packing into it.
     """

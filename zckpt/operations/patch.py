@@ -51,19 +51,19 @@ _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.sto
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """A patch that was made.
+    """What `patch` wrote.
 
     Parameters
     ----------
     target : str
     base, result : str
-        Fingerprints of what it is applied to, and of what that becomes; of slime's, versions.
+        Fingerprints of the checkpoint that it applies to, and of the result; for slime, versions.
     equal, changed : int
-        Tensors, and single values, that both have: weights, masters and state of the optimizer by themselves.
+        Tensors and single values that both have; weights, masters and optimizer state are counted separately.
     differences : list of str
-        Those that are not equal, or that one has alone.
+        Those that differ, or that only one has.
     nbytes, stored_nbytes : int
-        Of the files, or tensors, that it makes, and of it; with `dry_run` 0.
+        Size of the files or tensors that it produces, and of the patch itself; 0 with `dry_run`.
     dry_run : bool
     """
 
@@ -94,33 +94,33 @@ def patch(
     dry_run: bool = False,
     **shared: Unpack[ReadCopied],
 ) -> Patched:
-    """Write what makes checkpoint B of checkpoint A of the same model, of any formats and world sizes.
+    """Write what turns checkpoint A into checkpoint B of the same model, of any formats and world sizes.
 
     Parameters
     ----------
     a : path-like or Checkpoint
-        What whoever applies it has, in whatever format.
+        The checkpoint that it will be applied to, in any format.
     b : path-like
-        A directory, or a file: all files of it are what `apply` writes.
+        A directory or a file; `apply` writes all its files.
     target : path-like
         A directory that does not exist.
     to : str
-        "zckpt"; or "slime": the bytes of weights that changed, as slime publishes a version (`weight_v000003`).
+        "zckpt"; or "slime": the changed bytes of weights, as slime publishes a version (`weight_v000003`).
     encoding : str
-        Of slime: "xor", or "overwrite", which may be applied twice.
+        For slime: "xor", or "overwrite", which can be applied twice.
     overwrite : bool
-        Replace a patch.
+        Replace an existing patch.
     dry_run : bool
-        Say what differs; write nothing.
+        Show what differs; write nothing.
     **shared
         About A.
 
     Raises
     ------
     UsageError
-        An option does not exist, or is not of that form.
+        An option does not exist, or does not apply to that form.
     UnsupportedError
-        One has state that no fingerprint covers; or, of slime's form, they have not the same weights.
+        One has state that no fingerprint covers; or, for slime, their weights are not the same tensors.
     SourceError
         One cannot be read, or changes meanwhile.
     TargetError
@@ -190,21 +190,21 @@ def apply(
     dry_run: bool = False,
     **shared: Unpack[ReadCopied],
 ) -> Unpacked:
-    """Write the files of a checkpoint that a patch makes of another: those that it was made of, bit for bit.
+    """Apply a patch to a checkpoint: write the other checkpoint's files, bit for bit.
 
     Parameters
     ----------
     a : path-like or Checkpoint
-        What the patch was made from, in any format; told by its fingerprint. For what slime publishes: the directory of
-        a model at any version before, by default 0.
+        What the patch was made from, in any format; its fingerprint identifies it. For slime's versions: the directory
+        of a model at any earlier version, by default 0.
     patch : path-like
-        Or a version that slime has published: those between are beside it.
+        A patch, or a version that slime has published, with the versions in between next to it.
     target : path-like
-        A directory, or a file where what was patched is one, that does not exist. It appears whole or not at all.
+        A directory (or a file, if a file was patched) that does not exist. It appears whole or not at all.
     overwrite : bool
-        Replace a directory that has no other files than those, or a file.
+        Replace a file, or a directory that has no other files.
     dry_run : bool
-        Find out whether the patch is for A, and say what would be written; write nothing.
+        Check that the patch is for A, and show what would be written; write nothing.
     **shared
         About A.
 

@@ -71,7 +71,7 @@ def series(
     tp_rules: Place | None = None,
     **shared: Unpack[Copying],
 ) -> Series:
-    """Measure how each slot moved over several checkpoints of one run, in the order given.
+    """Measure how far each slot moved between several checkpoints of a run, in the order given.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def series(
     slots, parameters : sequence of str
         As for `diff`.
     names, tp_rules
-        As for `open`, of each path. What else a checkpoint needs, `open` takes.
+        As for `open`, for each path. If a checkpoint needs other options, open it with `open`.
     **shared
 
     Raises

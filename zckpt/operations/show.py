@@ -43,9 +43,9 @@ class Elements(Brief):
     shape : tuple of int
         Of the whole slot.
     slice : str or None
-        Which part of it was asked for.
+        The part that was requested.
     values : numpy.ndarray or None
-        Of a type that NumPy or `ml_dtypes` has; None where they went into a file.
+        With a type of NumPy or `ml_dtypes`; None if they were written to a file.
     file : str or None
     """
 
@@ -83,11 +83,11 @@ def show(
     name : str
         A parameter or buffer, as for `OpenedCheckpoint.read`.
     slot : str, optional
-        By default the master if there is one, else the weight.
+        Default: the master if there is one, otherwise the weight.
     slice : str, optional
-        For each dimension an index or a range, `0:4,:,-1`; dimensions that are not said are whole.
+        An index or a range for each dimension, `0:4,:,-1`; further dimensions are whole.
     npy : path-like, optional
-        A file of NumPy's for the elements, in bounded memory; types that NumPy lacks are written as float32, exactly.
+        An .npy file for the elements, written in bounded memory; types that NumPy lacks are stored exactly, as float32.
     overwrite : bool
         Replace that file if it exists.
     **shared
@@ -95,7 +95,7 @@ def show(
     Raises
     ------
     UsageError
-        There is no such parameter or slot, or the slice does not fit its shape; or too many elements are asked for.
+        There is no such parameter or slot, the slice does not fit its shape, or there are too many elements.
     TargetError
         The file cannot be written.
     SourceError

@@ -401,7 +401,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Written(Brief):
-    """A target that was written, or under `dry_run` would be.
+    """What a verb wrote, or with `dry_run` would write.
 
     Parameters
     ----------
@@ -410,23 +410,23 @@ class Written(Brief):
     files : tuple of Path
     read_nbytes, write_nbytes : int, bytes
     memory : int, bytes
-        Upper bound of the copy buffers.
+        Limit of the copy buffers.
     compared : int
-        Elements of masters that were held against their weights, and of slices against those of other ranks.
+        Elements of masters compared with their weights, and of slices compared with other ranks'.
     checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
+        Bytes of the source that were compared with its checksums during the copy.
     verified : int, bytes
-        Of the target that were compared with the source after writing.
+        Bytes of the target that were compared with the source after writing.
     notes : tuple of str
-        What to know about the target.
+        Notes about the target.
     dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
+        What zckpt did not read, and `drop` named.
     missing, filled : tuple of dict
-        What lost files held and the target has not, or has from elsewhere: see `salvage`.
+        What lost files held and the target lacks, or has from elsewhere: see `salvage`.
     warnings : tuple of str
-        What to know about the source.
+        Warnings about the source.
     foresight : Foresight or None
-        Under `dry_run`, what the run would take.
+        With `dry_run`, what the run would need.
     """
 
     dry_run: bool

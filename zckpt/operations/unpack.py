@@ -24,7 +24,7 @@ AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """What `unpack` wrote, or with `dry_run` would: the target, the checkpoints, how many files, and their bytes."""
+    """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 
     target: str
     checkpoints: list[str]
@@ -45,24 +45,24 @@ def unpack(
     dry_run: bool = False,
     reporter: Reporter | None = None,
 ) -> Unpacked:
-    """Write the files of a checkpoint in a store, or of all of them, as they were: bytes, modes, times and links.
+    """Restore the files of one checkpoint in a store, or of all: bytes, modes, times and links.
 
     Parameters
     ----------
     store : path-like
-        `STORE/NAME`, or the store: then `target` gets a directory for each checkpoint.
+        `STORE/NAME`, or the store; then `target` gets a directory for each checkpoint.
     target : path-like
-        A directory, or a file where the checkpoint is one, that does not exist. It appears whole or not at all.
+        A directory (or a file, if the checkpoint is one) that does not exist. It appears whole or not at all.
     overwrite : bool
-        Replace a directory that has no other files than those, or a file.
+        Replace a file, or a directory that has no other files.
     dry_run : bool
-        Say what would be written; write nothing.
+        Show what would be written; write nothing.
     reporter : Reporter, optional
 
     Raises
     ------
     SourceError
-        There is no such checkpoint, or what it is made of is damaged.
+        There is no such checkpoint, or its data is damaged.
     TargetError
         The target exists or cannot be written.
     """

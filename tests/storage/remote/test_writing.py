@@ -313,7 +313,7 @@ def test_a_run_goes_on_with_what_another_has_sent(s3, s3_proxy, tmp_path, monkey
     save_file({f"w{n}": torch.randn(3 << 20) for n in range(2)}, tmp_path / "large.safetensors")
     given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/again", "--max-shard-size", "13MB")
     dropped(s3_proxy, "PUT", "again", 2)
-    refused(4, *given, words=("bytes are sent and kept in unfinished uploads: --resume goes on with them",))
+    refused(4, *given, words=("bytes are sent and kept in unfinished uploads: --resume continues with them",))
     sent = parts(s3_proxy, "again")
     assert 2 <= len(sent) < 6
     refused(4, *given, words=("did not finish", "--resume"))
@@ -334,7 +334,7 @@ def test_killed_runs_are_gone_on_with(s3, s3_proxy, tmp_path):
     given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/killed", "--max-shard-size", "25MB")
     arguments = command(*given)
     said = ended(arguments, s3_proxy, signal.SIGINT, dropped(s3_proxy, "PUT", "killed", 2, "hold"))
-    assert "bytes are sent and kept in unfinished uploads: --resume goes on with them" in said
+    assert "bytes are sent and kept in unfinished uploads: --resume continues with them" in said
     assert PASSWORD not in said
     ended([*arguments, "--resume"], s3_proxy, signal.SIGKILL, dropped(s3_proxy, "PUT", "killed", 1, "hold"))
     sent = parts(s3_proxy, "killed")
@@ -413,7 +413,7 @@ def test_files_that_have_come_are_not_sent_again(kind, served, tmp_path, monkeyp
         return version
 
     monkeypatch.setattr(FsspecStore, "send", failing)
-    refused(4, *given, words=("bytes are sent and kept in .again.zckpt-partial: --resume goes on with them",))
+    refused(4, *given, words=("bytes are sent and kept in .again.zckpt-partial: --resume continues with them",))
     refused(4, *given, words=("did not finish", "in .again.zckpt-partial", "--resume"))
     recorded = {json.loads(line[9:])[0] for one in journal.glob("0*") for line in one.read_bytes().splitlines()}
     assert recorded
@@ -455,7 +455,7 @@ def test_where_the_record_is_refused_too_the_first_error_is_told(monkeypatch):
     assert recorded
     assert "not zero/" in str(refusal.value)
     assert f" {sum(recorded.values())} of " in str(refusal.value)
-    assert "--resume continues with them" in str(refusal.value)
+    assert "resume=True continues with them" in str(refusal.value)
     refuses = False
     sent.clear()
     zckpt.convert(SOURCE, target, to="universal", resume=True)
@@ -481,7 +481,7 @@ def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatc
         return version
 
     monkeypatch.setattr(FsspecStore, "send", failing)
-    with pytest.raises(TargetError, match="--resume continues with them"):
+    with pytest.raises(TargetError, match="resume=True continues with them"):
         zckpt.convert(source, target, to="universal")
     monkeypatch.setattr(FsspecStore, "send", write)
     assert [key for key in store(target).client.find("others") if "partial/zero/" in key]

@@ -34,15 +34,15 @@ def verify(
     against: Place | None = None,
     **shared: Unpack[ReadCopied],
 ) -> Verification:
-    """Find out whether a checkpoint is whole and makes sense. Changes nothing, and runs nothing of it.
+    """Check that a checkpoint is whole and makes sense. Changes nothing, and executes nothing in it.
 
     Parameters
     ----------
     source : path-like or Checkpoint
         Any checkpoint that zckpt opens, or one that it would open if it were not damaged.
     deep : bool
-        Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies.
-        Without it only structure is read, and a bounded sample of weights and masters.
+        Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies. Without
+        it, only structure and a bounded sample of weights and masters are read.
     against : path-like, optional
         Digests that `zckpt fingerprint` recorded; reads every slot.
     **shared
@@ -55,9 +55,9 @@ def verify(
     Raises
     ------
     UsageError
-        Options that do not go together.
+        Options contradict each other.
     SourceError
-        There is nothing to verify: no such path, or no checkpoint recognised. Or the digests cannot be read.
+        There is nothing to verify (no such path, or no checkpoint), or the digests cannot be read.
     """
     executor, how = shared["executor"], how_read(shared)
     if how["memory"] < 1:
