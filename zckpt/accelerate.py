@@ -63,18 +63,18 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no types
-    """Accelerate's, whose states are zckpt's: each rank writes and reads its part, and they are whole or not there.
+    """Accelerate's Accelerator with zckpt's checkpoints: each rank has its part, and a state is whole or absent.
 
-    `load_state` takes what was saved at any number of processes, with FSDP or without, by Accelerate itself or any
-    other program; a model, its optimizers and schedulers are what `zckpt.load` makes of it.
+    `load_state` loads what was saved at any number of processes, with or without FSDP, by Accelerate itself or any
+    other program; `zckpt.load` restores the model, its optimizers and schedulers.
 
     Parameters
     ----------
     async_ : bool
-        `save_state` returns when all is copied; at most one save is going on, and the next one, `load_state`,
-        `end_training` and `wait_for_save` wait for it. DeepSpeed's are waited for.
+        `save_state` returns when everything is copied. Only one save runs at a time: the next one, `load_state`,
+        `end_training` and `wait_for_save` wait for it. With DeepSpeed, saves are not asynchronous.
     given, named
-        What Accelerate's takes.
+        Accelerate's own arguments.
     """
 
     def __init__(self, *given: Any, async_: bool = False, **named: Any) -> None:
@@ -85,16 +85,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
     ) -> str:
-        """Save; all ranks call it together. Return where.
+        """Save; all ranks call it together. Returns the directory.
 
         Raises
         ------
         UsageError
-            No directory is given or made up; arguments for a way to save that is not used.
+            No directory is given or generated; or arguments do not apply.
         UnsupportedError
-            Several models, hooks that write files of their own, or something that only a pickle could hold.
+            Several models, hooks that write their own files, or something that only a pickle could hold.
         TargetError
-            It cannot be written, or something else is there: on all ranks, if on one.
+            It cannot be written, or something else exists there; raised on all ranks, if on one.
         """
         if self._engine_saves():
             with durable_saves():
@@ -127,14 +127,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
     ) -> Restored | None:
-        """Load; all ranks call it together. Return what `zckpt.load` does; None with DeepSpeed.
+        """Load; all ranks call it together. Returns the result of `zckpt.load`, or None with DeepSpeed.
 
         Raises
         ------
         SourceError
-            It is not there or cannot be read, or has not the state of as many registered objects.
+            It does not exist or cannot be read, or has another number of registered objects.
         UsageError
-            It is of another model.
+            It is for another model.
         """
         if self._engine_saves():
             with any_world_size():
@@ -169,12 +169,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         return restored
 
     def wait_for_save(self) -> None:
-        """Wait until what is being saved is whole; all ranks call it together.
+        """Wait until the running save is finished; all ranks call it together.
 
         Raises
         ------
         ZckptError
-            On all ranks: it could not be written, and is not there.
+            On all ranks: it could not be written, and does not exist.
         """
         saving, self._saving = self._saving, None
         if saving is not None:

@@ -181,11 +181,11 @@ class ZckptError(Exception):
     path : path-like, optional
         The file or directory concerned.
     expected, found : object, optional
-        What should have been there, and what was.
+        What was expected, and what was found.
     advice : str, optional
         What the user can do about it.
     code : str, optional
-        What `zckpt verify` calls it, where that is more than the class says; see `codes`.
+        The code of `zckpt verify`, if it is more specific than the class; see `codes`.
     ranks : sequence of int
         Ranks concerned.
     parameters : sequence of str
@@ -220,12 +220,12 @@ class ZckptError(Exception):
 
     @classmethod
     def kind(cls) -> str:
-        """Return what the class is called in documents, which no version changes: `damaged-file`."""
+        """Return the class's stable name in documents: `damaged-file`."""
         public = next(one for one in cls.__mro__ if one.__module__ == __name__)
         return re.sub("(?<!^)(?=[A-Z])", "-", public.__name__.removesuffix("Error")).lower()
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as JSON-able data, what `--json` prints of an error; see docs/errors.md."""
+        """Return it as JSON-able data, as `--json` prints it; see docs/errors.md."""
 
         def text(value: object) -> str | None:
             return None if value is None else without_controls(self._said(value))

@@ -105,7 +105,7 @@ class _Sharded(_Removing):
     async_ : bool
         Save while training goes on; at most one save is going on, and the next one and the end of `fit` wait for it.
     given, named
-        What Lightning's strategy takes.
+        Arguments of Lightning's strategy.
     """
 
     _saving: Saving | None = None
@@ -197,7 +197,7 @@ class _Sharded(_Removing):
         return {"state_dict": {}, **extra}
 
     def teardown(self) -> None:
-        """Wait for a save that is going on."""
+        """Wait for a running save."""
         try:
             self._finish()
         finally:
@@ -236,23 +236,23 @@ class ModelParallelStrategy(_Sharded, _strategies.ModelParallelStrategy):  # typ
 
 
 class DeepSpeedStrategy(_Removing, _strategies.DeepSpeedStrategy):  # type: ignore[misc,name-defined]
-    """Lightning's, in `zckpt.deepspeed.durable_saves` and `any_world_size`.
+    """Lightning's DeepSpeedStrategy, in `zckpt.deepspeed.durable_saves` and `any_world_size`.
 
-    Checkpoints are DeepSpeed's, and each is whole or not there. It resumes at any number of ranks and stage, from any
-    format that has the optimizer's state.
+    Checkpoints are DeepSpeed's, and each is whole or absent. It resumes at any number of ranks and any stage, from any
+    format with optimizer state.
 
     Parameters
     ----------
     async_ : bool
-        As of `durable_saves`.
+        As for `durable_saves`.
     given, named
-        What Lightning's strategy takes.
+        Arguments of Lightning's strategy.
     """
 
     _contexts = ExitStack()
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine, which saves and loads through zckpt from then on."""
+        """Create the engine, which then saves and loads through zckpt."""
         super().setup(trainer)
         self._contexts = ExitStack()
         self._saves = self._contexts.enter_context(durable_saves(self.deepspeed_engine, async_=self.async_))
@@ -267,7 +267,7 @@ class DeepSpeedStrategy(_Removing, _strategies.DeepSpeedStrategy):  # type: igno
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
-        """Wait for a save that is going on."""
+        """Wait for a running save."""
         contexts, self._contexts = self._contexts, ExitStack()
         try:
             if self._has_failed:  # other ranks may not come to agree on how the save went
