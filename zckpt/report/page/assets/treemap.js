@@ -5,8 +5,8 @@ const LEAST_SIDE = 4; // pixels; smaller tiles of a module are left to its own c
 const LEAST_INNER = 9; // the same for tiles inside the modules shown
 const MOST_TILES = 700; // a page with thousands of buttons is slow to search and to tab through
 const MANY_NUMBERED = 48; // numbered modules beside each other that are not put into ranges
-const LABEL_ROOM = 34; // pixels in which the beginning of a name says something; a short one needs less
-const LETTER = 7;
+const LABEL_ROOM = 34; // pixels in which the beginning of a name says something
+const [MARGIN, LETTER] = [16, 7]; // pixels beside a name, and of each letter
 const DEEPEST = 2; // levels of modules drawn inside those of the level shown
 const HEAD = 20; // pixels of a module's heading above what is in it
 
@@ -203,11 +203,14 @@ class Treemap {
     if (parameter && parameter.kind === "frozen") classes.push("frozen");
     const label = `${node.name}, ${size(node.value)}${module ? `, ${plural(node.count, "parameter")}` : ""}`;
     const open = module && depth < this.deepest && width > 56 && height > HEAD + 24;
-    const roomy = width > Math.min(LABEL_ROOM, 8 + LETTER * node.label.length) && height > 16;
+    const [numbered] = node.label.match(/^\d+/) || [""];
+    const fits = (word) => word && width > MARGIN + LETTER * word.length;
+    const word = numbered && !fits(node.label) ? numbered : node.label;
+    const roomy = height > 16 && (fits(word) || (!numbered && width > LABEL_ROOM));
     const button = element(
       "button",
       { type: "button", class: classes.join(" "), "aria-label": label, tabindex: -1 },
-      roomy ? element("span", { class: "name" }, node.label) : null,
+      roomy ? element("span", { class: "name" }, word) : null,
       roomy && (open ? width > 130 : height > 34) ? element("span", { class: "size" }, size(node.value)) : null,
     );
     const part = (pixels) => `${(100 * pixels) / this.drawnWidth}%`; // so that paper, which is narrower, shows all of it
