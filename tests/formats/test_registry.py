@@ -31,7 +31,8 @@ def test_the_table_of_formats_is_what_the_formats_say():
         for name in BUILT_IN
         for number, (what, details) in enumerate(get(name).reads)
     ]
-    assert [row for row in rows if row not in table] == []
+    missing = [row for row in rows if row not in table]
+    assert not missing, "rows that the table lacks:\n" + "\n".join(missing)
     assert [row for row in table if row not in rows and not row.endswith("| |")] == [table[0]]
 
 
