@@ -123,7 +123,9 @@ class Watched:
             self._out.mkdir(parents=True, exist_ok=True)
             if not (self._out / f"{key}.bin").exists():
                 (self._out / f"{key}.bin").write_bytes(data)
-                (self._out / f"{key}.txt").write_text("".join(traceback.format_exception(error))[-6000:], "utf-8", "replace")
+                (self._out / f"{key}.txt").write_text(
+                    "".join(traceback.format_exception(error))[-6000:], "utf-8", "replace"
+                )
 
 
 def limited() -> None:
@@ -310,7 +312,9 @@ def count_lines(args: argparse.Namespace) -> int:
         path = getattr(module, "__file__", None) or ""
         if module.__name__.startswith("zckpt") and READERS.search(path):
             every |= set(lines_of(compile(Path(path).read_text("utf-8"), path, "exec")))
-    print(f"{len(seen & every):,} of {len(every):,} lines of the readers' functions: {len(seen & every) / len(every):.1%}")
+    print(
+        f"{len(seen & every):,} of {len(every):,} lines of the readers' functions: {len(seen & every) / len(every):.1%}"
+    )
     by_file: dict[str, list[int]] = {}
     for path, line_number in every - seen:
         by_file.setdefault(path, []).append(line_number)

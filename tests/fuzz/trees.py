@@ -284,7 +284,9 @@ def archive(records: list[tuple[str, bytes]]) -> bytes:
     for name, data in records:
         raw = name.encode("utf-8", "surrogatepass")[:60_000]
         about = (zlib.crc32(data), len(data), len(data), len(raw))
-        directory += struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0x800, 0, 0, 33, *about, 0, 0, 0, 0, 0, len(out)) + raw
+        directory += (
+            struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0x800, 0, 0, 33, *about, 0, 0, 0, 0, 0, len(out)) + raw
+        )
         out += struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0x800, 0, 0, 33, *about, 0) + raw + data
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, len(records), len(records), len(directory), len(out), 0)
     return bytes(out + directory + end)
@@ -393,7 +395,9 @@ def _tweaked(value: Any, how: int) -> Any:  # noqa: PLR0911
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):
-        return (value + 1, value - 1, value * 2, -value, value // 2, value ^ 1 << how % 65, value + how, 7)[how // 97 % 8]
+        return (value + 1, value - 1, value * 2, -value, value // 2, value ^ 1 << how % 65, value + how, 7)[
+            how // 97 % 8
+        ]
     if isinstance(value, float):
         return (value + 1, value * 2, -value, int(value) if math.isfinite(value) else 0, value / 3)[how % 5]
     if not value:

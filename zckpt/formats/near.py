@@ -128,7 +128,7 @@ def meant(path: Path) -> str | None:
             return f"did you mean {above / near[0]}?"
     if _HUB.fullmatch(str(path)):
         return f"if it is a model of the Hugging Face Hub, download it first: hf download {path}"
-    if above is None or above == path.parent:
+    if above is None or above == path.parent or above == Path(above.anchor):
         return None
     return f"there is {above}, and not {path.relative_to(above).parts[0]} in it"
 
@@ -191,7 +191,7 @@ def _unknown(path: Path) -> SourceError:
     return UnknownFormatError(
         "not recognised as a checkpoint",
         path=path,
-        expected=f"one of: {', '.join(one.title for one in formats())}",
+        expected="one of the formats that `zckpt formats` lists",
         found=listed(names, most=SHOWN_NAMES) or "nothing",
     )
 
