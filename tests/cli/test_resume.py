@@ -334,7 +334,7 @@ def test_a_source_that_has_changed_is_not_gone_on_with(name, out, tmp_path):
     file = next(source.rglob(name))
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     said = refused(4, "consolidate", source, out / MODEL, "--resume")
-    assert f"begun from a file that has changed since: {file}; --restart begins anew" in said
+    assert f"started from a file that has changed since: {file}; --restart starts over" in said
     assert names_in(out) == REMAINS
 
 
@@ -365,7 +365,7 @@ def test_a_source_that_changes_while_it_is_read(before_checks, source, out, monk
 def test_another_run_is_not_gone_on_with(options, word, source, out):
     failed_writing(source, out)
     said = refused(4, "consolidate", source, out / MODEL, "--resume", *options)
-    assert f"begun with other options: {word}; --restart begins anew" in said
+    assert f"started with other options: {word}; --restart starts over" in said
     assert names_in(out) == REMAINS
 
 

@@ -215,7 +215,7 @@ def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
     assert (checkpoint.world_size, len(checkpoint.leftovers)) == (2, 9)
     assert not take_inventory(checkpoint).left_out
     (folder / "fsdp_config.json").unlink()
-    with refusing(ShardError, "several world sizes: expected those of one save, found 2, 3"):
+    with refusing(ShardError, "several world sizes: expected files of one save, found 2, 3"):
         zckpt.open(folder)
     for path in folder.glob("*_world_size_3_*"):
         path.unlink()
@@ -511,7 +511,7 @@ def test_every_rank_keeps_its_random_state(written, tmp_path):
         path = folder / f"extra_state_world_size_2_rank_{rank}.pt"
         torch.save({**torch.load(path), "rng": {"cpu": torch.tensor([rank])}, "rank": rank, "world_size": 2}, path)
     done = zckpt.convert(folder, tmp_path / "more", to="fsdp-rank-files", world_size=3)
-    assert "rng: ranks from 2 on have none, as the source has no such rank" in done.notes
+    assert "rng: ranks from 2 on have none, because the source has fewer ranks" in done.notes
     zckpt.convert(tmp_path / "more", tmp_path / "one", to="fsdp-rank-files", world_size=1)
     zckpt.convert(tmp_path / "one", tmp_path / "back", to="fsdp-rank-files", world_size=2)
     for name, ranks in (("more", 3), ("one", 1), ("back", 2)):
@@ -525,7 +525,7 @@ def test_every_rank_keeps_its_random_state(written, tmp_path):
 def test_what_cannot_be_written_is_said(tmp_path):
     target = tmp_path / "out"
     for options, said in (
-        ({"fsdp_size": 3, "world_size": 4}, "unusable fsdp-size: expected a divisor of the world size, 4, found 3"),
+        ({"fsdp_size": 3, "world_size": 4}, "unusable --fsdp-size: expected a divisor of the world size, 4, found 3"),
         ({"fsdp_version": 1}, "unknown which modules FSDP1 wraps"),
         ({"fsdp_version": 1, "units": "layers.*"}, "--units matches no module"),
         ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "--fsdp-size only applies to FSDP2"),

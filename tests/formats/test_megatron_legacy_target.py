@@ -173,7 +173,7 @@ def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path):
     assert zckpt.diff(source, tmp_path / "out").equal
     zckpt.reshard(tmp_path / "out", tmp_path / "again", world_size=1, tensor_parallel_size=4)
     assert zckpt.open(tmp_path / "again").details["padded vocabulary"] == 20
-    with refusing(UsageError, "the 16 rows that SOURCE has, all of them trained, found 12"):
+    with refusing(UsageError, "SOURCE's 16 rows, which are all trained, found 12"):
         zckpt.reshard(source, tmp_path / "less", world_size=1, padded_vocab_size=12)
     with refusing(UsageError, r"embedding.*multiple of them"):
         zckpt.reshard(source, tmp_path / "odd", world_size=1, tensor_parallel_size=3)
@@ -226,7 +226,7 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages():
     assert [one.local for one in last] == ["decoder.layers.0.mlp.w", names[-1], "output_layer.weight"]
     assert [one.shared for one in last] == [False, False, True]
     assert bounds_of(None, 4, 2) == (0, 2, 4)
-    with refusing(UnsupportedError, "which pipeline stage has it is not known: found head"):
+    with refusing(UnsupportedError, "it is unknown which pipeline stage has it: found head"):
         dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={})
 
 

@@ -157,9 +157,9 @@ def test_it_is_refused_by_name_where_floats_are_wanted(kind, tmp_path):
     groups = [{"params": [p for p in net.parameters() if p.dim() == dim]} for dim in (2, 1)]
     with refusing(UnsupportedError, rf"{slot} of 0\.weight is no plain tensor but quantised"):
         zckpt.load(path, model=net, optimizer=torch.optim.AdamW(groups))
-    with refusing(UnsupportedError, f"which safetensors files have no place for: found {slot} of"):
+    with refusing(UnsupportedError, f"which safetensors files cannot hold: found {slot} of"):
         zckpt.consolidate(path, tmp_path / "x.safetensors", slots="all")
-    with refusing(UnsupportedError, "which these files have no place for"):
+    with refusing(UnsupportedError, "which these files cannot hold"):
         zckpt.convert(path, tmp_path / "r", to="fsdp-rank-files")
     with refusing(UnsupportedError, f"{slot}.* of 0.weight"):
         zckpt.convert(path, tmp_path / "d", to="deepspeed", world_size=2, stage=2)

@@ -98,13 +98,13 @@ def test_two_tensors_of_one_name_are_refused():
     slot = Slot("w", "float32", (0,), ())
     entries = [Entry("w", slot, "float32")] * 2
     for made in (lambda: lay_out("x.safetensors", entries), lambda: lay_out_directory(entries, 1)):
-        with refusing(UnsupportedError, "two tensors of a safetensors file would be called 'w'"):
+        with refusing(UnsupportedError, "two tensors in the safetensors file would be called 'w'"):
             made()
 
 
 def test_keys_that_are_one_name_are_refused(tmp_path):
     torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "x.pt")
-    with refusing(UnsupportedError, "two keys are the name '1'"):
+    with refusing(UnsupportedError, "two keys give the name '1'"):
         open_checkpoint(tmp_path / "x.pt")
 
 

@@ -132,8 +132,8 @@ def test_a_model_of_a_version_needs_only_later_ones(encoding, tmp_path):
 def test_another_model_is_refused_and_nothing_is_written(tmp_path):
     last = publish(tmp_path / "run", 1, "xor", "xxh3-128")
     other = write(tmp_path / "base", model(2))
-    refused(3, "apply", other, last, tmp_path / "out", words=("a.weight is not what was published", "version 0"))
-    refused(3, "apply", other, last, tmp_path / "out", "--dry-run", words=("a.weight is not what was published",))
+    refused(3, "apply", other, last, tmp_path / "out", words=("a.weight differs from what was published", "version 0"))
+    refused(3, "apply", other, last, tmp_path / "out", "--dry-run", words=("a.weight differs from what was published",))
     short = {name: one for name, one in model(0).items() if name != "b.weight"}
     save_file(short, tmp_path / "short.safetensors")
     refused(3, "apply", tmp_path / "short.safetensors", last, tmp_path / "out", words=("a directory of safetensors",))
@@ -216,8 +216,8 @@ def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
     [
         ({"version": "x"}, "unreadable index"),
         ({"base_version": "000001"}, "a base before 1"),
-        ({"compression_format": "lz4"}, "of a form that is not known"),
-        ({"delta_encoding": "sum"}, "of a form that is not known"),
+        ({"compression_format": "lz4"}, "has an unknown form"),
+        ({"delta_encoding": "sum"}, "has an unknown form"),
         ({"checksum_format": "crc"}, "unknown checksums"),
     ],
 )

@@ -82,7 +82,7 @@ def test_buffers_are_as_large_as_they_may_be(free, expected, monkeypatch):
 
 def test_what_leaves_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: ("a limit", RESERVED_NBYTES + LEAST_NBYTES - 1))
-    with pytest.raises(UsageError, match="not enough memory by a limit: expected 26214400 bytes that are free"):
+    with pytest.raises(UsageError, match="not enough memory under a limit: expected 26214400 free bytes"):
         check_memory()
 
 

@@ -99,7 +99,7 @@ def _strided(content: dict[str, Any]) -> None:
 
 
 def test_a_view_with_strides_is_refused_as_such(tmp_path):
-    with refusing(UnsupportedError, "exp_avg is a view with strides"):
+    with refusing(UnsupportedError, "exp_avg is a strided view"):
         zckpt.open(changed("s2_fp32_dp2", tmp_path, _strided))
 
 

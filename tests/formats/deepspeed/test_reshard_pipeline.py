@@ -193,7 +193,7 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
     [
         ({"pipeline_parallel_size": 0}, "at least 1"),
         ({"pipeline_parallel_size": 2, "partition_method": "best"}, "unknown partition method"),
-        ({"partition_method": "uniform", "stage_bounds": "0,3,6"}, "one of both"),
+        ({"partition_method": "uniform", "stage_bounds": "0,3,6"}, "one of them"),
         ({"partition_method": "type:block"}, "--pipeline-layers"),
         ({"partition_method": "type:x", "pipeline_layers": LAYERS}, "no layer has that type"),
         ({"partition_method": "type:(", "pipeline_layers": LAYERS}, "regular expression"),
@@ -489,7 +489,7 @@ def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        (PLAIN, {"rename": UNSTAGED[1:]}, "tied_modules.embed.weight: such names only a pipeline has"),
+        (PLAIN, {"rename": UNSTAGED[1:]}, "tied_modules.embed.weight: only a pipeline has such names"),
         (PLAIN, {"rename": UNSTAGED, "pipeline_parallel_size": 2}, "pipeline_parallel_size does not apply"),
         (PLAIN, {"rename": UNSTAGED, "stage_bounds": "0,6"}, "stage_bounds does not apply"),
         (SLICED, {"add_prefix": "layers."}, "expected --tensor-parallel-size 1"),

@@ -345,7 +345,7 @@ def test_killed_runs_are_gone_on_with(s3, s3_proxy, tmp_path):
     assert len(sent) == len(set(sent))
     assert len(contents(s3.directory / "killed")) == 1
     refused(4, *given, "--overwrite", words=("did not finish", "all elements sent, but not renamed"))
-    refused(4, *given, "--resume", "--dtype", "bfloat16", words=("begun with other options: dtype",))
+    refused(4, *given, "--resume", "--dtype", "bfloat16", words=("started with other options: dtype",))
     succeeded(*given, "--resume")
     assert parts(s3_proxy, "killed") == sent
     succeeded(*given[:2], tmp_path / "here", *given[3:])
