@@ -190,7 +190,7 @@ def test_notes_name_random_states_that_are_carried_over(tmp_path):
             ("--world-size", 6, "--tensor-parallel-size", 10**12),
             ("unusable --tensor-parallel-size", "at most"),
         ),
-        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--padded-vocab-size", 39), ("--padded-vocab-size", "39")),
+        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--padded-vocab-size", 39), ("unusable padded size", "39")),
     ],
 )
 def test_degrees_that_cannot_be(name, options, words, tmp_path):

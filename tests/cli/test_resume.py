@@ -258,7 +258,7 @@ def test_what_other_processes_have_done_is_gone_on_with(source, out, monkeypatch
 def test_a_failed_write_keeps_what_is_done_and_says_how_to_go_on(number, source, out):
     said = failed_writing(source, out, number=number)
     assert f"cannot be written: found {os.strerror(number)}; " in said
-    assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume goes on with them" in said
+    assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume continues with them" in said
     assert names_in(out) == REMAINS
     said = refused(4, "consolidate", source, out / MODEL, words=("did not finish", "--resume", "--restart"))
     assert f"in .{MODEL}.zckpt-partial" in said
