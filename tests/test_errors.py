@@ -35,6 +35,12 @@ def test_what_is_no_error_of_zckpt_passes_as_it_is():
 # --- options
 
 
+@pytest.fixture
+def in_python(monkeypatch):
+    """Errors as they are without the tests' own setting."""
+    monkeypatch.setattr(zckpt.ZckptError, "names_flags", False)
+
+
 def _signature(verb: str) -> set[str]:
     function = getattr(zckpt, {"list": "history"}.get(verb, verb).replace("-", "_"))
     names = set(inspect.signature(function).parameters)
@@ -99,6 +105,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str, str]] = {
 
 
 @pytest.mark.parametrize("verb", sorted(REFUSED))
+@pytest.mark.usefixtures("in_python")
 def test_a_verb_names_options_as_whoever_calls_it_does(verb, tmp_path):
     call, options, keywords, flags = REFUSED[verb]
     with pytest.raises(zckpt.ZckptError) as error:

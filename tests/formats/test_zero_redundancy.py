@@ -262,7 +262,7 @@ def test_tensor_that_could_be_a_trained_one_leaves_names_untold(tmp_path):
     model, optimizer = trained()
     directory = as_others_save_it(model, optimizer, tmp_path)
     changed(directory / "model.pt", lambda root: root.update(table=torch.ones(4, 4)))
-    with refusing(UnsupportedError, r"of shape \(4, 4\), has no certain name; give names="):
+    with refusing(UnsupportedError, r"of shape \(4, 4\), has no certain name; give --names FILE"):
         read(directory)
 
 
@@ -413,7 +413,7 @@ def test_names_from_the_user_name_it_later(form, tmp_path):
 def test_parameter_of_unknown_size_cannot_be_assigned(tmp_path):
     for optimizer in (torch.optim.SGD, torch.optim.Adafactor):
         source = unnamed(tmp_path / "c.pt", model=False, optimizer=optimizer)
-        with refusing(UnsupportedError, "the size of the optimizer's parameter 0 is unknown.*names="):
+        with refusing(UnsupportedError, "the size of the optimizer's parameter 0 is unknown.*--names"):
             lay_out(source, world_size=2, per_rank=True)
         assert lay_out(source, world_size=2, per_rank=False)
 

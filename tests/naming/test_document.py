@@ -188,7 +188,7 @@ def test_names_that_fit_neither_side_or_both_are_refused(tmp_path):
 
 def test_what_shapes_do_not_tell_is_asked_for(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors())
-    with refusing(UsageError, "do not determine heads: expected a configuration with n_head.*map_config="):
+    with refusing(UsageError, "do not determine heads: expected a configuration with n_head.*--map-config"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
     with refusing(UsageError, r"q\.weight has another shape"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 5, "d": 1})

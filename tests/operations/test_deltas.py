@@ -204,7 +204,7 @@ def test_what_is_written_replaces_neither_model_nor_version(tmp_path):
 def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
     version = publish(tmp_path / "run", 1, "xor", "xxh3-128")
     for path in (version, version / "model-00000-of-00001.safetensors"):
-        refused(3, "inspect", path, words=("as slime publishes it", "zckpt apply"))
+        refused(3, "inspect", path, words=("as slime publishes them", "zckpt apply"))
     write(tmp_path / "run" / "whole", model(0))
     assert [one["name"] for one in json.loads(succeeded("list", tmp_path / "run", "--json").stdout)["checkpoints"]] == [
         "whole"

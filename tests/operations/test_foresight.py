@@ -101,7 +101,7 @@ def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path, monkeypatch):
     zckpt.consolidate(SOURCE, target)
     before = target.read_bytes()
     monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
-    with refusing(zckpt.TargetError, "so that both need room"):
+    with refusing(zckpt.TargetError, "so both need space"):
         zckpt.consolidate(SOURCE, target, overwrite=True)
     assert target.read_bytes() == before
 

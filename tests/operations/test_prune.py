@@ -144,7 +144,7 @@ def test_only_checkpoints_called_by_a_step_go_each_series_by_itself(tmp_path):
     (at / "logs").mkdir()
     (at / "logs" / "step_1.log").write_text("log")
     assert gone(at) == {"global_step1", "checkpoint-7"}
-    assert why(at)["best"] == "its name says no step"
+    assert why(at)["best"] == "its name has no step"
 
 
 def test_a_file_goes_with_the_digests_that_lie_beside_it(tmp_path):

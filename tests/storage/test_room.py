@@ -29,7 +29,7 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
 
 def test_what_is_replaced_needs_room_until_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(rooms, "room", lambda _: Room(0, None))
-    with pytest.raises(TargetError, match="what is there stays until its successor has its name"):
+    with pytest.raises(TargetError, match="the old target stays until the new one is renamed"):
         check_room(tmp_path, 1, 1, replaced=True)
 
 

@@ -142,7 +142,7 @@ def average(
     num_averaged, num_equal, num_from_last = mean.counts()
     said = [f"the mean of {len(shares)} checkpoints, by {', '.join(f'{share:.6g}' for share in shares)}"]
     if num_equal:
-        said.append(f"not averaged, for they are no numbers and the same in all: {num_equal}")
+        said.append(f"not averaged, because they are not floats and equal in all: {num_equal}")
     if num_from_last:
         said.append(f"not averaged but the last one's: {num_from_last}")
     return Averaged(

@@ -62,7 +62,7 @@ def _heading(document: Document, width: int, paint: Paint) -> list[str]:
             count(checked["checksums"], "checksum"),
         ]
     elif checked["elements"]:
-        facts.append(f"{count(checked['elements'], 'element')} of masters held against weights")
+        facts.append(f"{count(checked['elements'], 'element')} of masters compared with weights")
     lines = [f"{verdict}  {document['source']}{kind}", *_wrapped(", ".join(facts), width, "checked  ")]
     if not document["deep"]:
         lines.append("         structure only: --deep reads every byte")

@@ -207,7 +207,7 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*3"}, "at least 5 layers"),
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*6"}, "tied layers embed"),
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*4,a=embed*2"}, "embed in layer 0"),
-        ({"pipeline_parallel_size": 3, "pipeline_layers": "a=embed*2,a*4"}, "parameters of its own"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a=embed*2,a*4"}, "with its own parameters"),
     ],
 )
 def test_options_that_cannot_be(options, words, tmp_path):
