@@ -219,7 +219,7 @@ def test_lazy_views_are_resolved_as_torch_does(dtype, data, bits):
 
 @pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn", "quint4x2"])
 def test_what_torch_does_not_negate_is_refused(dtype):
-    with refusing(UnsupportedError, "not negated"):
+    with refusing(UnsupportedError, "cannot be negated"):
         resolved(np.zeros(4, numpy_dtype(dtype)), dtype, ("neg",))
 
 

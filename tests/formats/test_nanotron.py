@@ -109,7 +109,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
     groups = [{**group, "lr": 0.5} for group in whole["param_groups"]]
     refused(LayoutError, "has another lr than rank 0's", param_groups=groups)
     torch.save(whole, path.with_name("optimizer_pp-0-of-1_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt"))
-    with refusing(LayoutError, "several numbers of ranks"):
+    with refusing(LayoutError, "different world sizes"):
         zckpt.open(saved)
 
 

@@ -113,7 +113,7 @@ def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path):
     made = plan([TargetFile(name, 1, [Literal(0, b"x")]) for name in ("A/x", "B/x")])
     (tmp_path / "A").mkdir()
     (tmp_path / "B").symlink_to("A")
-    with refusing(TargetError, "two names for one"):
+    with refusing(TargetError, "two names as the same"):
         write(made, [tmp_path / "A" / "x", tmp_path / "B" / "x"])
     (tmp_path / "A" / "x").unlink()
     with pytest.raises(TargetError), written([tmp_path / "A" / "x", tmp_path / "B" / "x"], overwrite=False):

@@ -115,7 +115,7 @@ def test_an_index_that_says_otherwise_is_refused(saved):
     with refusing(ShardError, "rank 2 is missing: expected 3 files, found 2"):
         zckpt.open(saved)
     (saved / INDEX).write_bytes(pickle.dumps({**data, "version": "1.0"}))
-    with refusing(UnsupportedError, r"of a version that is not read: expected 2\.0"):
+    with refusing(UnsupportedError, r"has an unsupported version: expected 2\.0"):
         zckpt.open(saved)
     (saved / INDEX).write_bytes(pickle.dumps({**data, "metadata": {"model": {}}}))
     with refusing(DamagedFileError, "unexpected content: found KeyError"):

@@ -254,7 +254,7 @@ def test_group_of_all_parameters_needs_no_state(tmp_path):
 @pytest.mark.parametrize("name", ZRO)
 def test_parameter_without_state_leaves_names_untold(name, tmp_path):
     directory = ranks(name, tmp_path / "ranks")
-    with refusing(UnsupportedError, r"rank \d's parameter \d has no state that shows its shape.*--names"):
+    with refusing(UnsupportedError, r"rank \d's parameter \d has no state to show its shape.*--names"):
         read(directory)
 
 

@@ -184,9 +184,18 @@ def test_equal_models_make_a_version_that_changes_nothing(tmp_path):
 def test_what_cannot_be_published_is_refused(tmp_path):
     base = write(tmp_path / "0", model(0))
     refused(2, "patch", base, base, tmp_path / "p", "--to", "slime", words=("weight_v000001",))
-    refused(2, "patch", base, base, tmp_path / "p", "--encoding", "overwrite", words=("no such form",))
+    refused(2, "patch", base, base, tmp_path / "p", "--encoding", "overwrite", words=("unknown form",))
     other = write(tmp_path / "1", model(0) | {"b.weight": torch.zeros(3)})
-    refused(5, "patch", base, other, tmp_path / "weight_v000001", "--to", "slime", words=("b.weight is not the same",))
+    refused(
+        5,
+        "patch",
+        base,
+        other,
+        tmp_path / "weight_v000001",
+        "--to",
+        "slime",
+        words=("b.weight differs in shape or type",),
+    )
 
 
 def test_what_is_written_replaces_neither_model_nor_version(tmp_path):

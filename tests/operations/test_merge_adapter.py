@@ -471,7 +471,7 @@ def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
         ({"lora_bias": True}, r"w has only lora_A, lora_B: expected lora_A, lora_B, lora_B\.bias"),
         ({"use_dora": True}, "w has only lora_A, lora_B"),
-        ({"use_qalora": True}, "use_qalora: not merged as weight"),
+        ({"use_qalora": True}, "use_qalora: does not merge as weight"),
         ({"something_new": "x"}, "something_new"),
         ({"r": 4}, r"the factors of w do not fit.*a rank of 4.*A \(2, 4\), B \(3, 2\)"),
         ({"rank_pattern": {"w": 8}}, "a rank of 8"),

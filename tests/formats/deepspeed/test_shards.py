@@ -174,7 +174,7 @@ def test_rank_that_two_roots_have_is_named(tmp_path):
     other = Path(shutil.copytree(tag.parent, tmp_path / "other"))
     model_file(other / tag.name).unlink()
     optimizer_file(other / tag.name, 0).unlink()
-    refused(ShardError, tag.parent, "rank 1", "twice", str(tag), str(other), roots=[other])
+    refused(ShardError, tag.parent, "rank 1", "there are two optimizer files", str(tag), str(other), roots=[other])
 
 
 def test_rank_that_is_there_under_two_names_is_named(tmp_path):

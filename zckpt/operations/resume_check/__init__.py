@@ -178,7 +178,7 @@ def _lost(facts: Facts) -> str | None:
     """Doubt what has files missing, or things that zckpt knows not."""
     one = facts.checkpoint
     if one.lost:
-        return f"{len(one.lost)} of its files are not there"
+        return f"{len(one.lost)} of its files are missing"
     left = [item.name for item in take_inventory(one).left_out if item.trained]
     return f"the contents of {listed(left, most=SHOWN)} are unknown" if left else None
 

@@ -136,7 +136,7 @@ class Program:
 def lies(*names: str) -> Need:
     """Return a need: files in the directory."""
     return lambda facts: (
-        f"{missing[0]} is not there" if (missing := [one for one in names if not facts.has(one)]) else None
+        f"{missing[0]} is missing" if (missing := [one for one in names if not facts.has(one)]) else None
     )
 
 
