@@ -116,7 +116,7 @@ def test_items_of_dcp_without_metadata(tmp_path):
 def test_parent_names_the_last_checkpoint_in_it(to, tmp_path):
     for step in (2, 9, 10):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / f"step-{step}", to=to)
-    refused(3, "inspect", tmp_path, words=("no checkpoint recognised", f"did you mean {tmp_path / 'step-10'}?"))
+    refused(3, "inspect", tmp_path, words=("not recognised as a checkpoint", f"did you mean {tmp_path / 'step-10'}?"))
 
 
 def test_parent_of_megatron_names_the_iteration_that_its_file_says(tmp_path):

@@ -73,7 +73,7 @@ def test_help_of_convert_has_every_option_and_format():
         ("zckpt", {"world_size": True}, "unusable world-size: expected a value of type int"),
         ("zckpt", {"world_size": 0}, "world size"),
         ("dcp", {"dtype": "int8"}, "unusable dtype: expected float32 or bfloat16 or float16 or keep"),
-        ("torch", {}, "torch is read and not written"),
+        ("torch", {}, "torch can be read, but not written"),
         ("nothing", {}, "unknown format: expected zckpt, universal"),
     ],
 )
@@ -323,5 +323,5 @@ def test_broken_package_is_one_clear_line(content, said, model, tmp_path):
     assert "the format brokenformat of of-brokenformat cannot be loaded" in broken[2]
     assert said in broken[2]
     assert "broken" in listed[1]
-    assert "no checkpoint recognised" in unknown[2]
+    assert "not recognised as a checkpoint" in unknown[2]
     assert "brokenformat" in unknown[2]

@@ -90,7 +90,7 @@ def test_where_a_file_system_does_not_say_no_time_is_told(tmp_path, monkeypatch)
 def test_what_cannot_fit_is_refused(options, tmp_path, monkeypatch):
     command = ("convert", SOURCE, tmp_path / "out", "--to", "universal", *options)
     monkeypatch.setattr(rooms, "room", lambda _: Room(1 << 40, 20))
-    refused(4, *command, words=("no space for so many files: expected ", "inodes free, found 20"))
+    refused(4, *command, words=("no space for that many files: expected ", "inodes free, found 20"))
     monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
     refused(4, *command, words=("not enough space: expected ", "bytes free, found 20; free some or write elsewhere"))
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +101,7 @@ def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path, monkeypatch):
     zckpt.consolidate(SOURCE, target)
     before = target.read_bytes()
     monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
-    with refusing(zckpt.TargetError, "so that both need room"):
+    with refusing(zckpt.TargetError, "so both need space"):
         zckpt.consolidate(SOURCE, target, overwrite=True)
     assert target.read_bytes() == before
 
@@ -209,5 +209,5 @@ def test_too_little_memory_is_one_line_and_nothing_is_written(source, tmp_path):
     done = limited(16, source, tmp_path)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "not enough memory by RLIMIT_AS (ulimit -v): expected 26214400 bytes that are free" in done.stderr
+    assert "not enough memory under RLIMIT_AS (ulimit -v): expected 26214400 free bytes" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -83,7 +83,7 @@ class Raises(Reporter):
 
 def test_existing_file_is_refused_and_untouched(tmp_path):
     (tmp_path / "t").write_bytes(OLD)
-    with pytest.raises(TargetExistsError, match=r"t: already exists; .*overwrite=True"):
+    with pytest.raises(TargetExistsError, match=r"t: already exists; .*--overwrite"):
         write_target(copying(tmp_path, "t"), tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == OLD
     assert listing(tmp_path) == ["t"]

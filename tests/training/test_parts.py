@@ -189,7 +189,7 @@ def refused(rank, world_size, folder: Path) -> None:
     sgd = torch.optim.SGD(part.parameters(), lr=0.1)
     save("have different classes", UsageError, [part], [adam if rank else sgd])
     redundant = zckpt.optim.ZeroRedundancyOptimizer(part.parameters(), torch.optim.SGD, lr=0.1)
-    save("of a model in parts", UnsupportedError, [part], [redundant])
+    save("for a model in parts", UnsupportedError, [part], [redundant])
     save("not a model", UsageError, [part if rank else 7])  # type: ignore[list-item]
     zckpt.save(folder / "saved", model=[part], optimizer=[sgd])
     with pytest.raises(UsageError, match=r"the model has no layers\.1"):

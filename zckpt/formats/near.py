@@ -130,7 +130,7 @@ def meant(path: Path) -> str | None:
         return f"if it is a model of the Hugging Face Hub, download it first: hf download {path}"
     if above is None or above == path.parent or above == Path(above.anchor):
         return None
-    return f"there is {above}, and not {path.relative_to(above).parts[0]} in it"
+    return f"{above} exists, but not {path.relative_to(above).parts[0]} in it"
 
 
 def pointer(path: Path) -> NearMiss | None:

@@ -143,9 +143,9 @@ def average(
     weighted = "equal weights" if len(set(shares)) == 1 else "weights " + ", ".join(f"{share:.6g}" for share in shares)
     said = [f"the mean of {len(shares)} checkpoints, with {weighted}"]
     if num_equal:
-        said.append(f"{num_equal} of integers or booleans, equal in all, taken as they are")
+        said.append(f"not averaged, because they are not floats and equal in all: {num_equal}")
     if num_from_last:
-        said.append(f"{num_from_last} taken from the last checkpoint")
+        said.append(f"not averaged, but taken from the last checkpoint: {num_from_last}")
     return Averaged(
         **{**done.fields(), "notes": (*notes, *done.notes, *left_out, *said)},
         num_tensors=num_tensors,

@@ -378,7 +378,7 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
     if how.memory < LEAST_MEMORY_NBYTES:
         yield f"parts for a store need up to {LEAST_MEMORY_NBYTES} bytes of memory, but --memory is {how.memory}"
     if how.executor not in (None, "threads"):
-        yield "what goes to a store is made and sent by this process, not by the executor's workers"
+        yield "this process makes and sends what goes to a store, not the executor's workers"
 
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:

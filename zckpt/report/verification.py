@@ -62,7 +62,7 @@ def _heading(document: Document, width: int, paint: Paint) -> list[str]:
             count(checked["checksums"], "checksum"),
         ]
     elif checked["elements"]:
-        facts.append(f"a sample of {count(checked['elements'], 'element')} of masters and weights")
+        facts.append(f"a sample of {count(checked['elements'], 'element')} of masters compared with weights")
     lines = [f"{verdict}  {document['source']}{kind}", *_wrapped(", ".join(facts), width, "checked  ")]
     if document["checkpoint"] not in (None, document["source"]):
         lines.append(

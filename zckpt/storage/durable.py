@@ -247,7 +247,7 @@ def interrupted(target: Path) -> str | None:
     if os.path.lexists(_naming_name(target)):
         return "a run was killed while it was naming this file and others: the next run to this target names the rest"
     if os.path.lexists(old_name(target)) and not os.path.lexists(target):
-        return f"a run was killed while it was replacing it: what was there is {old_name(target)}"
+        return f"a run was killed while replacing it: the old one is {old_name(target)}"
     return None
 
 

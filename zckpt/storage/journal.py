@@ -112,7 +112,7 @@ class Purpose:
     def other(self, begun: Purpose) -> str | None:
         """Return in what a run that was begun is another than this one; None: in nothing."""
         if begun.version != self.version:
-            return f"by zckpt {begun.version}, and this is {self.version}"
+            return f"by zckpt {begun.version}, but this is {self.version}"
         if begun.verb != self.verb:
             return f"by `zckpt {begun.verb}`"
         for key in sorted(begun.options.keys() | self.options.keys()):

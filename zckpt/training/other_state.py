@@ -138,7 +138,7 @@ def read_other_state(
             found.states.append((target, dict(state)))
             taken.add(key)
         else:
-            found.missing.append(f"the checkpoint has no state of a {name}: it goes on as it is")
+            found.missing.append(f"the checkpoint has no state of a {name}: it is not changed")
     if not ours:
         by = find_format(checkpoint.format)
         taken |= by.own_metadata if by is not None else set()

@@ -293,13 +293,13 @@ class _Held(Meeting):
         elif slot in expected and share.tensor.numel() == 1:
             self._compare(what, expected[slot], share.tensor.item())
         elif share.tensor.count_nonzero():
-            self.differences.append(f"{what} is not in the checkpoint, and the optimizer has some")
+            self.differences.append(f"{what} is not in the checkpoint, but the optimizer has some")
 
     def _hold_value(self, what: str, key: str, expected: Mapping[str, object], value: object) -> None:
         if key in expected:
             self._compare(what, expected[key], value)
         elif number_of(value):
-            self.differences.append(f"{what} is not in the checkpoint, and {number_of(value)!r} here")
+            self.differences.append(f"{what} is not in the checkpoint, but {number_of(value)!r} here")
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""
@@ -320,7 +320,7 @@ class _Held(Meeting):
                 if key in ours:
                     self._compare(f"{what}: {key}", value, ours[key])
                 else:
-                    self.differences.append(f"{what}: {key} is in the checkpoint, and not here")
+                    self.differences.append(f"{what}: {key} is in the checkpoint, but not here")
         elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
             for number, (value, its) in enumerate(zip(theirs, ours, strict=True)):
                 self._compare(f"{what}[{number}]", value, its)

@@ -136,7 +136,7 @@ def read_record(directory: Path) -> Record:
 
     if not os.path.lexists(path):
         return Record()
-    with document(path, FORMAT, "is no record of a Checkpointer", "use a separate directory for the run") as found:
+    with document(path, FORMAT, "is not a Checkpointer's record", "use a separate directory for the run") as found:
         saved, saving = tuple(written(*row) for row in found["saved"]), found["saving"]
         return Record(saved) if saving is None else Record(saved, written(*saving[:2]), str(saving[2]))
 

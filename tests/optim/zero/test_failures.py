@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a set": (partial(ZeroOptimizer, [{"params": {one()}}], SGD, lr=1.0), TypeError, "must have an order"),
     "experts without a group": (
         partial(ZeroOptimizer, [{"params": [one()], "moe": True, "name": "e"}], SGD, lr=1.0),
-        ValueError, "'e', whose process group is not among expert_data_parallel_groups",
+        ValueError, "'e'has no process group in expert_data_parallel_groups",
     ),
     "no optimizer": (
         partial(ZeroOptimizer, [one()], lambda params, lr: object(), lr=1.0),

@@ -64,7 +64,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     `paired`: whether each optimizer has to be of one model, as under FSDP, whose optimizers have names. Raises
     UnsupportedError: optimizers of some of the models only, or of several at once.
     """
-    refuse_unnamed(checkpoint, "so that it is not known whose state Accelerate is to find where")
+    refuse_unnamed(checkpoint, "so it is unknown where Accelerate should find whose state")
     models = checkpoint.models()
     if not models:
         if checkpoint.optimizers():
@@ -280,5 +280,5 @@ def _scheduler(optimizer: Checkpoint, key: str, notes: list[str]) -> object:
     before = len(notes)
     found = scheduler(replace(optimizer, metadata=own), notes, name=f"{key}.bin")
     if len(notes) > before:
-        notes[-1] += "; with several processes Accelerate steps it once for each, unless it is told otherwise"
+        notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
     return found

@@ -295,7 +295,7 @@ def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, fil
     """Add `.metadata` and the files of the items to those of a checkpoint."""
     size = Path(metadata.path).stat().st_size
     checkpoint.files.append(SourceFile(metadata.path, size, "metadata", globals={"pickle": metadata.globals}))
-    checkpoint.claims[metadata.path] = Claim(IMPLIED, "where each item is")
+    checkpoint.claims[metadata.path] = Claim(IMPLIED, "the place of each item")
     for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
         mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(

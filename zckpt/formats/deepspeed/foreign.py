@@ -99,8 +99,8 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         rest = [p.name for p in members if p.name not in stepped]
         if stepped and rest:
             found.append(
-                f"{listed(rest)} of param group {index} {'has' if len(rest) == 1 else 'have'} no optimizer state: "
-                f"ZeRO keeps one for the whole group, in which theirs is zero and as many steps old as the others'"
+                f"{listed(rest)} of param group {index} {('has' if len(rest) == 1 else 'have')} no optimizer state: "
+                "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step"
             )
         without_master += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
     if without_master:
@@ -108,8 +108,9 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     unsure = [p.name for p in checkpoint.parameters.values() if p.group is None and not (p.frozen or p.tied_to)]
     if stage == 3 and unsure:
         found.append(
-            f"{listed(unsure)}, which the optimizer does not have, {'is' if len(unsure) == 1 else 'are'} written as "
-            f"frozen parameters: where the training has buffers of these names DeepSpeed stops (ZeRO-1 and 2 load both)"
+            f"{listed(unsure)}, which the optimizer does not have, {('is' if len(unsure) == 1 else 'are')} written "
+            "as frozen parameters: DeepSpeed stops if the training has buffers with these names (ZeRO-1 and 2 load "
+            "both)"
         )
     return tuple(found)
 

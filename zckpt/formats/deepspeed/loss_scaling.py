@@ -77,7 +77,7 @@ def scaling(
     elif (values := of_stage0(known)) is not None:
         keys = {LOSS_SCALER: _scaler(values, config), DYNAMIC: values["dynamic"]}
         notes = [
-            "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
+            "the loss scaler's hysteresis starts over: without ZeRO there is none",
             "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
             "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
         ]
@@ -97,7 +97,7 @@ def scaling(
             values = {"cur_scale": begun if scale is None else scale, "dynamic": True, "cur_iter": 0,
                       "last_overflow_iter": -1, "scale_factor": 2.0,
                       "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
-            what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
+            what = "starts as in DeepSpeed" if scale is None else f"starts at {scale:g} and counts again"
         keys[LOSS_SCALER] = _scaler(values, config)
         notes.append(f"ZeRO-3 loads nothing without a loss scaler, but the source has none: it {what}")
     node = node_of(keys[LOSS_SCALER])

@@ -228,7 +228,7 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[
                     else value is None or isinstance(value, (int, float, str))
                 )
                 if not is_loaded:
-                    return f"DeepSpeed does not load {key} from the lean form as it is"
+                    return f"DeepSpeed cannot load {key} without padding"
     return None
 
 

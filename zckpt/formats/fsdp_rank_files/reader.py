@@ -133,7 +133,7 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
             content = by_name({one: value for one, value in root.items() if one not in gone}, file.path)
             shared = [one for one, value in content.items() if is_share(file) and any(True for _ in shares(value))]
             if shared and not found:
-                said = "of which each rank has a part, are neither the model nor the optimizer: they are not read"
+                said = "are sharded, but belong to neither the model nor the optimizer: they are not read"
                 checkpoint.warnings.append(f"{listed(shared)}, {said}")
             found.append((rank, file, {one: value for one, value in content.items() if one not in shared}))
         first = found[0][1:]

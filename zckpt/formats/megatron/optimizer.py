@@ -161,8 +161,8 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
         found[min(fitting)].append(one.name)
     if ruled:
         checkpoint.details["param groups"] = (
-            "of which parameters is not in the files: by Megatron's default rule, shards of one model axis and "
-            "biases are in the group without weight decay"
+            "the files do not list its parameters: by Megatron's default rule, those of one axis and biases are in "
+            "the group without weight decay"
         )
     return found
 

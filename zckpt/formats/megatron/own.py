@@ -29,7 +29,7 @@ KEY = "megatron"
 ROWS = "padded vocabulary"
 """Under which `Checkpoint.details` have the rows of a target's vocabulary, where they are more than the source's."""
 
-RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "names, and whose each param group is"))
+RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "names, and the parameters of each param group"))
 
 
 def own_tree(

@@ -155,7 +155,7 @@ def _add_weight(
 ) -> None:
     """Add a tensor, or a rank's part of one."""
     slots, texts, nbytes = safetensors.read_header(file)
-    rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "where the part lies in the whole") for key in OF_SHARD]
+    rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "the place of the part in the whole") for key in OF_SHARD]
     checkpoint.files.append(safetensors.source_file(file, slots, texts, nbytes, rules))
     one = weights.setdefault(name, Weight())
     with about(file):

@@ -70,10 +70,10 @@ OPTIMIZER_RULES = (
     *optimizer_rules(),
     *optimizer_rules("optimizer_state_dict")[1:],
     *remainder_rules(KEY),
-    *implied("what is said of parameters and of the source", "groups", "filled_in", "made", "without_master",
+    *implied("descriptions of parameters and of the source", "groups", "filled_in", "made", "without_master",
              where=[KEY]),
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
-    *(Rule((*where, "**"), IMPLIED, "the first rank's share of what the folders hold", tensors=True)
+    *(Rule((*where, "**"), IMPLIED, "the first rank's share of the folders' contents", tensors=True)
       for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
     *implied("how the state is cut", *sorted(CUT_KEYS - OWN_KEYS)),
     *implied(OF_THE_RUN, "zero_stage", "ds_version"),

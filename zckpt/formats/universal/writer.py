@@ -98,8 +98,8 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     hindrance, single = zero3_hindrance(checkpoint, Folders.of(checkpoint)), single_values(checkpoint)
     if single:
         found.append(
-            f"DeepSpeed's universal loader stops at {', '.join(single)}, of which a parameter has one value: it takes "
-            f"one for each element; `zckpt reshard` and `convert --to deepspeed` write what it loads"
+            f"DeepSpeed's universal loader stops at {', '.join(single)}, with one value per parameter: it expects "
+            "one per element; `zckpt reshard` and `convert --to deepspeed` write what it loads"
         )
     elif hindrance is not None:
         found.append(f"DeepSpeed loads this at ZeRO-1 and 2; its ZeRO-3 loader stops: {hindrance}")
@@ -119,13 +119,13 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     if untrained:
         found.append(f"DeepSpeed's universal loader does not load the {len(untrained)} frozen parameters and buffers")
     if any(map(is_expert, checkpoint.parameters)):
-        found.append("DeepSpeed's universal loader looks experts up by their numbers on a rank: where they are spread "
-                     "over several, all get those of the first; load it with ep_size=1, or use "
-                     "`zckpt convert --to deepspeed --expert-parallel-size E`")  # fmt: skip
+        found.append("DeepSpeed's universal loader looks experts up by their local numbers: if they are spread over "
+            "several ranks, all ranks get the first rank's; load it with ep_size=1, or use `zckpt convert --to "
+            "deepspeed --expert-parallel-size E`")  # fmt: skip
     shared = shared_keys(checkpoint.metadata, Slices(checkpoint).info, checkpoint.parameters, checkpoint.source)
     if shared is not None:
-        found.append(f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is right at one tensor-"
-                     "parallel rank only: where keys begin that several heads share, its rules cannot say")  # fmt: skip
+        found.append(f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is only right for one "
+            "tensor-parallel rank: its rules cannot say where keys begin that several heads share")  # fmt: skip
     if of_auto_ep(checkpoint) and not expert_counts(checkpoint):
         found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
                      "rank its own: their layers are not listed under these names")  # fmt: skip
@@ -245,7 +245,7 @@ def zero3_hindrance(checkpoint: Checkpoint, folders: Folders) -> str | None:
         slots = sorted(found - {MASTER_STEM})
         return f"it loads exp_avg and exp_avg_sq, and the optimizer has {', '.join(slots) or 'no state'}"
     if _one_step(checkpoint) is None:
-        return "it has one step for all parameters, and here they differ, or there is none"
+        return "it has one step for all parameters, but here they differ, or there is none"
     return None
 
 

@@ -151,7 +151,9 @@ def resume_check(
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
     doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
     if program != "zckpt" and _scheme(checkpoint) is not None:
-        doubts.append("it is not on a file system, and whether it is read from there is not known: copy it first")
+        doubts.append(
+            "it is not on a file system, and it is unknown whether the program can read it there: copy it first"
+        )
     words = _words(facts)
     found = replace(found, call=way.call.format(**words), given=way.given.format(**words) or None)
     if reasons:
@@ -176,9 +178,9 @@ def _lost(facts: Facts) -> str | None:
     """Doubt what has files missing, or things that zckpt knows not."""
     one = facts.checkpoint
     if one.lost:
-        return f"{len(one.lost)} of its files are not there"
+        return f"{len(one.lost)} of its files are missing"
     left = [item.name for item in take_inventory(one).left_out if item.trained]
-    return f"nobody knows what is in {listed(left, most=SHOWN)}" if left else None
+    return f"the contents of {listed(left, most=SHOWN)} are unknown" if left else None
 
 
 def _words(facts: Facts) -> dict[str, object]:
@@ -210,7 +212,7 @@ def _divided(facts: Facts, way: Way) -> tuple[list[dict[str, object]], list[dict
             if left := [key for key in keys if key not in taken]:
                 gone.append({"part": part, "why": f"nothing there looks for {listed(left, most=SHOWN)}"})
         elif part in way.keeps or part in TRAINING:
-            gone.append({"part": part, "why": "it is not in the checkpoint, and begins anew"})
+            gone.append({"part": part, "why": "it is not in the checkpoint, and starts over"})
     return back, gone
 
 
@@ -229,9 +231,9 @@ def _with_commands(
         refused.append(
             f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
         )
-    none = "no command of zckpt's makes what it resumes from"
+    none = "no zckpt command writes what it resumes from"
     said = "; ".join([none, *refused[-1:], *([program.advice] if program.advice and not lacks else [])])
-    names = "names of tensors stay as they are; --model tells whether they are the model's"
+    names = "tensor names do not change; --model checks whether they are the model's"
     kept = names if facts.shapes is None and not only_size else None
     return replace(found, commands=[command] if command else [], advice=kept if command else said)
 
@@ -288,8 +290,8 @@ def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
     other = [name for name, shape in found.items() if shape != shapes[name]]
     said = (
-        ("the model has tensors that the checkpoint has not", [name.split("\0")[0] for name in missing]),
-        ("the checkpoint has tensors that the model has not", more),
+        ("the model has tensors that the checkpoint lacks", [name.split("\0")[0] for name in missing]),
+        ("the checkpoint has tensors that the model lacks", more),
         ("tensors have another shape in the model", other),
     )
     return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]

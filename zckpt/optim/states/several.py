@@ -211,8 +211,8 @@ def _check_names(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
     advice = "give a mapping with the names that were saved, or a list if they are numbers"
     if len(ours) != len(theirs):
         what = (
-            f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
-            f"and {len(ours)} {'is' if len(ours) == 1 else 'are'} given"
+            f"the checkpoint has {len(theirs)} optimizer{('' if len(theirs) == 1 else 's')}, but {len(ours)} "
+            f"{('was' if len(ours) == 1 else 'were')} given"
         )
         advice = "give as many as were saved, or strict=False"
     raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
@@ -262,7 +262,7 @@ def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, st
             raise UsageError(
                 "parts of an optimizer have different classes",
                 found=f"{found[name]}, {cls}",
-                advice="give optimizers by name: shards of one model name are parts of one, on all ranks",
+                advice="give optimizers by name: on all ranks, those with one name are parts of one optimizer",
             )
     return {**found, **more}
 

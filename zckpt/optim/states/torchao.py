@@ -36,7 +36,7 @@ Range = tuple[int, int]
 SIGNED = "exp_avg"
 """The slot whose values have signs, for which maps are others."""
 
-ADVICE = "dequantize=True takes the floats that they stand for, of which torchao makes blocks anew"
+ADVICE = "dequantize=True loads the floats that they stand for, from which torchao makes new blocks"
 
 
 def _pieces(key: str, parameter: torch.Tensor, local: Any, blank: Any, floats: Sequence[Range]) -> dict[str, Share]:

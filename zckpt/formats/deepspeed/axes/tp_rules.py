@@ -325,8 +325,8 @@ class Rules:
                 subs = [shape[dim]]
             elif sum(subs) != shape[dim] or _of_subs(mapped, subs) != tuple(map(joined, mapped.shares)):
                 raise self._unusable(
-                    f"{name} is cut in an order of its own, which does not say how {ranks} tensor-parallel ranks have "
-                    f"it",
+                    f"{name} is cut in a special order, which does not say how to cut it for {ranks} "
+                    "tensor-parallel ranks",
                     f"{len(mapped.shares)} ranks",
                 )
             module = name.rpartition(".")[0]
@@ -451,9 +451,7 @@ class Rules:
         for pattern in patterns:
             quantifiers = len(re.findall(r"(?<!\\)[*+{]", pattern))
             if re.search(r"\)[*+{?]", pattern) or quantifiers > MAXIMUM_QUANTIFIERS:
-                raise self._unusable(
-                    "a tensor-parallel rule that is not matched, for it could take for ever", brief(pattern)
-                )
+                raise self._unusable("a tensor-parallel rule that could take forever to match", brief(pattern))
         try:
             return [re.compile(pattern) for pattern in patterns]
         except re.error as error:

@@ -112,7 +112,7 @@ def _held(checkpoint: Checkpoint) -> Held:
     for value in checkpoint.per_rank:
         member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
         if member is None or value.part >= len(member.masters):
-            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, of which there is no master")
+            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
         found = moments_of(value, what, checkpoint.source)
         held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
     return held
