@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
+from zckpt.storage.disk import sync
 
 try:
     import fcntl
@@ -110,11 +111,12 @@ def nearest(target: Path) -> Path:
 
 @contextmanager
 def directories_above(target: Path) -> Iterator[None]:
-    """Make the directories that a target is in; on failure remove those that were not there, if nothing is in them."""
+    """Make the directories that a target is in, on disk; on failure remove those made here that nothing is in."""
     made = [above for above in target.parents if not os.path.lexists(above)]
     try:
         for one in reversed(made):
             one.mkdir(exist_ok=True)
+            sync(one.parent)
         yield
     except BaseException:
         for one in made:
