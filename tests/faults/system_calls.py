@@ -150,30 +150,40 @@ class Supervised:
         ours.close()
         self._pidfd = os.pidfd_open(self.pid)
         self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDWR)
+        self.status: int | None = None
+        """Its exit status, or less a signal; None: it has not ended."""
+        self._waiting = select.poll()
+        self._waiting.register(self._listener, select.POLLIN)
+        self._waiting.register(self._pidfd, select.POLLIN)
 
     def run(self) -> int:
         """Answer until it ends; return its exit status, or less a signal."""
-        waiting = select.poll()
-        waiting.register(self._listener, select.POLLIN)
-        waiting.register(self._pidfd, select.POLLIN)
+        while self.status is None:
+            self.advance()
+        return self.status
+
+    def advance(self) -> None:
+        """Answer once, or wait until it has ended."""
         try:
-            while True:
-                ready = dict(waiting.poll())
-                if ready.get(self._listener, 0) & select.POLLIN:
-                    self._answer()
-                elif self._pidfd in ready:
-                    return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            ready = dict(self._waiting.poll())
+            if ready.get(self._listener, 0) & select.POLLIN:
+                self._answer()
+            elif self._pidfd in ready:
+                self._ended()
         except BaseException:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+            self.kill()
             raise
-        finally:
-            for one in (self._listener, self._pidfd, self._memory):
-                os.close(one)
 
     def kill(self) -> None:
         """Kill it, in the middle of what it asks for."""
-        os.kill(self.pid, signal.SIGKILL)
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._ended()
+
+    def _ended(self) -> None:
+        self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        for one in (self._listener, self._pidfd, self._memory):
+            os.close(one)
 
     def memory(self, address: int, nbytes: int) -> bytes:
         return os.pread(self._memory, nbytes, address)

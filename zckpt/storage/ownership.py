@@ -161,6 +161,12 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
             found=_some(others),
             advice="choose a new directory",
         )
+    if not all(os.access(folder, os.W_OK | os.X_OK) for folder in {(target / name).parent for name, _ in names}):
+        raise TargetExistsError(
+            "holds files that this user may not remove",
+            path=target,
+            advice="let its owner remove it, or choose another name",
+        )
 
 
 def check_unfinished(directory: Path, owned: Owned) -> None:
