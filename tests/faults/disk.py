@@ -95,9 +95,13 @@ def is_unread(path: str) -> bool:
 
 
 class Recorder:
-    """What a run does to the disk, from its calls: it answers them, and no sync is waited for."""
+    """What a run does to the disk, from its calls: it answers them, and no sync is waited for.
 
-    def __init__(self, before: Tree) -> None:
+    `exchanges`: whether the file system can exchange two names.
+    """
+
+    def __init__(self, before: Tree, *, exchanges: bool = True) -> None:
+        self._exchanges = exchanges
         self.ops: list[Op] = []
         self.first = State()
         self._numbers = itertools.count(1)
@@ -183,7 +187,10 @@ class Recorder:
                 if is_folder == (found in self._now.folders):
                     self._do(Op(names=((*self._place(call.path, self._now), None),)))
         elif name in ("rename", "renameat", "renameat2"):
-            self._rename(call, given[4] if name == "renameat2" else 0)
+            flags = given[4] if name == "renameat2" else 0
+            if flags & _EXCHANGE and not self._exchanges:
+                return -errno.EINVAL
+            self._rename(call, flags)
         else:
             raise AssertionError(f"{name} of {call.path} is not known here")
         return None
@@ -253,10 +260,11 @@ class Crashes:
             if op.names or op.syncs:
                 continue
             kept, torn = data.get(op.file, (set[int](), None))
-            if at == torn and isinstance(op.data, bytes):
-                op = Op(op.file, op.at, op.data[: len(op.data) // 2])
-            if at in lasting or at in kept or at == torn:
+            if at in lasting or at in kept:
                 files[op.file] = written(files[op.file], op)
+            elif at == torn and isinstance(op.data, bytes):
+                part = Op(op.file, op.at, op.data[: len(op.data) // 2])
+                files[op.file] = written(files[op.file], part)
         return files
 
     @staticmethod

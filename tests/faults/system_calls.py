@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 # Number, the argument that is a descriptor, and those that are paths, each behind that of its directory; x86-64.
 CALLS: dict[str, tuple[int, int | None, tuple[tuple[int | None, int], ...]]] = {
     "read": (0, 0, ()), "write": (1, 0, ()), "open": (2, None, ((None, 0),)), "close": (3, 0, ()),
@@ -142,14 +144,16 @@ class Supervised:
                 ours.close()
                 listener = _installed(names)
                 socket.send_fds(theirs, [b"f"], [listener])
+                theirs.recv(1)
                 status = int(act() or 0)  # type: ignore[call-overload]
             finally:
                 os._exit(status)
         theirs.close()
         _, [self._listener], _, _ = socket.recv_fds(ours, 1, 1)
-        ours.close()
         self._pidfd = os.pidfd_open(self.pid)
         self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDWR)
+        ours.send(b"g")
+        ours.close()
         self.status: int | None = None
         """Its exit status, or less a signal; None: it has not ended."""
         self._waiting = select.poll()
@@ -216,7 +220,7 @@ class Supervised:
     def _call(self, name: str, thread: int, arguments: tuple[int, ...]) -> Call | None:
         _, descriptor, places = CALLS[name]
         if descriptor is not None:
-            found = [os.readlink(f"/proc/{thread}/fd/{arguments[descriptor] & 0xFFFFFFFF}")]
+            found = [str(Path(f"/proc/{thread}/fd/{arguments[descriptor] & 0xFFFFFFFF}").readlink())]
         else:
             found = [self._path(thread, arguments, *one) for one in places]
         paths = tuple(Path(os.path.normpath(one)) for one in found)
@@ -232,8 +236,8 @@ class Supervised:
         if given.startswith("/"):
             return given
         descriptor = AT_FDCWD if folder is None else arguments[folder] & 0xFFFFFFFF
-        base = os.readlink(f"/proc/{thread}/cwd" if descriptor == AT_FDCWD else f"/proc/{thread}/fd/{descriptor}")
-        return os.path.join(base, given) if given else base
+        base = Path(f"/proc/{thread}/cwd" if descriptor == AT_FDCWD else f"/proc/{thread}/fd/{descriptor}").readlink()
+        return str(base / given)
 
     def _text(self, address: int) -> bytes:
         text = b""
@@ -291,8 +295,7 @@ def _installed(names: Collection[str]) -> int:
     return _checked(_libc.syscall(_NR_SECCOMP, _SET_FILTER, _NEW_LISTENER, given))
 
 
-def why_not() -> str | None:
-    """Why this machine lets no process be looked at so; None: it does."""
+def _why_not() -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "calls are numbered as Linux on x86-64 numbers them"
     try:
@@ -300,6 +303,12 @@ def why_not() -> str | None:
     except OSError as error:
         return f"the kernel does not ask: {error}"
     return None
+
+
+WHY_NOT = _why_not()
+"""Why this machine lets no process be looked at so; None: it does."""
+
+can_ask = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
 def real_syncs() -> None:

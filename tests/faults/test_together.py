@@ -23,15 +23,21 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.cli.console import run
-from tests.faults.system_calls import SYNCING, Answer, Call, Supervised, real_syncs, why_not
-from tests.faults.verbs import RUN, called, checkpointer, optimizer_state, saved, tree, trained, whole_save
+from tests.faults.system_calls import SYNCING, Answer, Call, Supervised, can_ask, real_syncs
+from tests.faults.verbs import RUN, called, checkpointer, optimizer_state, saved, trained, tree, whole_save
 from zckpt.errors import ZckptError
 from zckpt.training.run_directory import unsound
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+pytestmark = can_ask
 
 FIRST = (1, 2)
 ACTORS = 4
@@ -119,7 +125,7 @@ class Together(RuleBasedStateMachine):
     @precondition(lambda self: self.actors)
     @rule(which=st.integers(0, ACTORS - 1), calls=st.sampled_from([1, 3, 10, 30, 100, 300]))
     def one_goes_on(self, which: int, calls: int) -> None:
-        name, actor = self.actors[which % len(self.actors)]
+        _, actor = self.actors[which % len(self.actors)]
         for _ in range(calls):
             if actor.status is None:
                 actor.advance()
@@ -191,13 +197,13 @@ def together(examples: int) -> None:
             act(Path(folder).with_suffix(".warm"))
             shutil.rmtree(Path(folder).with_suffix(".warm"))
         given = settings(
-            max_examples=examples, stateful_step_count=20, deadline=None, database=None,
+            max_examples=examples, stateful_step_count=15, deadline=None, database=None,
             suppress_health_check=list(HealthCheck), derandomize=True, print_blob=False,
         )  # fmt: skip
         run_state_machine_as_test(Together, settings=given)
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(150, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [2, pytest.param(100, marks=pytest.mark.nightly)])
 def test_readers_saves_prunes_and_packs_at_once(examples):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(together, examples).result()

@@ -71,18 +71,11 @@ def called(function: Callable[[Path], object], out: Path) -> CompletedProcess[st
 
 def tree(top: Path) -> Tree:
     found: Tree = {}
-    for at, folders, files in os.walk(top):
-        for name in folders:
-            found[os.path.relpath(os.path.join(at, name), top)] = None
-        for name in files:
-            path = os.path.join(at, name)
-            found[os.path.relpath(path, top)] = os.readlink(path).encode() if os.path.islink(path) else read(path)
+    for path in top.rglob("*"):
+        name = str(path)[len(str(top)) + 1 :]
+        link = path.is_symlink()
+        found[name] = str(path.readlink()).encode() if link else None if path.is_dir() else path.read_bytes()
     return found
-
-
-def read(path: str) -> bytes:
-    with open(path, "rb") as file:  # noqa: PTH123  # of many thousands
-        return file.read()
 
 
 def seen(found: Tree) -> Tree:
@@ -178,7 +171,7 @@ def stored(out: Path) -> dict[str, Tree]:
     from zckpt.storage.packed.store import PackedStore, is_store
 
     found = dict[str, Tree]()
-    for store in filter(is_store, out.iterdir()):
+    for store in filter(is_store, out.rglob("sto*")):
         names, wrong = PackedStore(store).names()
         assert not wrong, wrong
         for name in names:
@@ -270,6 +263,10 @@ def over(*arguments: str, **more: Any) -> Verb:
     return Verb((*arguments, "--overwrite"), before=old(*other), **more)
 
 
+def one_packed(out: Path) -> None:
+    succeeded("pack", out.parent / "in" / RUN / "step-00000001", out / "store", "--name", "step-00000001")
+
+
 MODEL = "out/m.safetensors"
 VERBS: dict[str, Verb] = {
     "consolidate": Verb(("consolidate", f"in/{TINY}", MODEL)),
@@ -291,10 +288,8 @@ VERBS: dict[str, Verb] = {
     "fingerprint": Verb(("fingerprint", f"out/{TINY}", "--write"), before=copied(TINY), again=("--overwrite",)),
     "map": Verb(("map", f"in/{TINY}", "out/map.svg")),
     "show": Verb(("show", f"in/{TINY}", "linear.weight", "--npy", "out/weight.npy")),
-    "pack": Verb(("pack", f"in/{RUN}", "out/new"), whole=stored, allowed=in_units),
-    "pack-more": Verb(
-        ("pack", f"in/{RUN}", "out/store"), before=lambda out: one_packed(out), whole=stored, allowed=in_units
-    ),
+    "pack": Verb(("pack", f"in/{RUN}/step-00000001", "out/new/store"), whole=stored, allowed=in_units),
+    "pack-more": Verb(("pack", f"in/{RUN}", "out/store"), before=one_packed, whole=stored, allowed=in_units),
     "unpack": Verb(("unpack", f"in/{STORE}", "out/u")),
     "patch": Verb(("patch", f"in/native/{TINY}", f"in/native/{LATER}", "out/p")),
     "apply": Verb(("apply", f"in/native/{TINY}", f"in/{PATCH}", "out/a")),
@@ -310,7 +305,3 @@ VERBS: dict[str, Verb] = {
     "Checkpointer": Verb(saved, before=lambda out: saved(out, 1, 2), whole=whole_run, allowed=in_units),
     "Checkpointer-first": Verb(saved, whole=whole_run, allowed=in_units),
 }
-
-
-def one_packed(out: Path) -> None:
-    succeeded("pack", out.parent / "in" / RUN / "step-00000001", out / "store", "--name", "step-00000001")

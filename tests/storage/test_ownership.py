@@ -146,7 +146,9 @@ def test_what_is_new_has_the_modes_that_the_umask_leaves(umask, tmp_path):
         write(tmp_path / "f", directory=False, overwrite=False)
     finally:
         os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "t")} == {0o777 & ~umask}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "t")} == {
+        0o777 & ~umask
+    }
     files = tmp_path / "f", tmp_path / "new" / "t" / "a.bin"
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
