@@ -31,7 +31,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.low_bit import codes_in, settings_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.spans import Extent
 from zckpt.state.views import transpose
@@ -204,7 +204,7 @@ class _Model:
     def _groups(self) -> list[Mapping[str, Any]]:
         """Return how compressed-tensors quantises weights, of each group of modules."""
         groups = self.settings.get("config_groups")
-        every = groups.values() if isinstance(groups, dict) else ()
+        every = dict_of(groups).values()
         return [one["weights"] for one in every if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
 
     def _int8(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:

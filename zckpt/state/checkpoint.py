@@ -19,6 +19,7 @@ from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
+from zckpt.state.mappings import without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 
 WEIGHT = "weight"
@@ -104,7 +105,7 @@ class Parameter:
     @property
     def optimizer_slots(self) -> dict[str, Slot]:
         """Its slots but the weight and the master."""
-        return {key: slot for key, slot in self.slots.items() if key not in (WEIGHT, MASTER)}
+        return without(self.slots, WEIGHT, MASTER)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import BESIDE, OPTIMIZERS
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.torchfile import FromFile
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
@@ -142,7 +142,7 @@ def read_other_state(
     if not ours:
         by = find_format(checkpoint.format)
         taken |= by.own_metadata if by is not None else set()
-        found.extra = {key: value for key, value in values.items() if key not in taken}
+        found.extra = without(values, *taken)
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)
     found.modules = _mapping(values, EXTRA_STATE, checkpoint)

@@ -18,7 +18,7 @@ from pathlib import Path
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
-from zckpt.state import Checkpoint, Topology
+from zckpt.state import Checkpoint, Topology, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Object, TorchFile, node_of, read_torchfile
 
@@ -65,7 +65,7 @@ def arguments_of(value: object) -> Mapping[object, object]:
     """Return the attributes of a program's arguments; of anything else none."""
     node = node_of(value)
     node = node.state if isinstance(node, Object) else node
-    return node if isinstance(node, dict) else {}
+    return dict_of(node)
 
 
 def size_of(arguments: Mapping[object, object], key: str) -> int | None:
