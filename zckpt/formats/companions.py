@@ -60,7 +60,7 @@ METADATA_ROLE = "metadata"
 """Of files that hold neither a model nor an optimizer."""
 
 
-def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Path] = ()) -> None:
+def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Path]) -> None:
     """Add what a directory holds besides what was read; a file that cannot be read is not added.
 
     `directory`: the one that was opened; `roots`: the same on other nodes, which keep what is of their ranks only.

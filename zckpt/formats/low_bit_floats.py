@@ -106,10 +106,6 @@ def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) 
     return json.dumps(found, indent=2).encode() + b"\n"
 
 
-def _as_read(slot: Slot) -> str:
-    return "float32" if is_floating(slot.dtype) else slot.dtype
-
-
 def _read(slot: Slot) -> Array:
     with Sources() as sources:
         return read_extent(slot, slot.whole, sources)
@@ -169,7 +165,7 @@ class _Model:
         if scale.dtype == "uint8" and self.settings.get("quant_method") == "compressed-tensors":
             dtype = "bfloat16"
         columns = slot.shape[-1]
-        grid = [(one, _as_read(one)) for one in (scale, zero) if one is not None]
+        grid = [(one, "float32" if is_floating(one.dtype) else one.dtype) for one in (scale, zero) if one is not None]
         codes = Part(slot, width=columns, dtype=slot.dtype)
         values = partial(scaled.multiplied, columns=columns, block=block, dtype=dtype)
         if scale.numel == 1:

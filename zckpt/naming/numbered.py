@@ -78,7 +78,7 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
     return replace(mapped, parameters=parameters, param_groups=named)
 
 
-def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: int | None = None) -> Mapped:
+def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: int | None) -> Mapped:
     """Return what the map of transformers makes of a checkpoint; errors are those of `mapped` and `named_as_live`."""
     found = _changing(document)
 

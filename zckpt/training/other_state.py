@@ -168,8 +168,8 @@ def read_other_state(
 
 def saved_by_us(checkpoint: Checkpoint) -> bool:
     """Tell whether `save` wrote the values that go with the model and the optimizer, even if it was converted since."""
-    origin = checkpoint.details.get("origin")
-    if not isinstance(origin, Mapping) or not str(origin.get("format_version", "")).startswith("zckpt "):
+    origin = checkpoint.converted_from
+    if not str(origin.get("format_version", "")).startswith("zckpt "):
         return False
     if SAVED_BY in origin or origin.get("format") == "zero-redundancy":
         return bool(origin.get(SAVED_BY, SELF) == SELF)

@@ -171,8 +171,7 @@ def _check_order(checkpoint: Checkpoint) -> None:
 
     Those are FSDP1's: it lists what is in each flat parameter, the root's first.
     """
-    origin = checkpoint.details.get("origin")
-    if (origin.get("format") if isinstance(origin, Mapping) else checkpoint.format) != DCP:
+    if checkpoint.converted_from.get("format", checkpoint.format) != DCP:
         return
     order = list(checkpoint.parameters)
     for group in checkpoint.param_groups:

@@ -232,7 +232,7 @@ class Optimizer:
         return {slot: held for slot, held in self.tensors.get(key, {}).items() if held[0][1].shape != ()}
 
 
-def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()) -> Optimizer:
+def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place) -> Optimizer:
     """Read the optimizer's files of all ranks, and hold against each other what they must agree on.
 
     `place`: as of `read_models`. Raises DamagedFileError: a file does not hold an optimizer's state dict;

@@ -16,9 +16,10 @@ from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, arguments_of, size_of
+from zckpt.formats.megatron.objects import ARGUMENTS, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import Namespace, Object, node_of, put_back
 

@@ -95,7 +95,7 @@ def _without_elements(root: Mapping[object, object], deep: int = 2) -> str | Non
     return None
 
 
-def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str, rest: object = None) -> None:
+def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str, rest: object) -> None:
     """Turn the entries of a state dict into parameters and buffers; two names of the same bytes are tied.
 
     A file does not say which entries are buffers. Integers and bools cannot be trained, so they are, and so are the

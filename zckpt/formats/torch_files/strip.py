@@ -24,7 +24,7 @@ from zckpt.state import Checkpoint, without
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
 
-def strip_file(path: Path, name: str, request: Request, slots: Collection[str] = ()) -> Rewritten:
+def strip_file(path: Path, name: str, request: Request, slots: Collection[str]) -> Rewritten:
     """Return a torch file without what is to go.
 
     `name`: within the target; `slots`: the names of slots, as far as they are known: a 0-d tensor of any other name is

@@ -124,11 +124,6 @@ def makes_state(optimizer: Optimizer, group: Group, dim: int) -> bool:
     return its is None or bool(its.required)
 
 
-def begins_anew(optimizer: Optimizer, names: Sequence[str]) -> str:
-    """Return the note about parameters of which a checkpoint has no state."""
-    return f"no state of {listed(names)}: {type(optimizer).__name__} makes it in its next step"
-
-
 def rehearse(
     optimizer: Optimizer,
     state: Mapping[torch.Tensor, Mapping[str, Any]],
