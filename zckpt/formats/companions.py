@@ -27,7 +27,19 @@ from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, SourceFile, Span, without
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    Extent,
+    Parameter,
+    Slot,
+    SourceFile,
+    Span,
+    stated,
+    without,
+)
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
@@ -217,7 +229,7 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
     copies = []
     for dtype in sorted({slot.dtype for slot in slots.values()}) if lacking else ():
         held = {one.name: _original(one, Slot(WEIGHT, dtype, one.shape, ()), widens=masters) for one in lacking}
-        originals = {name: slot for name, slot in held.items() if slot is not None}
+        originals = stated(held)
         some = {name: slot for name, slot in slots.items() if slot.dtype == dtype}
         with suppress(SourceError):  # what cannot be read is a copy of nothing
             for name, slot in rearranged(some, originals):

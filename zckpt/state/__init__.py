@@ -20,7 +20,7 @@ from zckpt.state.checkpoint import (
     most_steps,
     number_of,
 )
-from zckpt.state.mappings import dict_of, without
+from zckpt.state.mappings import dict_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,
@@ -61,5 +61,6 @@ __all__ = [
     "dict_of",
     "most_steps",
     "number_of",
+    "stated",
     "without",
 ]

@@ -1,4 +1,4 @@
-"""Mappings: what may be one and what not, and one of which some keys are left out."""
+"""Mappings: what may be one and what not, and those of which some keys, or what says nothing, are left out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def without(mapping: Mapping[Key, Value], *keys: object) -> dict[Key, Value]:
     """Return what a mapping has under other keys than these, in its order."""
     gone = {*keys}
     return {key: value for key, value in mapping.items() if key not in gone}
+
+
+def stated(mapping: Mapping[Key, Value | None]) -> dict[Key, Value]:
+    """Return what a mapping has but for None."""
+    return {key: value for key, value in mapping.items() if value is not None}
 
 
 def dict_of(node: object) -> dict[Any, Any]:

@@ -39,7 +39,7 @@ from zckpt.formats.torch_files.tensors import (
     identity_of,
     read_scalars,
 )
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, dict_of, number_of, without
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, dict_of, number_of, stated, without
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import (
@@ -126,7 +126,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             reader = RankReader()
             nodes = by_name(root, file.path)
             held = {name: reader.held(node) for name, node in nodes.items()}
-            tensors = {name: one for name, one in held.items() if one is not None}
+            tensors = stated(held)
             if rank == model.files.there[0]:
                 rest = without(nodes, *tensors)
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]

@@ -20,7 +20,7 @@ from zckpt.formats.megatron.objects import ARGUMENTS, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.formats.torch_files.tensors import arguments_of
-from zckpt.state import Checkpoint, Topology
+from zckpt.state import Checkpoint, Topology, stated
 from zckpt.torchfile import Namespace, Object, node_of, put_back
 
 
@@ -69,7 +69,7 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
             raise UsageError("unusable number of ranks", expected="at least 1", found=value)
     if size is not None and size < 0:
         raise UsageError("unusable size of buckets", expected="at least 0", found=size)
-    topology = replace(own, **{key: value for key, value in given.items() if value is not None})
+    topology = replace(own, **stated(given))
     known = checkpoint.details.get(CHUNKS, 1)
     chunks = chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
     if chunks > 1 and topology.pp == 1:

@@ -30,7 +30,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, stated
 from zckpt.torchfile import node_of, put_back
 
 DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
@@ -278,7 +278,7 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
         for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
             values = dict(group.hyperparameters)
             said = {key: _factor(values, key) for key in FACTORS}
-            factors = {**FACTORS, **{key: value for key, value in said.items() if value is not None}}
+            factors = {**FACTORS, **stated(said)}
             if name:
                 factors[EXPERTS] = chained and is_expert(name)
             if not own:
