@@ -107,9 +107,8 @@ def open_checkpoint(
     return checkpoint
 
 
-def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[Format, Found]:
+def recognise(search: Search, misses: list[NearMiss]) -> tuple[Format, Found]:
     """Return the format that a source is of, and what it found."""
-    misses = [] if misses is None else misses
     unsure: tuple[Format, Found] | None = None
     broken: list[BrokenPluginError] = []
     for one in formats(broken):

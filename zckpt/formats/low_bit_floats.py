@@ -31,7 +31,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.low_bit import codes_in, settings_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.spans import Extent
 from zckpt.state.views import transpose
@@ -106,10 +106,6 @@ def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) 
     return json.dumps(found, indent=2).encode() + b"\n"
 
 
-def _as_read(slot: Slot) -> str:
-    return "float32" if is_floating(slot.dtype) else slot.dtype
-
-
 def _read(slot: Slot) -> Array:
     with Sources() as sources:
         return read_extent(slot, slot.whole, sources)
@@ -169,7 +165,7 @@ class _Model:
         if scale.dtype == "uint8" and self.settings.get("quant_method") == "compressed-tensors":
             dtype = "bfloat16"
         columns = slot.shape[-1]
-        grid = [(one, _as_read(one)) for one in (scale, zero) if one is not None]
+        grid = [(one, "float32" if is_floating(one.dtype) else one.dtype) for one in (scale, zero) if one is not None]
         codes = Part(slot, width=columns, dtype=slot.dtype)
         values = partial(scaled.multiplied, columns=columns, block=block, dtype=dtype)
         if scale.numel == 1:
@@ -205,7 +201,7 @@ class _Model:
     def _groups(self) -> list[Mapping[str, Any]]:
         """Return how compressed-tensors quantises weights, of each group of modules."""
         groups = self.settings.get("config_groups")
-        every = groups.values() if isinstance(groups, dict) else ()
+        every = dict_of(groups).values()
         return [one["weights"] for one in every if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
 
     def _int8(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
