@@ -126,13 +126,14 @@ class Watched:
                 (self._out / f"{key}.txt").write_text("".join(traceback.format_exception(error))[-6000:], "utf-8", "replace")
 
 
+def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """End what computes for too long; for `SIGVTALRM`."""
+    raise HangError
+
+
 def limited() -> None:
     """Let memory that is asked for without measure be refused, and what computes without an end be interrupted."""
-
-    def hang(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise HangError
-
-    signal.signal(signal.SIGVTALRM, hang)
+    signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_NBYTES, MEMORY_NBYTES))
     warnings.simplefilter("ignore")
     sys.set_int_max_str_digits(4300)
