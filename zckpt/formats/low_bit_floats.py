@@ -262,18 +262,17 @@ class _Model:
         bits = {one.get("num_bits") if type(one.get("num_bits")) is int else 0 for one in self._groups()}
         if scale is None or stated is None or slot.dtype != "int32" or len(bits) != 1:
             return None
-        if len(scale.shape) != 2 or not scale.numel or (stated.shape, stated.dtype[:3]) != ((2,), "int"):
+        count, is_said = bits.pop(), (stated.shape, stated.dtype[:3]) == ((2,), "int")
+        if not is_said or not scale.numel or len(scale.shape) != 2 or scale.dtype not in _FLOATS:
             return None
-        if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed") or scale.dtype not in _FLOATS:
+        if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed"):
             return None
-        count = bits.pop()
         rows, columns = (int(one) for one in _read(stated))
         if not 1 <= count <= 8 or slot.shape != (rows, -(-columns * count // 32)) or scale.shape[0] != rows:
             return None
         groups, zero = scale.shape[-1], self.get(f"{of}weight_zero_point")
-        if columns % groups:
-            return None
-        if zero is not None and (zero.dtype, zero.shape) != ("int32", (-(-rows * count // 32), groups)):
+        wanted = "int32", (-(-rows * count // 32), groups)
+        if columns % groups or (zero is not None and (zero.dtype, zero.shape) != wanted):
             return None
         codes = Part(slot, width=slot.shape[1], dtype="int32")
         return self._integers(of, (rows, columns), count, codes, scale, zero, groups=columns // groups)
@@ -337,6 +336,20 @@ class _Model:
         )  # fmt: skip
         return name, self._made(shape, matrices(shape, parts, values, least=128), dtype)
 
+    def _quant_state(self, name: str, state: Slot) -> tuple[Shape, int, str, int, float]:
+        """Return shape, block, element type, block of scales that are codes, and offset of these."""
+        try:
+            told = json.loads(bytes(_read(state)))
+            shape, block, nested = tuple(told["shape"]), told["blocksize"], told.get("nested_blocksize", 1)
+            offset, dtype = float(told.get("nested_offset", 0)), str(told["dtype"])
+            is_one = all(type(one) is int and 0 < one <= MAX_ELEMENTS for one in (*shape, block, nested))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            is_one = False
+        if not is_one:
+            expected = "shape, blocksize and dtype"
+            raise DamagedFileError(f"{name}: its quant_state is unreadable", path=self.path, expected=expected)
+        return shape, block, dtype, nested, offset
+
     def _bitsandbytes(self, name: str, _of: str, slot: Slot) -> tuple[str, Slot] | None:
         state = next(
             (one for kind in ("nf4", "fp4") if (one := self.get(f"{name}.quant_state.bitsandbytes__{kind}"))), None
@@ -344,18 +357,7 @@ class _Model:
         scale, qmap = self.get(f"{name}.absmax"), self.get(f"{name}.quant_map")
         if state is None or scale is None or qmap is None:
             return None
-        try:
-            told = json.loads(bytes(_read(state)))
-            shape, block, dtype = tuple(told["shape"]), told["blocksize"], told["dtype"]
-            blocks = (block, *((told["nested_blocksize"],) if scale.dtype == "uint8" else ()))
-            if not all(type(one) is int and 0 < one <= MAX_ELEMENTS for one in (*shape, *blocks)):
-                raise ValueError
-            offset = float(told.get("nested_offset", 0))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise DamagedFileError(
-                f"{name}: its quant_state is unreadable", path=self.path, expected="shape, blocksize and dtype",
-                found=str(error)[:80] or None,
-            ) from error  # fmt: skip
+        shape, block, dtype, nested_block, offset = self._quant_state(name, state)
         numel = math.prod(shape)
         if dtype not in _FLOATS or qmap.shape != (16,) or -(-numel // block) != scale.numel:
             return None
@@ -366,9 +368,11 @@ class _Model:
         codes = Slot(WEIGHT, "uint8", (slot.nbytes,), (Span(flat, span.path, span.offset, "uint8"),))
         nested, nested_map = self.get(f"{name}.nested_absmax"), self.get(f"{name}.nested_quant_map")
         if scale.dtype == "uint8":
-            if nested is None or nested_map is None or -(-scale.numel // told["nested_blocksize"]) != nested.numel:
+            if nested is None or nested_map is None or -(-scale.numel // nested_block) != nested.numel:
                 return None
-            every = coded(scale, nested, min(told["nested_blocksize"], scale.numel), nested_map, offset=offset)
+            if nested_map.shape != (256,):
+                return None
+            every = coded(scale, nested, min(nested_block, scale.numel), nested_map, offset=offset)
             scale = Computed("absmax", "float32", scale.shape, (), function=alone(scale.numel, *every))
         function = alone(numel, *coded(codes, scale, block, qmap, halves=True, dtype=dtype))
         return name, self._made(shape, function, dtype)

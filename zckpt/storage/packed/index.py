@@ -154,7 +154,8 @@ def read_index(path: Path) -> Index:
 
 def _filed(said: Sequence[Any]) -> Filed:
     """Return a file as a header says it. Raises TypeError, ValueError: it says what no file is."""
-    if [*map(type, said)] != [str, str, int, int, int, str] or said[2] >> 16 or any(abs(one) >> 63 for one in said[3:5]):
+    is_one = [*map(type, said)] == [str, str, int, int, int, str]
+    if not is_one or said[2] >> 16 or any(abs(one) >> 63 for one in said[3:5]):
         raise TypeError
     os.fsencode(said[0] + said[5])
     return Filed(*said)
