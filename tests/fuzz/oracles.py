@@ -76,7 +76,7 @@ def check_safetensors(data: bytes, slots: Mapping[str, Slot]) -> None:
 def read_slots(checkpoint: Checkpoint) -> None:
     """Read slots whole and as two ranges, and hold both to be the same."""
     every = [slot for one in checkpoint.tensors() for slot in one.slots.values()]
-    every = [slot for slot in every if 0 < slot.numel and slot.nbytes <= READ_NBYTES and not slot.lost]
+    every = [slot for slot in every if slot.numel and slot.nbytes <= READ_NBYTES and not slot.lost]
     reads, wholes = list[tuple[Hole, memoryview]](), list[tuple[bytearray, bytearray]]()
     for slot in every[:: len(every) // 16 + 1]:
         whole, parts = bytearray(slot.nbytes), bytearray(slot.nbytes)

@@ -13,7 +13,7 @@ from tests.fuzz.trees import Node, Tree, files_of, of_folder
 from zckpt.storage.files import FileRange, too_short
 from zckpt.storage.stand_ins import FILES, MARK
 
-_MEMORY = Path("/dev/shm")  # noqa: S108  # where there is one, nothing waits for a disk
+_MEMORY = Path("/dev/shm")  # where there is one, nothing waits for a disk
 _NAME = f"/{MARK}fuzz/0/m/h/file"
 
 

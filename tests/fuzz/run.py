@@ -39,8 +39,8 @@ STUCK_SECONDS = 120
 """Of a process that reads one input, or makes its seeds, on a machine that does other things, too."""
 
 MEMORY_NBYTES = 1 << 30
-OF_OTHERS = re.compile(r"zckpt\.(?:cli|optim|training|dcp|deepspeed|executors|hf|accelerate|lightning|torchtitan|__main__"
-                       r"|engine\.tensors)\b")  # fmt: skip
+OF_OTHERS = re.compile(r"zckpt\.(?:cli|optim|training|dcp|deepspeed|executors|hf|accelerate|lightning|torchtitan|"
+                       r"__main__|engine\.tensors)\b")  # fmt: skip
 """What needs torch or another program, and reads no file by itself."""
 
 READERS = re.compile(
@@ -65,11 +65,11 @@ class Counter:
         self._input = mmap.mmap(-1, 1 << 16)
 
     @property
-    def input(self) -> bytes:
+    def being_read(self) -> bytes:
         return self._input[4 : 4 + int.from_bytes(self._input[:4], "little")]
 
-    @input.setter
-    def input(self, data: bytes) -> None:
+    @being_read.setter
+    def being_read(self, data: bytes) -> None:
         self._input[: 4 + len(data)] = len(data).to_bytes(4, "little") + data
 
     def add(self, name: str, number: int = 1) -> int:
@@ -93,7 +93,7 @@ class Watched:
         from tests.fuzz.oracles import check_error
         from zckpt.errors import ZckptError
 
-        self._counts.input = data
+        self._counts.being_read = data
         executions = self._counts.add("executions")
         signal.setitimer(signal.ITIMER_VIRTUAL, HANG_SECONDS)
         try:
@@ -123,18 +123,18 @@ class Watched:
             self._out.mkdir(parents=True, exist_ok=True)
             if not (self._out / f"{key}.bin").exists():
                 (self._out / f"{key}.bin").write_bytes(data)
-                (self._out / f"{key}.txt").write_text(
-                    "".join(traceback.format_exception(error))[-6000:], "utf-8", "replace"
-                )
+                text = "".join(traceback.format_exception(error))[-6000:]
+                (self._out / f"{key}.txt").write_text(text, "utf-8", "replace")
+
+
+def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
+    """End what computes for too long; for `SIGVTALRM`."""
+    raise HangError
 
 
 def limited() -> None:
     """Let memory that is asked for without measure be refused, and what computes without an end be interrupted."""
-
-    def hang(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise HangError
-
-    signal.signal(signal.SIGVTALRM, hang)
+    signal.signal(signal.SIGVTALRM, interrupt)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_NBYTES, MEMORY_NBYTES))
     warnings.simplefilter("ignore")
     sys.set_int_max_str_digits(4300)
@@ -216,7 +216,7 @@ def run_all(args: argparse.Namespace) -> int:
         left = until - time.monotonic()
         if status:
             count.add("finds")
-            (args.out / "finds" / f"{name}-killed-{number}.bin").write_bytes(count.input)
+            (args.out / "finds" / f"{name}-killed-{number}.bin").write_bytes(count.being_read)
             text = f"status {status}\n{(args.out / f'{name}.log').read_text(errors='replace')[-4000:]}"
             (args.out / "finds" / f"{name}-killed-{number}.txt").write_text(text)
             waiting += [(name, count, left)] if left > 2 else []
@@ -312,9 +312,8 @@ def count_lines(args: argparse.Namespace) -> int:
         path = getattr(module, "__file__", None) or ""
         if module.__name__.startswith("zckpt") and READERS.search(path):
             every |= set(lines_of(compile(Path(path).read_text("utf-8"), path, "exec")))
-    print(
-        f"{len(seen & every):,} of {len(every):,} lines of the readers' functions: {len(seen & every) / len(every):.1%}"
-    )
+    share = len(seen & every) / len(every)
+    print(f"{len(seen & every):,} of {len(every):,} lines of the readers' functions: {share:.1%}")
     by_file: dict[str, list[int]] = {}
     for path, line_number in every - seen:
         by_file.setdefault(path, []).append(line_number)

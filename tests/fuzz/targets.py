@@ -87,7 +87,7 @@ def _dict(**values: Node) -> Node:
 
 
 def _state_dict(shapes: Mapping[str, Sequence[int]], **more: Node) -> tuple[Node, list[bytes]]:
-    """Return a dict of tensors of float32 and other values, and the bytes of the storages, which are called 0, 1, ..."""
+    """Return a dict of tensors of float32 and other values, and the bytes of the storages, called 0, 1, ..."""
     tensors = {name: _tensor(str(number), shape) for number, (name, shape) in enumerate(shapes.items())}
     sizes = [4 * math.prod(shape) for shape in shapes.values()]
     return _dict(**tensors, **more), [bytes(n % 61 for n in range(size)) for size in sizes]
@@ -360,9 +360,9 @@ def map_applied(path: Path) -> None:
 
 ADAPTER = {
     "peft_type": "LORA", "r": 2, "lora_alpha": 4, "rank_pattern": {"q": 2}, "alpha_pattern": {}, "use_rslora": False,
-    "fan_in_fan_out": False, "bias": "none", "target_modules": ["q", "up"], "modules_to_save": ["norm"], "task_type": None,
-    "base_model_name_or_path": "x", "init_lora_weights": True, "layers_to_transform": None, "use_dora": False,
-    "trainable_token_indices": {"embed": [0, 2]}, "target_parameters": [], "lora_dropout": 0.0,
+    "fan_in_fan_out": False, "bias": "none", "target_modules": ["q", "up"], "modules_to_save": ["norm"],
+    "task_type": None, "base_model_name_or_path": "x", "init_lora_weights": True, "layers_to_transform": None,
+    "use_dora": False, "trainable_token_indices": {"embed": [0, 2]}, "target_parameters": [], "lora_dropout": 0.0,
 }  # fmt: skip
 
 
@@ -664,7 +664,7 @@ def _shards() -> list[Base]:
 
 TARGETS: dict[str, Target] = {
     "pickle": Target(read_pickle, _pickles),
-    "torch_zip": Target(read_torch, lambda: [written(zipped(*_state_dict({"w": (2, 3), "b": (2,)})), "file"), b"PK\5\6"]),
+    "torch_zip": Target(read_torch, lambda: [written(zipped(*_state_dict({"w": (2, 3), "b": (2,)})), "file")]),
     "torch_legacy": Target(read_torch, lambda: [_legacy(), b"storages\0" + bytes(300)]),
     "safetensors": Target(read_safetensors, _headers, 1024),
     "torch": Checkpoints(
@@ -673,7 +673,7 @@ TARGETS: dict[str, Target] = {
     "quantised": Checkpoints(
         fixtures(*(f"other/quantised_{one}:ckpt.pt" for one in
                    ("bnb_adamw8bit", "bnb_lion8bit", "ao_adamw8bit", "ao_adamw4bit", "ao_adamwfp8"))),
-        READ + (converted, verified_deep),
+        (*READ, converted, verified_deep),
     ),
     "deepspeed": Checkpoints(
         fixtures("versions/ds0189_s2_bf16_dp2", "versions/ds0189_s3_fp32_dp2", "ds0176_s0_bf16_dp2",
@@ -685,25 +685,32 @@ TARGETS: dict[str, Target] = {
         fixtures("pp2_s0_fp32_dp2", "pp2_s1_bf16_dp1", "tp2_s1_bf16_dp2", "moe_ep2_s2_bf16_dp2", "muon_s2_bf16_dp3"),
         READ + WRITE,
     ),
-    "universal": Checkpoints(both(from_tiny(universal={}), fixtures("universal/s3_bf16_dp2")), READ + (converted, stripped)),
+    "universal": Checkpoints(
+        both(from_tiny(universal={}), fixtures("universal/s3_bf16_dp2")), (*READ, converted, stripped)
+    ),
     "zckpt": Checkpoints(both(from_tiny(zckpt={}), fixtures("other/zckpt_v1")), READ + WRITE),
     "dcp": Checkpoints(
-        both(from_tiny(dcp={}), fixtures("other/dcp_fsdp2_dp2_stformat:ckpt", "other/lightning_fsdp2:epoch=0-step=5.ckpt")),
-        READ + (converted, consolidated),
+        both(from_tiny(dcp={}),
+             fixtures("other/dcp_fsdp2_dp2_stformat:ckpt", "other/lightning_fsdp2:epoch=0-step=5.ckpt")),
+        (*READ, converted, consolidated),
     ),
     "dcp_hf": Checkpoints(fixtures("other/dcphf_sharded_dp3:ckpt", "other/dcphf_consolidated_dp2:ckpt"), READ),
     "megatron_legacy": Checkpoints(fixtures("other/mcore_legacy_mtp_pp2:ckpt", "other/mcore_legacy_dist_vp2:ckpt"),
-                                   READ + (converted, resharded)),
+                                   (*READ, converted, resharded)),
     "megatron_dist": Checkpoints(
-        fixtures("other/mcore11_gathered_fp16_dp2:ckpt", "other/mcore16_fsdp_dp2:ckpt", "other/mcore08_zarr_tp2:ckpt"), READ
+        fixtures("other/mcore11_gathered_fp16_dp2:ckpt", "other/mcore16_fsdp_dp2:ckpt", "other/mcore08_zarr_tp2:ckpt"),
+        READ,
     ),
     "fsdp_rank_files": Checkpoints(from_tiny(fsdp_rank_files={}), READ + WRITE),
     "zero_redundancy": Checkpoints(from_tiny(zero_redundancy={"world_size": 2}), READ + WRITE),
     "consolidated": Checkpoints(from_tiny(consolidated={}, transformers_trainer={}, accelerate={}), READ + WRITE),
-    "companions": Checkpoints(fixtures("other/trainer_ds2_gpt2:checkpoint-4", "other/accel_ds2_bf16:state"), READ + (resumed,)),
+    "companions": Checkpoints(
+        fixtures("other/trainer_ds2_gpt2:checkpoint-4", "other/accel_ds2_bf16:state"), (*READ, resumed)
+    ),
     "nanotron": Checkpoints(fixtures("other/nanotron_zero1_tp2_dp2:ckpt"), READ),
     "others": Checkpoints(
-        both(_meta, fixtures("colossalai/ckpt", "torch_checkpointing/ckpt", root=ROOT / "tests/formats")), READ + (converted,)
+        both(_meta, fixtures("colossalai/ckpt", "torch_checkpointing/ckpt", root=ROOT / "tests/formats")),
+        (*READ, converted),
     ),
     "shards": Checkpoints(_shards, READ + WRITE),
     "low_bit": Checkpoints(_low_bit, (opened, inspected, dequantised, dequantised, converted)),

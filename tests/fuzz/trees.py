@@ -26,8 +26,9 @@ from zckpt.storage.packed.index import MAGIC
 
 NUMBERS = (0, 1, -1, 2, 255, 256, 65535, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 53) + 1, (1 << 63) - 1, 1 << 63,
            1 << 64, -(1 << 63), 1 << 100, 10**400, 0.0, -0.0, 1.5, 1e308, math.nan, math.inf)  # fmt: skip
-TEXTS = ("", "a", "0", "-1", "../x", "/etc/passwd", ".", "a/b", "\0", "\n", "\ud800", "é", "x" * 5000, "{", "weight", "cpu",
-         "cuda:0", "float32", "bfloat16", "torch.float16", "F8_E8M0", "U8", "inf", "1e999", "[[[", "٣", "\x1b[31m")  # fmt: skip
+TEXTS = ("", "a", "0", "-1", "../x", "/etc/passwd", ".", "a/b", "\0", "\n", "\ud800", "é", "x" * 5000, "{", "weight",
+         "cpu", "cuda:0", "float32", "bfloat16", "torch.float16", "F8_E8M0", "U8", "inf", "1e999", "[[[", "٣",
+         "\x1b[31m")  # fmt: skip
 PLAIN = (None, True, False, *NUMBERS, *TEXTS, b"", b"\0", b"PK\3\4", b"\x80\x02N.", b"\xff" * 9)
 GLOBALS = (("torch", "float32"), ("torch", "Size"), ("torch", "FloatStorage"), ("torch.storage", "UntypedStorage"),
            ("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("os", "system"), ("numpy", "dtype"),
@@ -284,9 +285,8 @@ def archive(records: list[tuple[str, bytes]]) -> bytes:
     for name, data in records:
         raw = name.encode("utf-8", "surrogatepass")[:60_000]
         about = (zlib.crc32(data), len(data), len(data), len(raw))
-        directory += (
-            struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0x800, 0, 0, 33, *about, 0, 0, 0, 0, 0, len(out)) + raw
-        )
+        directory += struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0x800, 0, 0, 33, *about, 0, 0, 0, 0, 0, len(out))
+        directory += raw
         out += struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0x800, 0, 0, 33, *about, 0) + raw + data
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, len(records), len(records), len(directory), len(out), 0)
     return bytes(out + directory + end)
@@ -357,7 +357,7 @@ def _at(node: Node, path: tuple[int, ...], action: int, value: int, tree: Tree) 
     return Node(node.kind, tuple(below), node.value)
 
 
-def _edited(node: Node, action: int, value: int, tree: Tree) -> Node:  # noqa: PLR0911
+def _edited(node: Node, action: int, value: int, tree: Tree) -> Node:
     below = node.below
     match action % 16:
         case 0:
@@ -390,14 +390,13 @@ def _edited(node: Node, action: int, value: int, tree: Tree) -> Node:  # noqa: P
     return tree.like(node, value)
 
 
-def _tweaked(value: Any, how: int) -> Any:  # noqa: PLR0911
+def _tweaked(value: Any, how: int) -> Any:
     """Return a value that is nearly the same."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int):
-        return (value + 1, value - 1, value * 2, -value, value // 2, value ^ 1 << how % 65, value + how, 7)[
-            how // 97 % 8
-        ]
+        near = (value + 1, value - 1, value * 2, -value, value // 2, value ^ 1 << how % 65, value + how, 7)
+        return near[how // 97 % 8]
     if isinstance(value, float):
         return (value + 1, value * 2, -value, int(value) if math.isfinite(value) else 0, value / 3)[how % 5]
     if not value:

@@ -402,6 +402,6 @@ def _is_waiting(directory: Path, one: _Waiting) -> bool:
     """Tell whether the temporary name still is the file's that was to be named."""
     try:
         found = partial_name(directory / one.name).lstat()
-    except FileNotFoundError:
+    except (OSError, ValueError):  # it has its name, or can have none
         return False
     return (found.st_size, found.st_ino) == (one.nbytes, one.inode)

@@ -427,10 +427,10 @@ def purpose_of(content: Mapping[str, object]) -> Purpose:
     """Return the purpose in a line; of a version whose lines are others, one that is no run's of this version."""
     try:
         found = Purpose(**content)  # type: ignore[arg-type]
-        if not all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items()):
-            raise TypeError
-        beside = ["".join(("", name)) for name in found.beside]
-        sources = {path: tuple(one) for path, one in found.sources.items()}
+        is_one = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
+        sources = {path: tuple(one) for path, one in found.sources.items()} if is_one else {}
     except TypeError:
+        is_one = False
+    if not is_one or not all(isinstance(name, str) for name in found.beside):
         return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
-    return replace(found, sources=sources, beside=beside)
+    return replace(found, sources=sources)
