@@ -225,7 +225,7 @@ def refused(shape: tuple[int, ...], *tiles: Extent) -> str:
 
 def test_two_equal_spans_are_refused():
     whole = Extent.whole((4, 4))
-    assert "exp_avg/wte.weight: some elements are there more than once" in refused((4, 4), whole, whole)
+    assert "exp_avg/wte.weight: some elements appear more than once" in refused((4, 4), whole, whole)
 
 
 def test_overlapping_ranges_are_refused():

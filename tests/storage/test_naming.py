@@ -243,7 +243,7 @@ def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_o
     old_pair(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(durable, "_name_one", failing)
-        with pytest.raises(TargetError, match=r"could not be named: .*it is kept"):
+        with pytest.raises(TargetError, match=r"could not be renamed: .*it is kept"):
             write_pair(tmp_path)
     assert pair_of(tmp_path) == (None, "old")
     with pytest.raises(TargetExistsError), written([tmp_path / "m"], overwrite=False):

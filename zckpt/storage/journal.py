@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
+from operator import index
 from pathlib import Path
 from threading import Lock
 
@@ -111,7 +112,7 @@ class Purpose:
     def other(self, begun: Purpose) -> str | None:
         """Return in what a run that was begun is another than this one; None: in nothing."""
         if begun.version != self.version:
-            return f"by zckpt {begun.version}, and this is {self.version}"
+            return f"by zckpt {begun.version}, but this is {self.version}"
         if begun.verb != self.verb:
             return f"by `zckpt {begun.verb}`"
         for key in sorted(begun.options.keys() | self.options.keys()):
@@ -252,17 +253,17 @@ class Journal:
         nbytes = sum(work.nbytes for work in found.values())
         if not self.resume:
             raise TargetError(
-                "a run to it did not come to its end",
+                "an earlier run to it did not finish",
                 path=self._target,
                 found=f"{nbytes} of {begun.nbytes} bytes written, in {partial_name(self._target).name}",
-                advice="--resume goes on with it, --restart begins anew",
+                advice="--resume continues it, --restart starts over",
             )
         other = self.purpose.other(begun)
         if other is not None:
             raise TargetError(
-                f"what is to be gone on with was begun {other}",
+                f"the run to resume was started {other}",
                 path=self._target,
-                advice="--restart begins anew",
+                advice="--restart starts over",
             )
         self.found, self.resumes, self._nbytes = found, True, nbytes
 
@@ -303,10 +304,10 @@ class Journal:
             if len(was) > 1 and identity(path) != was:  # a store's files are looked at as they are read
                 self.distrust()
                 raise SourceError(
-                    "has changed while it was read",
+                    "changed while it was read",
                     path=path,
-                    expected="a file that nobody writes to",
-                    advice="nothing was left behind: write it again when it is whole",
+                    expected="a file that nothing writes to",
+                    advice="nothing was left behind: run it again when the file is complete",
                 )
 
     def distrust(self) -> None:
@@ -355,7 +356,7 @@ class Journal:
             return NOTHING_LEFT
         return (
             f"{self._nbytes} of {self.purpose.nbytes} bytes are written and kept in "
-            f"{partial_name(self._target).name}: --resume goes on with them, --restart begins anew"
+            f"{partial_name(self._target).name}: --resume continues with them, --restart starts over"
         )
 
 
@@ -381,9 +382,9 @@ def _check_alone(found: os.stat_result, path: Path) -> None:
     own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or not own:
         raise TargetError(
-            "is not as a run left it: a link, a file with several names, or another user's",
+            "was changed since a run left it: a link, a file with several names, or another user's file",
             path=path,
-            advice="--restart begins anew",
+            advice="--restart starts over",
         )
 
 
@@ -408,18 +409,28 @@ def _read(name: Path) -> tuple[Purpose | None, dict[str, Work]]:
             if isinstance(content, dict) and begun is None:
                 begun = purpose_of(content)
             elif isinstance(content, list) and len(content) == 3:
-                key, written, read = content
-                found[key] = Work(
-                    tuple(map(tuple, written)), {path: tuple(map(tuple, some)) for path, some in read.items()}
-                )
+                with suppress(TypeError, ValueError, AttributeError):  # no run wrote it
+                    key, written, read = content
+                    found[str(key)] = Work(_ranges(written), {path: _ranges(some) for path, some in read.items()})
     return begun, found
+
+
+def _ranges(some: Iterable[tuple[int, int, int | None]]) -> tuple[Range, ...]:
+    """Return ranges as a line has them. Raises TypeError, ValueError: it has something else."""
+    return tuple((index(at), index(nbytes), None if crc is None else index(crc)) for at, nbytes, crc in some)
+
+
+_KINDS = {"version": str, "verb": str, "options": dict, "files": str, "nbytes": int, "sources": dict, "beside": list}
 
 
 def purpose_of(content: Mapping[str, object]) -> Purpose:
     """Return the purpose in a line; of a version whose lines are others, one that is no run's of this version."""
     try:
         found = Purpose(**content)  # type: ignore[arg-type]
+        is_one = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
+        sources = {path: tuple(one) for path, one in found.sources.items()} if is_one else {}
     except TypeError:
+        is_one = False
+    if not is_one or not all(isinstance(name, str) for name in found.beside):
         return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
-    sources = {path: tuple(one) for path, one in found.sources.items()}
     return replace(found, sources=sources)

@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a set": (partial(ZeroOptimizer, [{"params": {one()}}], SGD, lr=1.0), TypeError, "must have an order"),
     "experts without a group": (
         partial(ZeroOptimizer, [{"params": [one()], "moe": True, "name": "e"}], SGD, lr=1.0),
-        ValueError, "'e', whose process group is not among expert_data_parallel_groups",
+        ValueError, "'e'has no process group in expert_data_parallel_groups",
     ),
     "no optimizer": (
         partial(ZeroOptimizer, [one()], lambda params, lr: object(), lr=1.0),
@@ -422,7 +422,7 @@ def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told(rank, wor
             for layer in ("first", "twice", "last"):
                 module = getattr(model, layer)
                 hidden = checkpoint(module, hidden, use_reentrant=True) if layer == inside else module(hidden)
-            with pytest.raises(RuntimeError, match=r"a backward has run inside of another"):
+            with pytest.raises(RuntimeError, match="a backward ran inside another"):
                 hidden.sum().backward()
             with pytest.raises(RuntimeError, match="no rank has stepped"):
                 ours.step()

@@ -118,7 +118,7 @@ def test_part_of_another_partition_is_taken_over(rank, world_size):
     assert fresh._param_to_rank == ours._param_to_rank
     assert_trained((model, fresh, other, theirs), 3, 4)
     assert_same_state(consolidated(fresh)["state"], theirs.state_dict()["state"])
-    with pytest.raises(RuntimeError, match="a part that was loaded"):
+    with pytest.raises(RuntimeError, match="or loaded state, have assigned"):
         fresh.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
 

@@ -42,33 +42,33 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ResumeCheck:
-    """Whether a checkpoint resumes in a program.
+    """Whether a program can resume a checkpoint.
 
     Parameters
     ----------
     source, format : str
     program, title : str
-        Its name for `--for`, and what people call it.
+        Its name for `--for`, and its common name.
     world_size : int, ranks
-        That are to resume it.
+        Ranks that will resume it.
     step : int or None
     verdict : str
         `whole`, `partly`, `no` or `unknown`.
     call : str or None
         What to call.
     given : str or None
-        How the program has to be set up.
+        How the program must be configured.
     comes_back : list of dict
-        What does: `part`, and under which keys or in which slots it lies, `from`.
+        What comes back: `part`, and `from`, the keys or slots that hold it.
     not_back : list of dict
-        What does not, or begins anew: `part` and `why`.
+        What does not, or starts over: `part` and `why`.
     why : list of str
-        Why it does not resume, or why that is not known.
+        Why it does not resume, or why that is unknown.
     commands : list of str
-        Each makes, in TARGET, what resumes.
+        Commands that write a checkpoint that resumes to TARGET.
     advice : str or None
     yours : str or None
-        What the program never keeps, and a script has to.
+        What the program never saves, so your script must.
     """
 
     source: str
@@ -89,7 +89,7 @@ class ResumeCheck:
 
     @property
     def resumes(self) -> bool:
-        """Whether all of it comes back."""
+        """Whether everything comes back."""
         return self.verdict == WHOLE
 
     def as_dict(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ def resume_check(
     model: Place | Module | None = None,
     **shared: Unpack[Reading],
 ) -> ResumeCheck:
-    """Tell whether a checkpoint resumes in a program as it lies, and what will not come back. Reads no tensor.
+    """Return whether a program can resume a checkpoint as it is, and what would be lost. Reads no tensor.
 
     Parameters
     ----------
@@ -114,10 +114,10 @@ def resume_check(
     program : str
         "deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning" or "zckpt".
     world_size : int, optional
-        Data-parallel ranks that are to resume it; by default as many as have saved it.
+        Data-parallel ranks that will resume it. Default: as many as saved it.
     model : path-like or Module, optional
-        That is to resume it: a live one, a config.json of transformers or its directory, or any checkpoint of it. Its
-        names and shapes are held against the source's.
+        The model that will resume it: a live one, a transformers config.json or its directory, or any checkpoint of it.
+        Its names and shapes are compared with the source's.
     **shared
 
     Raises
@@ -131,7 +131,7 @@ def resume_check(
     if about is None:
         raise UsageError("unknown program", expected=", ".join(PROGRAMS), found=repr(program))
     if world_size is not None and world_size < 1:
-        raise UsageError("a training has ranks", expected="a world size of 1 or more", found=world_size)
+        raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
     facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model))
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
@@ -151,7 +151,9 @@ def resume_check(
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
     doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
     if program != "zckpt" and _scheme(checkpoint) is not None:
-        doubts.append("it is not on a file system, and whether it is read from there is not known: copy it first")
+        doubts.append(
+            "it is not on a file system, and it is unknown whether the program can read it there: copy it first"
+        )
     words = _words(facts)
     found = replace(found, call=way.call.format(**words), given=way.given.format(**words) or None)
     if reasons:
@@ -176,9 +178,9 @@ def _lost(facts: Facts) -> str | None:
     """Doubt what has files missing, or things that zckpt knows not."""
     one = facts.checkpoint
     if one.lost:
-        return f"{len(one.lost)} of its files are not there"
+        return f"{len(one.lost)} of its files are missing"
     left = [item.name for item in take_inventory(one).left_out if item.trained]
-    return f"nobody knows what is in {listed(left, most=SHOWN)}" if left else None
+    return f"the contents of {listed(left, most=SHOWN)} are unknown" if left else None
 
 
 def _words(facts: Facts) -> dict[str, object]:
@@ -210,7 +212,7 @@ def _divided(facts: Facts, way: Way) -> tuple[list[dict[str, object]], list[dict
             if left := [key for key in keys if key not in taken]:
                 gone.append({"part": part, "why": f"nothing there looks for {listed(left, most=SHOWN)}"})
         elif part in way.keeps or part in TRAINING:
-            gone.append({"part": part, "why": "it is not in the checkpoint, and begins anew"})
+            gone.append({"part": part, "why": "it is not in the checkpoint, and starts over"})
     return back, gone
 
 
@@ -229,9 +231,9 @@ def _with_commands(
         refused.append(
             f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
         )
-    none = "no command of zckpt's makes what it resumes from"
+    none = "no zckpt command writes what it resumes from"
     said = "; ".join([none, *refused[-1:], *([program.advice] if program.advice and not lacks else [])])
-    names = "names of tensors stay as they are; --model tells whether they are the model's"
+    names = "tensor names do not change; --model checks whether they are the model's"
     kept = names if facts.shapes is None and not only_size else None
     return replace(found, commands=[command] if command else [], advice=kept if command else said)
 
@@ -288,8 +290,8 @@ def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
     other = [name for name, shape in found.items() if shape != shapes[name]]
     said = (
-        ("the model has tensors that the checkpoint has not", [name.split("\0")[0] for name in missing]),
-        ("the checkpoint has tensors that the model has not", more),
+        ("the model has tensors that the checkpoint lacks", [name.split("\0")[0] for name in missing]),
+        ("the checkpoint has tensors that the model lacks", more),
         ("tensors have another shape in the model", other),
     )
     return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]
@@ -330,14 +332,16 @@ def _from_config(path: Path) -> object:
         import transformers
     except ImportError as error:
         raise MissingPackageError(
-            f"{path}: what tensors the model has, transformers knows, which is not installed",
+            f"{path}: only transformers knows which tensors the model has, and it is not installed",
             advice="pip install transformers torch, or give a checkpoint of the model",
         ) from error
     kind = getattr(transformers, str(kinds[0]), None) if isinstance(kinds, list) and kinds else None
     if kind is None or getattr(kind, "config_class", None) is None:
-        raise UsageError("no model of transformers", path=path, expected="architectures", found=kinds)
+        raise UsageError("not a transformers model", path=path, expected="architectures", found=kinds)
     try:
         with torch.device("meta"):
             return kind(kind.config_class.from_dict(config))
     except Exception as error:  # whatever a model says of a configuration
-        raise UsageError("no model can be made of it", path=path, found=f"{type(error).__name__}: {error}") from error
+        raise UsageError(
+            "cannot create a model from it", path=path, found=f"{type(error).__name__}: {error}"
+        ) from error
