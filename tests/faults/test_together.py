@@ -203,7 +203,7 @@ def together(examples: int) -> None:
         run_state_machine_as_test(Together, settings=given)
 
 
-@pytest.mark.parametrize("examples", [2, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [1, pytest.param(100, marks=pytest.mark.nightly)])
 def test_readers_saves_prunes_and_packs_at_once(examples):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(together, examples).result()

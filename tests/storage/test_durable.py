@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -261,6 +262,21 @@ def test_disk_that_fills_up_leaves_nothing_behind(directory, tmp_path):
     """
     found = child(script, tmp_path, directory).stdout
     assert found == f"{tmp_path}/t: cannot be written: found File too large; nothing was left behind\n"
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(directory, tmp_path, monkeypatch):
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    owned = ANYTHING if directory else None
+    with (
+        pytest.raises(TargetError, match=r"t: cannot be written: found Input/output error; nothing was left behind"),
+        written([tmp_path / "t"], overwrite=False, owned=owned),
+    ):
+        pass
     assert listing(tmp_path) == []
 
 
