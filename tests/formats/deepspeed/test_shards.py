@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
+import zckpt.formats.deepspeed.shards as shards
 from tests.cli.console import command, environment
 from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_file, optimizer_file, recut
 from tests.pairwise import pairwise
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
 from zckpt import LayoutError, ShardError, SourceError, WeightMismatchError, ZckptError
+from zckpt.torchfile import plain
 
 
 def assert_still_the_truth(tag: Path, name: str, tmp_path: Path, **options: Any) -> None:
@@ -689,3 +691,12 @@ def test_empty_files_of_nebula_are_refused_by_name(tmp_path):
     tag = copy("s2_bf16_dp4", tmp_path)
     torch.save("", model_file(tag))
     refused(zckpt.UnsupportedError, tag, "Nebula")
+
+
+@pytest.mark.parametrize("name", ["s1_fp32_dp2", "s2_fp32_dp4", "s3_fp32_dp2"])
+def test_a_configuration_is_not_gone_through_for_each_parameter(monkeypatch, name):
+    calls = []
+    monkeypatch.setattr(shards, "plain", lambda node: calls.append(node) or plain(node))
+    checkpoint = zckpt.open(FIXTURES / name)
+    found = sum(one is checkpoint.origin.model.configuration for one in calls)
+    assert 0 < found < len(checkpoint.parameters)
