@@ -113,6 +113,13 @@ def test_a_shape_that_fits_no_cut_is_refused(name, tensor, words, tmp_path):
         zckpt.open(source)
 
 
+def test_a_rank_of_any_number_costs_nothing(tmp_path):
+    source = write(tmp_path / "m", llama(), 1, embedding=0)
+    (source / "consolidated.00.pth").rename(source / f"consolidated.{'9' * 18}.pth")
+    with refusing(ShardError, "expected consolidated.00.pth"):
+        zckpt.open(source)
+
+
 def test_what_is_missing_or_unknown_is_refused(tmp_path):
     source = write(tmp_path / "m", llama(), 4, embedding=1)
     (source / "consolidated.02.pth").rename(tmp_path / "kept")

@@ -62,6 +62,25 @@ def test_a_lost_file_is_named(gone, said, saved):
         zckpt.open(saved)
 
 
+def test_names_say_numbers_of_ranks_that_can_be(saved):
+    """Nothing is made of as many as a name says, and superscript digits are no number."""
+    [path] = saved.glob("model/model/decoder/1/pp_block/attn/qkv_proj/*_tp-rank-1-*")
+    other = path.with_name(path.name.replace("tp-rank-1-of-2", "tp-rank-1-of-99999"))
+    path = path.rename(other)
+    with refusing(ShardError, "expected 99999 files, found"):
+        zckpt.open(saved)
+    other.rename(path.with_name(path.name.replace("1-of-99999", "1-of-999999999")))
+    with refusing(ShardError, "tensor-parallel rank 1 is missing"):
+        zckpt.open(saved)
+
+
+def test_a_folder_may_be_called_by_what_is_no_number(saved):
+    [path] = saved.glob("model/model/final_layer_norm/pp_block/*")
+    (saved / "model/model/\u00b2").mkdir()
+    shutil.copy(path, saved / "model/model/\u00b2" / "model_weight.safetensors")
+    assert "model.\u00b2.weight" in zckpt.open(saved)
+
+
 def test_a_lost_file_of_a_scheduler_or_random_state_is_said(saved):
     assert not zckpt.open(saved).warnings
     gone = ["lr_scheduler/lr_scheduler_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt", "random/tp-0-of-2_dp-1-of-2_pp-0-of-1.pt"]

@@ -111,6 +111,16 @@ def test_an_index_that_says_otherwise_is_refused(saved):
     (saved / INDEX).write_bytes(pickle.dumps(data))
     with refusing(LayoutError, r"norm\.weight differs from metadata\.pkl: expected \(7,\), found \(6,\)"):
         zckpt.open(saved)
+    for wrong in ({"global_shape": 7}, {}):
+        tensors[path][0]["sharding_metadata"]["data"] = wrong
+        (saved / INDEX).write_bytes(pickle.dumps(data))
+        with refusing(DamagedFileError, "unexpected content: found"):
+            zckpt.open(saved)
+    tensors["["] = tensors.pop(path)
+    (saved / INDEX).write_bytes(pickle.dumps(data))
+    with refusing(DamagedFileError, "unexpected content: found JSONDecodeError"):
+        zckpt.open(saved)
+    del tensors["["]
     (saved / INDEX).write_bytes(pickle.dumps({**data, "world_size": 3}))
     with refusing(ShardError, "rank 2 is missing: expected 3 files, found 2"):
         zckpt.open(saved)

@@ -11,6 +11,7 @@ import json
 import math
 import pickle
 import pickletools
+import re
 import struct
 import zipfile
 import zlib
@@ -411,6 +412,10 @@ def _tweaked(value: Any, how: int) -> Any:
             return value[:at] + value[at + 1 :]
         case 3 if isinstance(value, bytes):
             return value[:at] + bytes((value[at] ^ 1 << how % 8,)) + value[at + 1 :]
-    digits = [number for number, one in enumerate(value) if str(one).isdigit()] if isinstance(value, str) else []
-    at, new = (digits[at % len(digits)], 48 + new % 10) if digits and how % 2 else (at, new)
-    return value[:at] + (chr(new) if isinstance(value, str) else bytes((new,))) + value[at + 1 :]
+    if not isinstance(value, str):
+        return value[:at] + bytes((new,)) + value[at + 1 :]
+    numbers = [*re.finditer("[0-9]+", value)]
+    if numbers and how % 3:  # of ranks, as names have them
+        low, high = numbers[at % len(numbers)].span()
+        return value[:low] + ("999999999" if how % 3 == 1 else str(new % 12)) + value[high:]
+    return value[:at] + chr(new) + value[at + 1 :]

@@ -123,6 +123,8 @@ def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[
         names = dict_of(group).get("parameters")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DamagedFileError("unreadable param group", expected="a list of names in `parameters`")
+        if not isinstance(group.get("state", {}), dict):
+            raise DamagedFileError("unreadable param group", expected="values by name in `state`")
         if group.get(OF) is not None and not isinstance(group[OF], str):
             raise DamagedFileError("unreadable param group", expected=f"a name in `{OF}`")
         members |= dict.fromkeys(names, index)

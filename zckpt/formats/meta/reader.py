@@ -41,12 +41,12 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
     SourceError
         Files are damaged, contradict each other, or hold what no rule is known for.
     """
-    missing = [rank for rank in range(max(files)) if rank not in files]
-    if missing:
+    missing = next((rank for rank in range(max(files)) if rank not in files), None)
+    if missing is not None:
         raise ShardError(
             "a file of the model is missing",
             path=directory,
-            expected=f"consolidated.{missing[0]:02d}.pth",
+            expected=f"consolidated.{missing:02d}.pth",
             found=f"{len(files)} files up to {max(files):02d}",
         )
     checkpoint = Checkpoint(str(directory), "meta", topology=Topology(tp=len(files)))

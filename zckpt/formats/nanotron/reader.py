@@ -36,12 +36,12 @@ MASTERS = "gradient_accumulator"
 OF_SHARD = ("version", "local_global_slices_pairs", "unsharded_shape")
 
 _WEIGHT = re.compile(
-    r"model_(.+?)(?:_pp-rank-([0-9]+)-of-([0-9]+)_tp-rank-([0-9]+)-of-([0-9]+)(?:_exp-rank-([0-9]+)-of-([0-9]+))?)?"
+    r"model_(.+?)(?:_pp-rank-([0-9]{1,5})-of-([0-9]{1,5})_tp-rank-([0-9]{1,5})-of-([0-9]{1,5})(?:_exp-rank-([0-9]{1,5})-of-([0-9]{1,5}))?)?"
     r"\.safetensors"
 )
 _OPTIMIZER = re.compile(
-    r"optimizer_pp-([0-9]+)-of-([0-9]+)(?:_dp-([0-9]+)-of-([0-9]+))?_tp-([0-9]+)-of-([0-9]+)"
-    r"(?:_exp-([0-9]+)-of-([0-9]+))?\.pt"
+    r"optimizer_pp-([0-9]{1,5})-of-([0-9]{1,5})(?:_dp-([0-9]{1,5})-of-([0-9]{1,5}))?_tp-([0-9]{1,5})-of-([0-9]{1,5})"
+    r"(?:_exp-([0-9]{1,5})-of-([0-9]{1,5}))?\.pt"
 )
 
 Part = tuple[int, int | None]
@@ -67,9 +67,9 @@ class Boxes:
 
 @dataclass(slots=True)
 class Weight:
-    """A tensor of the model: its parts, by rank; None: it is whole. `ranks`: of which there should be one."""
+    """A tensor of the model: its parts, by rank; None: it is whole. `ranks`: tensor- and expert-parallel ones."""
 
-    ranks: tuple[Part | None, ...] = (None,)
+    ranks: tuple[Sequence[int], Sequence[int | None]] | None = None
     parts: dict[Part | None, Boxes] = field(default_factory=dict)
     held: dict[Part | None, Slot] = field(default_factory=dict)
 
@@ -79,9 +79,12 @@ class Weight:
 
     def joined(self, name: str, held: Mapping[Part | None, Slot]) -> Slot:
         """Return the whole of what ranks have of it. Raises ShardError: a part is missing; LayoutError: or twice."""
-        if gone := [*{*self.ranks} - {*self.parts}]:
-            raise ShardError(f"the part of {name} of tensor-parallel rank {gone[0] and gone[0][0]} is missing",
-                             expected=f"{len(self.ranks)} files", found=len(self.parts), code=MISSING_FILE)  # fmt: skip
+        tp, exp = self.ranks or ((), ())
+        gone = next((one for one in product(tp, exp) if one not in self.parts), None)
+        if gone is not None:
+            rank, count = gone[0], len(tp) * len(exp)
+            raise ShardError(f"the part of {name} of tensor-parallel rank {rank} is missing",
+                             expected=f"{count} files", found=len(self.parts), code=MISSING_FILE)  # fmt: skip
         boxes = [(to, _box(held[key], low, sizes)) for key, one in self.parts.items() for low, to, sizes in one.pairs]
         whole = next(iter(self.parts.values())).whole
         if overlap([(to, slot.shape) for to, slot in boxes]) or sum(slot.numel for _, slot in boxes) != math.prod(
@@ -147,7 +150,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _add_weight(
@@ -168,8 +171,7 @@ def _add_weight(
             return
         key = int(match[4]), None if match[6] is None else int(match[6])
         one.parts[key], one.held[key] = _boxes(slot, texts), slot
-        experts = [None] if match[7] is None else range(int(match[7]))
-        one.ranks = tuple(product(range(int(match[5])), experts))
+        one.ranks = range(int(match[5])), [None] if match[7] is None else range(int(match[7]))
 
 
 def _boxes(slot: Slot, texts: Mapping[str, str]) -> Boxes:

@@ -135,8 +135,12 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     place = [*map(str, directory.places[0])]
     shapes = {one.name: one.shape for one in checkpoint.tensors()}
     for keys, ranks in said["metadata"].get(MODEL, {}).get("nested_path_to_metadata", {}).items():
-        *above, name = map(str, json.loads(keys))
-        found = {tuple(one["sharding_metadata"]["data"]["global_shape"]) for one in ranks}
+        try:
+            *above, name = map(str, json.loads(keys))
+            found = {tuple(one["sharding_metadata"]["data"]["global_shape"]) for one in ranks}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise DamagedFileError("unexpected content", path=index, found=why) from error
         if above == place and found != {shapes.get(name)}:
             raise LayoutError(
                 f"{name} differs from {NAME}", path=index, expected=listed([*map(str, found)]),
