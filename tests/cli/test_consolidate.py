@@ -268,7 +268,7 @@ def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside, tmp
     for other in others:
         (tmp_path / other).unlink()
     before = (tmp_path / "m.safetensors").read_bytes()
-    words = (beside, "would be taken for the new one's")
+    words = (beside, "would be taken for the new file's")
     refused(4, "consolidate", FIXTURES / "s3_fp32_dp2", tmp_path / "m.safetensors", "--overwrite", words=words)
     assert (tmp_path / "m.safetensors").read_bytes() == before
 

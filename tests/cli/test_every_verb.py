@@ -82,7 +82,7 @@ def test_what_is_there_is_replaced_only_when_told_and_only_if_it_is_a_target(ver
     succeeded(*of(verb, target))
     names = snapshot(tmp_path).keys()
     before = snapshot(tmp_path)
-    refused(4, *of(verb, target), words=(str(target.with_suffix("")), "exists already", "--overwrite"))
+    refused(4, *of(verb, target), words=(str(target.with_suffix("")), "already exists", "--overwrite"))
     assert snapshot(tmp_path) == before
     succeeded(*of(verb, target), "--overwrite")
     assert snapshot(tmp_path).keys() == names

@@ -213,7 +213,7 @@ def test_a_remote_source_is_known_by_its_url(source, out):
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.put(str(source), "/resumed", recursive=True)
     url = "memory://resumed"
-    assert "--resume goes on" in failed_writing(url, out)
+    assert "--resume continues" in failed_writing(url, out)
     said = refused(4, "consolidate", source, out / MODEL, "--resume", words=("from other files",))
     assert "zckpt-remote" not in said
     succeeded("consolidate", url, out / MODEL, "--resume")
@@ -245,7 +245,7 @@ def test_what_other_processes_have_done_is_gone_on_with(source, out, monkeypatch
     with ProcessPoolExecutor(2) as pool, pytest.raises(KeyboardInterrupt, match="bytes are written and kept in"):
         zckpt.consolidate(source, out / MODEL, executor=pool, reporter=InterruptedReporter())
     assert names_in(out) == REMAINS
-    with refusing(TargetError, "did not come to its end"):
+    with refusing(TargetError, "did not finish"):
         zckpt.consolidate(source, out / MODEL)
     with ProcessPoolExecutor(2) as pool:
         zckpt.consolidate(source, out / MODEL, executor=pool, resume=True)
@@ -260,7 +260,7 @@ def test_a_failed_write_keeps_what_is_done_and_says_how_to_go_on(number, source,
     assert f"cannot be written: found {os.strerror(number)}; " in said
     assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume goes on with them" in said
     assert names_in(out) == REMAINS
-    said = refused(4, "consolidate", source, out / MODEL, words=("did not come to its end", "--resume", "--restart"))
+    said = refused(4, "consolidate", source, out / MODEL, words=("did not finish", "--resume", "--restart"))
     assert f"in .{MODEL}.zckpt-partial" in said
     assert names_in(out) == REMAINS
     succeeded("consolidate", source, out / MODEL, "--resume")
@@ -299,7 +299,7 @@ def test_a_source_that_cannot_be_read_for_a_while(options, source, out, monkeypa
         patched.setattr(files.os, "preadv", preadv)
         said = refused(3, "consolidate", source, out / MODEL, *options)
     assert "cannot be read: found Input/output error; " in said
-    assert "--resume goes on" in said
+    assert "--resume continues" in said
     succeeded("consolidate", source, out / MODEL, "--resume", *options)
     assert (out / MODEL).read_bytes() == expected(source, out)
     assert names_in(out) == {MODEL}
@@ -409,7 +409,16 @@ def test_a_link_in_a_directory_that_is_gone_on_with(source, out, tmp_path):
     file = next(path for path in partial.rglob("*") if path.is_file())
     file.unlink()
     file.symlink_to(tmp_path / "precious")
-    refused(4, "reshard", source, out / "r", "--world-size", 3, "--resume", words=(str(file), "not as a run left it"))
+    refused(
+        4,
+        "reshard",
+        source,
+        out / "r",
+        "--world-size",
+        3,
+        "--resume",
+        words=(str(file), "was changed since a run left it"),
+    )
     assert (tmp_path / "precious").read_text() == "precious"
     file.unlink()
     (partial / "stranger").write_text("none of the target's")

@@ -231,7 +231,7 @@ def test_given_names_are_taken_as_they_are_or_refused(model, kinds, names):
         (["a", "a"], "found 1 different ones of 2"),
         (["a", "c"], "the model has no parameter c"),
         (["b", "a"], r"parameter 0 of the optimizer is not b: expected shape \(2,\), found \(1,\)"),
-        (["a", "alias"], "two of the names are of one tied parameter"),
+        (["a", "alias"], "two of the names belong to one tied parameter"),
     ],
 )
 def test_given_names_that_cannot_be(names, message):

@@ -115,7 +115,7 @@ def test_unknown_executor_is_refused_before_anything(name, source, tmp_path):
 
 def test_missing_package_is_named(source, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingPackageError, match=r"--executor ray needs the package ray.*zckpt\[ray\]"):
+    with pytest.raises(MissingPackageError, match=r"executor=\"ray\" needs the package ray.*zckpt\[ray\]"):
         zckpt.fingerprint(source, executor="ray")
 
 

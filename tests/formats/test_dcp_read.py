@@ -166,7 +166,7 @@ def test_shards_without_an_index_are_put_together(name, below):
     for buffer, content in truth.buffers.items():
         assert torch.equal(bits(checkpoint.read(buffer)), content), buffer
     assert checkpoint.world_size == truth.facts["world_size"]
-    assert checkpoint.warnings[0].startswith("the files do not tell how many shards there were")
+    assert checkpoint.warnings[0].startswith("the files do not say how many shards there were")
 
 
 def test_whole_files_are_read_and_the_shards_below_them_are_not():
@@ -674,10 +674,10 @@ HUGE = 1 << 62
         (chunks(((0, 0), (1, 3))), ShardError, "not the whole of it: expected 6 elements, found 3"),
         (chunks(((0, 0), (1, 3)), ((0, 0), (2, 3))), LayoutError, "two chunks of model.a begin at"),
         (chunks(((0, 0), (2, 3)), ((1, 0), (1, 3))), LayoutError, "not the whole of it"),
-        (chunks(((0, 0), (1, 3)), ((1, 0), (1, 3))), LayoutError, "another than `.metadata` says"),
-        (chunks(((0, 0), (3, 2))), DamagedFileError, "lies outside of it"),
-        (chunks(((0,), (6,))), DamagedFileError, "lies outside of it"),
-        (chunks(((0, HUGE), (2, 3))), DamagedFileError, "lies outside of it"),
+        (chunks(((0, 0), (1, 3)), ((1, 0), (1, 3))), LayoutError, "differs from `.metadata`"),
+        (chunks(((0, 0), (3, 2))), DamagedFileError, "lies outside the tensor"),
+        (chunks(((0,), (6,))), DamagedFileError, "lies outside the tensor"),
+        (chunks(((0, HUGE), (2, 3))), DamagedFileError, "lies outside the tensor"),
         (lambda m: m.storage_data.pop(index_of(m, "model.a")), ShardError, "where the chunk of model.a"),
         (lambda m: m.storage_data.pop(index_of(m, "note.x")), DamagedFileError, "where note.x is"),
         (lambda m: m.state_dict_metadata.update({"model.a": BytesStorageMetadata()}), DamagedFileError, "where model"),
@@ -692,9 +692,10 @@ HUGE = 1 << 62
         (lambda m: m.planner_data.update({"model.a": ("model", -1)}), DamagedFileError, "the path of model.a"),
         (lambda m: m.planner_data.update({"model.a": ("model", "b")}), DamagedFileError, "has the path of another"),
         (lambda m: m.planner_data.update({"model.a": ("note", "x", "y")}), DamagedFileError, "another item"),
-        (lambda m: m.planner_data.update({"note.x": ("l", 10**12)}), DamagedFileError, "lacks most of its elements"),
+        (lambda m: m.planner_data.update({"note.x": ("l", 10**12)}), DamagedFileError, "most elements of a list are "
+            "missing"),
         (properties(dtype=torch.float64), LayoutError, "another than"),
-        (properties(layout=torch.sparse_coo), UnsupportedError, "no dense tensor"),
+        (properties(layout=torch.sparse_coo), UnsupportedError, "not a dense tensor"),
     ],
 )  # fmt: skip
 def test_metadata_that_is_wrong_is_refused(change, error, message, small):
@@ -862,7 +863,7 @@ def test_object_that_is_no_torch_file_is_refused(small):
     [
         (lambda o: o["param_groups"][0].update(params=[0, "a"]), "names and numbers"),
         (lambda o: o["param_groups"][0].update(params=["a", "a"]), "a parameter twice"),
-        (lambda o: o["param_groups"].append({"params": [0]}), "a parameter twice, or names and numbers"),
+        (lambda o: o["param_groups"].append({"params": [0]}), "a parameter twice, or mix names and numbers"),
         (lambda o: o["state"].update(a=5), "a dict by slot"),
         (lambda o: o["param_groups"].append({"params": ["zz"]}) or o["state"].update(b={"m": torch.ones(4)}),
          "state of parameters that are in no param group: b"),

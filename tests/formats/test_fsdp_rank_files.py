@@ -110,7 +110,7 @@ def test_another_order_of_strided_shards_is_refused(tmp_path):
         one = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=4), Shard(0)], run_check=False)
         for rank in range(4):
             torch.save({"w": one}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
-    with refusing(UnsupportedError, "strided shards in an order that is not read"):
+    with refusing(UnsupportedError, "strided shards in an unsupported order"):
         zckpt.open(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_meshes_of_older_torch_are_read():
     later = mesh_of(_layout=layout_of(shape=(2, (2, 3)), stride=(6, (3, 1))), _coordinate_on_dim=[1, 4])
     assert read_mesh(later).sizes == (2, 6)
     for strange in (mesh_of(_coordinate_on_dim=[0]), mesh_of(mesh=ranks), mesh_of(mesh=ranks, _coordinate_on_dim=None)):
-        with refusing(UnsupportedError, "does not say where in it the rank is"):
+        with refusing(UnsupportedError, "does not state the rank's coordinate"):
             read_mesh(strange)
     with refusing(DamagedFileError, "a rank outside its mesh"):
         read_mesh(mesh_of(mesh=ranks, _coordinate_on_dim=[0, 2]))
@@ -227,7 +227,7 @@ def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
     for path in folder.glob("model_*"):
         path.unlink()
     (folder / "optim_world_size_2_rank_1.pt").rename(folder / "optim_world_size_2_rank_0.pt")
-    with refusing(UnsupportedError, "ranks' optimizers without their models"):
+    with refusing(UnsupportedError, "rank files of an optimizer without the model's"):
         zckpt.open(folder)
 
 
@@ -450,7 +450,7 @@ def test_what_is_not_certain_keeps_its_number(written, tmp_path):
     assert checkpoint.unnamed
     assert any("give --names FILE" in warning for warning in checkpoint.warnings)
     zckpt.consolidate(folder, tmp_path / "model.safetensors")
-    with refusing(UnsupportedError, "the names of some of the optimizer's parameters are not known"):
+    with refusing(UnsupportedError, "the names of some of the optimizer's parameters are unknown"):
         zckpt.convert(folder, tmp_path / "other", to="fsdp-rank-files")
     names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
     assert zckpt.open(folder, names=names).param_groups[0].parameters == names
@@ -489,7 +489,7 @@ def test_names_say_what_is_in_flat_parameters_of_other_units(written, tmp_path):
     layer = [n for n in every if n.startswith("model.layers.1.") and n not in inner[1]]
     root = [n for n in every if n not in {*layer, *inner[0], *inner[1]}]
     assert_slots_are_those_of(folder, LLAMA, names=[*root, *inner[0], *layer, *inner[1]])
-    with refusing(zckpt.UsageError, "the names do not fit the optimizer's state"):
+    with refusing(zckpt.UsageError, "the names do not match the optimizer's state"):
         zckpt.open(folder, names=every)
 
 
@@ -526,9 +526,9 @@ def test_what_cannot_be_written_is_said(tmp_path):
     target = tmp_path / "out"
     for options, said in (
         ({"fsdp_size": 3, "world_size": 4}, "unusable fsdp-size: expected a divisor of the world size, 4, found 3"),
-        ({"fsdp_version": 1}, "which modules FSDP1 wraps is not known"),
-        ({"fsdp_version": 1, "units": "layers.*"}, "units names no module"),
-        ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "fsdp-size is for FSDP2"),
+        ({"fsdp_version": 1}, "unknown which modules FSDP1 wraps"),
+        ({"fsdp_version": 1, "units": "layers.*"}, "--units matches no module"),
+        ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "--fsdp-size only applies to FSDP2"),
         ({"fsdp_version": 3}, "unusable fsdp-version: expected 1 or 2"),
     ):
         with refusing(zckpt.UsageError, said):
@@ -548,7 +548,7 @@ def test_one_group_has_every_parameter_in_the_models_order(tmp_path):
     assert group.state["step"] == expected.param_groups[0].state["step"]
     assert_slots_are_those_of(tmp_path / "one", LLAMA)
     expected.parameters = dict(sorted(expected.parameters.items()))
-    with refusing(UnsupportedError, "the order of the model's parameters is not known"):
+    with refusing(UnsupportedError, "the order of the model's parameters is unknown"):
         zckpt.convert(expected, tmp_path / "two", to="fsdp-rank-files", groups="one")
 
 

@@ -231,7 +231,7 @@ def test_one_number_without_arguments_is_no_known_kind_of_rank(tmp_path):
     for rank in range(2):
         (tmp_path / f"mp_rank_00_{rank:03d}").mkdir()
         torch.save({"model": {"a": torch.ones(2)}}, tmp_path / f"mp_rank_00_{rank:03d}/model_optim_rng.pt")
-    with refusing(UnsupportedError, "pipeline or of expert parallelism"):
+    with refusing(UnsupportedError, "pipeline- or expert-parallel"):
         zckpt.open(tmp_path)
 
 
@@ -351,5 +351,5 @@ def test_experts_that_are_cut_otherwise_than_the_rest_are_refused(tmp_path):
 
     for folder in ("mp_rank_00_000", "mp_rank_00_001"):
         edit(run / folder / "model_optim_rng.pt", other)
-    with refusing(UnsupportedError, "experts are cut for other tensor-parallel ranks than the rest"):
+    with refusing(UnsupportedError, "experts are cut for another number of tensor-parallel ranks than the rest"):
         zckpt.open(run)

@@ -249,7 +249,7 @@ def test_only_what_zckpt_wrote_is_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["transformer.h.0.mlp.c_fc.weight"], "not those of a model of Megatron-Core"),
+        (["transformer.h.0.mlp.c_fc.weight"], "not those of a Megatron-Core model"),
         ([FC1.format(0), "decoder.layers.1.mixer.in_proj.weight"], "in another form"),
         ([FC1.format(0), "decoder.layers.0.mlp.experts.weight1"], "in another form"),
         ([FC1.format(1)], "has no layer 0"),

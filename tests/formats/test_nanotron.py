@@ -79,11 +79,11 @@ def part(saved, tp):
 def test_a_part_that_lies_nowhere_or_where_another_does_is_refused(saved):
     path, data, said = part(saved, 1)
     save_file({"data": data}, path)
-    with refusing(DamagedFileError, "does not say where its part lies"):
+    with refusing(DamagedFileError, "does not state where its part lies"):
         zckpt.open(saved)
     for wrong in ("0,4,2|None,None,None#4,6,2|None,None,None", "0,4,None|None,None,None#14,18,None|None,None,None"):
         save_file({"data": data}, path, metadata={**said, "local_global_slices_pairs": wrong})
-        with refusing(DamagedFileError, "does not say where its part lies"):
+        with refusing(DamagedFileError, "does not state where its part lies"):
             zckpt.open(saved)
     save_file({"data": data}, path, metadata=part(saved, 0)[2])
     with refusing(LayoutError, f"the parts of {QKV} are not the whole of it once"):
@@ -100,10 +100,10 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
             zckpt.open(saved)
 
     shorter = {number: {**slots, "exp_avg": slots["exp_avg"][1:]} for number, slots in whole["state"].items()}
-    refused(LayoutError, "is not what these ranks should have", state=shorter)
+    refused(LayoutError, "is not what these ranks should hold", state=shorter)
     refused(DamagedFileError, "parameters without names", names={})
     strange = {number: f"other.{name}" for number, name in whole["names"].items()}
-    refused(LayoutError, "which the model has not", names=strange)
+    refused(LayoutError, "which the model lacks", names=strange)
     groups = [{**group, "lr": 0.5} for group in whole["param_groups"]]
     refused(LayoutError, "has another lr than rank 0's", param_groups=groups)
     torch.save(whole, path.with_name("optimizer_pp-0-of-1_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt"))
@@ -125,5 +125,5 @@ def test_a_copy_that_differs_is_found(saved):
 def test_another_version_is_refused(saved):
     said = json.loads((saved / "checkpoint_metadata.json").read_text())
     (saved / "checkpoint_metadata.json").write_text(json.dumps({**said, "version": "2.0"}))
-    with refusing(UnsupportedError, "is of a version that is not read"):
+    with refusing(UnsupportedError, "has an unsupported version"):
         zckpt.open(saved)

@@ -357,7 +357,7 @@ def test_what_the_format_cannot_say_is_refused(tmp_path):
     torch.save(tensor, tmp_path / "source.pt")
     node = read_torchfile(tmp_path / "source.pt").root
     assert isinstance(node, Tensor)
-    for value, words in [(node, "file that is not named"), (object(), "type object"), (slice("a"), "slice")]:
+    for value, words in [(node, "a tensor of an unnamed file"), (object(), "type object"), (slice("a"), "slice")]:
         with refusing(UnsupportedError, words):
             lay_out(Checkpoint("x", "torch", metadata={"value": value}))
     with refusing(UnsupportedError, "surrogate"):
@@ -846,7 +846,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], str]] = {
     "topology": (lambda d: d.update(topology=[1]), "topology"),
     "loss scale": (lambda d: d.update(loss_scale="1"), "loss_scale"),
     "version": (lambda d: d.update(version="1"), "version"),
-    "format": (lambda d: d.update(format="zckpy"), "no zckpt checkpoint"),
+    "format": (lambda d: d.update(format="zckpy"), "not a zckpt checkpoint"),
     "storage too large": (lambda d: d["storages"][0].update(nbytes=2**60), "storage/0"),
     "storage not whole": (lambda d: d["storages"][0].update(dtype="float64", nbytes=5057), "whole elements"),
     "storage missing": (lambda d: d["storages"].pop(), "storage"),
@@ -881,7 +881,7 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], str]] = {
         lambda d: d["metadata"].update(
             x={"$": "tensor", "storage": 0, "dtype": "uint8", "shape": [5057], "strides": [1]}
         ),
-        "leaves storage",
+        "exceeds storage",
     ),
     "tensor of no storage": (
         lambda d: d["metadata"].update(x={"$": "tensor", "storage": 9, "dtype": "uint8", "shape": [1], "strides": [1]}),

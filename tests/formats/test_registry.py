@@ -43,7 +43,7 @@ def test_formats_are_listed_with_their_options():
     assert [option["name"] for option in found["dcp"]["options"]] == ["world_size", "dtype", "keys"]
     stage = next(option for option in found["deepspeed"]["options"] if option["name"] == "stage")
     assert stage == {"name": "stage", "type": "int", "default": None, "choices": [1, 2, 3],
-                     "help": "ZeRO stage. Default: as SOURCE, if it says one; else needed."}  # fmt: skip
+                     "help": "ZeRO stage. Required unless SOURCE states one, which is the default."}  # fmt: skip
     assert {name for name, one in found.items() if one["reshard"]} == {"deepspeed", "megatron"}
     assert {name for name, one in found.items() if one["written"]} == set(WRITTEN)
     text = succeeded("formats").stdout

@@ -146,9 +146,9 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path):
 @pytest.mark.parametrize(
     ("state", "params", "words"),
     [
-        ({"w": {"m": torch.ones(7)}}, ["w"], "not that of the model's parameter"),
-        ({"w": {"m": torch.ones(3)}}, ["w", "w"], "have a parameter twice"),
-        ({"w": {"m": torch.ones(3)}}, ["w", 1], "have a parameter twice, or names and numbers"),
+        ({"w": {"m": torch.ones(7)}}, ["w"], "not match the model's parameter"),
+        ({"w": {"m": torch.ones(3)}}, ["w", "w"], "list a parameter twice"),
+        ({"w": {"m": torch.ones(3)}}, ["w", 1], "list a parameter twice, or mix names and numbers"),
         ({"z": {"m": torch.ones(3)}}, ["w"], "in no group"),
     ],
 )
@@ -160,7 +160,7 @@ def test_names_that_contradict(state, params, words, tmp_path):
 def test_other_names_than_the_files_are_refused(tmp_path):
     path = named_file(tmp_path, {"w": {"m": torch.ones(3)}}, ["w"])
     assert zckpt.open(path, names=["w"]).warnings == []
-    with refusing(UsageError, "leave --names out"):
+    with refusing(UsageError, "omit --names"):
         zckpt.open(path, names=["v"])
 
 
@@ -378,7 +378,7 @@ def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
     (tmp_path / "step-9").rename(tmp_path / "ep0-ba9")
     assert zckpt.open(tmp_path).step == 9
     shutil.copytree(tmp_path / "ep0-ba9", tmp_path / "step-9")
-    refused(3, "inspect", tmp_path, words=("the steps of two programs", "step-9", "ep0-ba9"))
+    refused(3, "inspect", tmp_path, words=("steps of two programs", "step-9", "ep0-ba9"))
 
 
 # --- and back

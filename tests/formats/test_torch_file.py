@@ -288,7 +288,7 @@ def test_two_names_of_one_tied_parameter_are_refused(tmp_path):
     optimizer.step()
     model[1].weight = model[0].weight
     path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    with refusing(UsageError, "two of the names are of one tied parameter"):
+    with refusing(UsageError, "two of the names belong to one tied parameter"):
         read(path, names=["0.weight", "1.weight"])
 
 

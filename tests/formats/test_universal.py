@@ -281,7 +281,7 @@ def test_names_that_cannot_be_files_are_refused(name):
     parameter = checkpoint.parameters.pop("alpha")
     checkpoint.parameters[name] = dataclasses.replace(parameter, name=name)
     checkpoint.param_groups[2].parameters = [name]
-    with refusing(UnsupportedError, "cannot be a file's name"):
+    with refusing(UnsupportedError, "cannot be a file name"):
         writer.lay_out(checkpoint)
 
 

@@ -234,7 +234,7 @@ def test_names_follow_from_shapes_and_the_models_order(tied, world_size, tmp_pat
     model, optimizer = trained(tied=tied)
     checkpoint = read(as_others_save_it(model, optimizer, tmp_path, world_size))
     assert len(checkpoint.warnings) == 1
-    assert checkpoint.warnings[0].startswith("the files do not say the order of the optimizer's parameters")
+    assert checkpoint.warnings[0].startswith("the files do not state the order of the optimizer's parameters")
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         assert checkpoint.read(name, "exp_avg").equal(optimizer.state[parameter]["exp_avg"]), name
@@ -290,7 +290,7 @@ def test_state_that_every_rank_has_whole_is_not_taken_for_shares(tmp_path):
         (lambda names: names[:-1], "expected 17 different names, found 16 different ones of 16"),
         (lambda names: [names[0], *names[:-1]], "found 16 different ones of 17"),
         (lambda names: ["no such", *names[1:]], "the model has no parameter no such"),
-        (lambda names: ["head.weight", *names[1:]], "two of the names are of one tied parameter"),
+        (lambda names: ["head.weight", *names[1:]], "two of the names belong to one tied parameter"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(change, message, tmp_path):
@@ -437,7 +437,7 @@ def test_other_files_are_not_taken_for_ranks(names, tmp_path):
     for name in names:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
     assert find(tmp_path) is None
-    with refusing(UnknownFormatError, "holds no state of a ZeroRedundancyOptimizer"):
+    with refusing(UnknownFormatError, "holds no ZeroRedundancyOptimizer state"):
         read(tmp_path)
 
 
@@ -539,7 +539,7 @@ def test_ranks_that_changed_places_are_refused(tmp_path):
             r"zero_rank\d.pt: another share of the parameters than it was assigned",
         ),
         (lambda o: o["state"][0].update(exp_avg=torch.ones(5)), LayoutError, r"found \(5,\)|found \(64, 8\)"),
-        (lambda o: o["state"].update({77: {}}), DamagedFileError, "state of a parameter that is in no group"),
+        (lambda o: o["state"].update({77: {}}), DamagedFileError, "state for a parameter that is in no group"),
         (lambda o: o.clear(), DamagedFileError, "expected one optimizer's state dict, as in rank 0's file"),
     ],
 )

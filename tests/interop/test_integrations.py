@@ -178,7 +178,7 @@ def numbered(rank, world_size, directory: Path) -> list[str]:
     said = sorted(path.name for path in (directory / "checkpoints").iterdir())
     (directory / "checkpoints" / "checkpoint_0").symlink_to(directory)  # what cannot be removed stops no process
     accelerator.save_state()
-    with pytest.warns(UserWarning, match="beyond total_limit"):
+    with pytest.warns(UserWarning, match="exceeds total_limit"):
         accelerator.wait_for_save()
     (directory / "checkpoints" / "checkpoint_0").unlink()
     zckpt.save(directory / "other", model=first, extra={"accelerate": 3})

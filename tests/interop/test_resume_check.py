@@ -149,7 +149,10 @@ def test_a_model_is_told_by_its_configuration(tmp_path):
     found = zckpt.resume_check(source, program="deepspeed", model=tmp_path)
     assert found.verdict == "no"
     assert any("tensors that the checkpoint has not" in one for one in found.why)
-    for wrong, words in (({"architectures": ["Nothing"]}, "no model of transformers"), ({"n_head": 7}, "can be made")):
+    for wrong, words in (
+        ({"architectures": ["Nothing"]}, "not a transformers model"),
+        ({"n_head": 7}, "cannot create a model from it"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | wrong))
         with pytest.raises(zckpt.UsageError, match=words):
             zckpt.resume_check(source, program="deepspeed", model=tmp_path)

@@ -244,7 +244,7 @@ def test_a_gap_in_what_programs_count_is_noted(tmp_path):
 
 def test_a_scheduler_without_an_optimizer_is_noted(trainers):
     (trainers / "optimizer_old.pt").rename(trainers / "optimizer.pt")
-    said = "a scheduler's state is there, and no optimizer's: is it lost?"
+    said = "a scheduler's state but no optimizer state: was it lost?"
     assert said not in zckpt.open(trainers).warnings
     (trainers / "optimizer.pt").unlink()
     assert said in zckpt.open(trainers).warnings

@@ -147,7 +147,7 @@ def test_sizes_are_whole_numbers():
         "__import__('os')",
         "(" * 5000,
     ):
-        with refusing(UsageError, "is no size"):
+        with refusing(UsageError, "is not a size"):
             evaluated(text, sizes.get, "here")
 
 

@@ -73,7 +73,7 @@ def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path):
     [
         (("--rename", "nothing=x"), ("--rename nothing=x finds no name",)),
         (("--strip-prefix", "module."), ("--strip-prefix module. finds no name",)),
-        (("--rename", r"fc\d=fc"), ("makes", "one", "narrow it")),
+        (("--rename", r"fc\d=fc"), ("makes", "one", "make it more specific")),
         (("--rename", r"^alpha$="), ("leaves nothing of alpha",)),
         (("--rename", r"(fc)=\2"), ("no regular expression",)),
         (("--rename", "fc1"), ("OLD=NEW",)),

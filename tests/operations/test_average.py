@@ -206,7 +206,7 @@ def test_an_open_checkpoint_is_a_source(tmp_path):
 REFUSED = [
     ({"weights": [1]}, "as many weights as checkpoints are needed: expected 2, found 1"),
     ({"weights": [1, float("nan")]}, "unusable weights: expected finite numbers"),
-    ({"weights": [1, -1]}, "the weights add up to nothing"),
+    ({"weights": [1, -1]}, "the weights add up to zero"),
     ({"ema": 1.5}, "unusable decay: expected a number from 0 to 1, found 1.5"),
     ({"ema": 0.5, "weights": [1, 1]}, "exclude each other"),
     ({"from_last": ["y*"]}, r"no tensor is called 'y\*'"),
@@ -232,7 +232,7 @@ def test_other_models_are_refused_by_name(tmp_path):
     c = saved(tmp_path / "c.safetensors", w=torch.ones(3), y=torch.ones(2))
     with refusing(zckpt.UsageError, r"c\.safetensors: 1 of the tensors of .*a\.safetensors not in it: x"):
         zckpt.average([a, c], tmp_path / "m.safetensors")
-    with refusing(zckpt.UsageError, "a mean needs several checkpoints"):
+    with refusing(zckpt.UsageError, "averaging needs several checkpoints"):
         zckpt.average([a], tmp_path / "m.safetensors")
 
 
@@ -245,7 +245,7 @@ def test_adapters_that_are_scaled_otherwise_are_refused(tmp_path):
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
     zckpt.average([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
     assert {one.name for one in (tmp_path / "m").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
-    with refusing(zckpt.UsageError, "an adapter that is scaled otherwise"):
+    with refusing(zckpt.UsageError, "the adapter's scale differs from"):
         zckpt.average([tmp_path / "a", tmp_path / "c"], tmp_path / "n")
 
 

@@ -251,7 +251,7 @@ def test_a_base_in_words_gets_what_is_added_to_its_numbers(method, tmp_path):
         ({"down_proj": (3, 4, 4)}, {}, "is square, and may lie"),
         ({"up_proj": (3, 4, 5), "gate_proj": (3, 4, 5)}, {}, "fit its parameters in several orders"),
         ({"up_proj": (3, 4, 5), "down_proj": (3, 5, 4), "x": (3, 4, 4)}, {}, "do not fit the model's parameters"),
-        ({"down_proj": (3, 4, 5)}, {"target_modules": ["experts"]}, "is of target_modules and of target_parameters"),
+        ({"down_proj": (3, 4, 5)}, {"target_modules": ["experts"]}, "is in both target_modules and target_parameters"),
         ({"down_proj": (3, 4, 5)}, {"target_parameters": ["other.down_proj"]}, "do not fit|factors of .* do not fit"),
         ({"down_proj": (3, 4, 5)}, {"target_parameters": 5}, "unusable target_parameters"),
     ],

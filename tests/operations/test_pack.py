@@ -137,7 +137,7 @@ def test_one_checkpoint_may_have_another_name(tmp_path):
     zckpt.pack(source, tmp_path / "store", name="runs/first")
     assert zckpt.diff(tmp_path / "store" / "runs" / "first", source).equal
     for given, name in ((source, "../first"), (FIXTURES / "s2_bf16_dp2_multitag", "first")):
-        with refusing(zckpt.UsageError, "a name is of one checkpoint, and below the store"):
+        with refusing(zckpt.UsageError, "--name only applies to one checkpoint, and must lie within the store"):
             zckpt.pack(given, tmp_path / "store", name=name)
 
 
@@ -150,13 +150,13 @@ def test_other_programs_resume_from_what_is_unpacked_and_nothing_is_pruned(tmp_p
         assert zckpt.resume_check(one, program="zckpt").resumes
     zckpt.unpack(store / "global_step5", tmp_path / "global_step5")
     assert zckpt.resume_check(tmp_path / "global_step5", program="deepspeed").resumes
-    with refusing(zckpt.UsageError, "nothing is removed from a store of checkpoints"):
+    with refusing(zckpt.UsageError, "a store of checkpoints cannot be pruned"):
         zckpt.prune(store, keep_last=1)
 
 
 def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
     shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-1")
-    with refusing(zckpt.UsageError, "another checkpoint of this name"):
+    with refusing(zckpt.UsageError, "another checkpoint with this name"):
         zckpt.pack(tmp_path / "run", copied)
 
 
@@ -166,17 +166,17 @@ def test_a_directory_of_something_else_is_no_store_and_is_not_made_one(tmp_path)
     with refusing(zckpt.TargetError, "something else in it"):
         zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "x")
     assert names_in(tmp_path / "x") == ["thesis.txt"]
-    with refusing(zckpt.SourceError, "is no store"):
+    with refusing(zckpt.SourceError, "is not a store"):
         unpack(tmp_path / "x", tmp_path / "y")
 
 
 def test_nothing_else_is_written_into_a_store(made, tmp_path):
-    with refusing(zckpt.UsageError, "only `pack` writes into"):
+    with refusing(zckpt.UsageError, "only `zckpt pack` writes to"):
         zckpt.consolidate(made / "run" / "step-1", made / "s.zckpt" / "m.safetensors")
 
 
 def test_an_unknown_name_is_answered_with_those_that_are_there(made):
-    with refusing(zckpt.SourceError, "no such checkpoint is in the store"):
+    with refusing(zckpt.SourceError, "the store has no such checkpoint"):
         zckpt.open(made / "s.zckpt" / "step-100")
 
 

@@ -241,7 +241,7 @@ def test_the_document_is_what_is_printed(tmp_path):
 def test_what_cannot_be_is_refused(tmp_path):
     refused(2, "prune", tmp_path, "--keep-last", 0, words=("keep_last is a number from 1 on",))
     refused(2, "prune", tmp_path, words=("keep-last",))
-    refused(2, "prune", "s3://bucket/run", "--keep-last", 1, words=("in a store are not removed",))
+    refused(2, "prune", "s3://bucket/run", "--keep-last", 1, words=("in a store cannot be pruned",))
     refused(3, "prune", tmp_path, "--keep-last", 1, words=("no checkpoint",))
 
 

@@ -83,7 +83,7 @@ class Raises(Reporter):
 
 def test_existing_file_is_refused_and_untouched(tmp_path):
     (tmp_path / "t").write_bytes(OLD)
-    with pytest.raises(TargetExistsError, match=r"t: exists already; .*--overwrite"):
+    with pytest.raises(TargetExistsError, match=r"t: already exists; .*overwrite=True"):
         write_target(copying(tmp_path, "t"), tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == OLD
     assert listing(tmp_path) == ["t"]
@@ -448,7 +448,7 @@ def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(("target", "overwrite"), each(["t", "d"], [False, True]))
 def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(target, overwrite, other_run, tmp_path):
     made = copying(tmp_path, "t")
-    with pytest.raises(TargetError, match="another run is writing this target"):
+    with pytest.raises(TargetError, match="another run is writing to this target"):
         write(made, tmp_path / target, directory=target == "d", overwrite=overwrite)
     assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
     other_run.communicate("\n", timeout=60)

@@ -327,7 +327,7 @@ def test_errors_are_one_clear_line(tmp_path):
         "nothing": "holds neither a model nor an optimizer",
         "sharded": "ema.words.weight is sharded, and belongs to neither the model nor the optimizer",
         "object": "args is a pathlib",
-        "exists": "exists already",
+        "exists": "already exists",
         "on one rank": "odd is a pathlib",
     }.items():
         assert expected in told[what], f"{what}: {told.get(what)}"

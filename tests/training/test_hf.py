@@ -183,7 +183,7 @@ def test_trainer_that_lost_its_optimizer_is_stopped(whole, tmp_path):
     }
     assert any(one.startswith("param group 0: lr is ") for one in said[0])
     assert any(one.startswith("scheduler: last_epoch is 4") for one in said[0])
-    with pytest.raises(UsageError, match="nothing to save with"):
+    with pytest.raises(UsageError, match="nothing to do"):
         zckpt.hf.callback()
 
 

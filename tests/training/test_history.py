@@ -73,5 +73,5 @@ def test_a_step_that_is_saved_again_is_in_the_store_twice(tmp_path):
 
 
 def test_a_store_of_objects_is_refused(tmp_path):
-    with refusing(zckpt.UsageError, "a directory of a file system"):
+    with refusing(zckpt.UsageError, "a directory on a file system"):
         zckpt.Checkpointer(tmp_path / "run", history="s3://bucket/store")

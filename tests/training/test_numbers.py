@@ -91,7 +91,7 @@ def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_pat
     other = build(2, frozen=1)
     before = [one.clone() for one in other.parameters()]
     its = torch.optim.AdamW([other[1].bias, other[1].weight], lr=0.1)
-    with pytest.raises(UsageError, match="only numbered, and this optimizer's order does not fit"):
+    with pytest.raises(UsageError, match="and this optimizer's order does not fit"):
         zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
     assert all(torch.equal(one, two) for one, two in zip(before, other.parameters(), strict=True))
     assert not its.state

@@ -182,7 +182,7 @@ def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(tmp_path):
         assert missing == ["d.weight", "d.bias"]
         assert unexpected == ["c.weight", "c.bias"]
         assert reshaped == ["b.weight", "b.bias"]
-        assert "hyperparameters stay as they are" in notes[0]
+        assert "hyperparameters are not changed" in notes[0]
 
 
 # --- sharded models, subgroups, and what is read by one

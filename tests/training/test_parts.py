@@ -187,14 +187,14 @@ def refused(rank, world_size, folder: Path) -> None:
     adam = torch.optim.Adam(part.parameters(), lr=0.1 + rank)
     save("param group 0 differs between parts of an optimizer: lr", UsageError, [part], [adam])
     sgd = torch.optim.SGD(part.parameters(), lr=0.1)
-    save("of several classes", UsageError, [part], [adam if rank else sgd])
+    save("have different classes", UsageError, [part], [adam if rank else sgd])
     redundant = zckpt.optim.ZeroRedundancyOptimizer(part.parameters(), torch.optim.SGD, lr=0.1)
     save("of a model in parts", UnsupportedError, [part], [redundant])
     save("not a model", UsageError, [part if rank else 7])  # type: ignore[list-item]
     zckpt.save(folder / "saved", model=[part], optimizer=[sgd])
     with pytest.raises(UsageError, match=r"the model has no layers\.1"):
         zckpt.load(folder / "saved", model=[Part([0])])
-    with pytest.raises(UsageError, match="broadcast is for a model that all ranks have whole"):
+    with pytest.raises(UsageError, match="broadcast only applies to a model that all ranks have whole"):
         zckpt.load(folder / "saved", model=[part], broadcast=True)
 
 

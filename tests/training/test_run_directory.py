@@ -306,7 +306,7 @@ def test_save_does_not_replace_a_directory_that_only_has_a_name_of_ours(content,
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.gguf"])
 def test_save_makes_no_directory_with_the_name_of_a_file(name, tmp_path):
-    with pytest.raises(UsageError, match="a directory is written, and its name ends as a file's"):
+    with pytest.raises(UsageError, match="the target is a directory, but its name ends like a file's"):
         zckpt.save(tmp_path / name, model=model_of(1))
     assert not any(tmp_path.iterdir())
 

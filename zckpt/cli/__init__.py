@@ -87,6 +87,7 @@ def main() -> None:
     standard_streams()
     arguments = sys.argv[1:]
     debug, as_json = "--debug" in arguments, "--json" in arguments
+    named, ZckptError.names_flags = ZckptError.names_flags, True
     try:
         with _ending_in_order(), _telling(arguments), launched(arguments) as has_worked:
             words = ["--debug"] * debug + [a for a in arguments if a != "--debug"]
@@ -116,6 +117,8 @@ def main() -> None:
         advice = "raise the limit of memory (`ulimit -v`) or of threads (`ulimit -u`), or give a smaller --memory"
         short = UsageError("not enough memory", found=str(error) or None, advice=advice)
         status = _failed(short, debug=debug, as_json=as_json)
+    finally:
+        ZckptError.names_flags = named
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -30,7 +30,7 @@ GROUPS = {
     "Write": {
         "consolidate": "Merge shards into one model: a file or a Hugging Face folder.",
         "reshard": "Change the number of GPUs of a DeepSpeed ZeRO checkpoint.",
-        "convert": "Write all of a training for DeepSpeed, DCP, FSDP, and others.",
+        "convert": "Convert a whole training to DeepSpeed, DCP, FSDP and others.",
         "strip": "Write a smaller copy: no optimizer, padding or unused bytes.",
         "average": "Average the weights of several checkpoints.",
         "merge-adapter": "Merge a LoRA or DoRA adapter into its base model.",
@@ -42,9 +42,9 @@ GROUPS = {
         "resume-check": "Tell whether a program will resume it, and what is lost.",
     },
     "Keep a run": {
-        "prune": "Remove the checkpoints that a rule does not keep.",
-        "pack": "Store the checkpoints of a run once, as differences.",
-        "unpack": "Restore checkpoints from such a store, bit for bit.",
+        "prune": "Remove checkpoints that no rule keeps.",
+        "pack": "Store the checkpoints of a run in less space, as differences.",
+        "unpack": "Restore checkpoints from a store, bit for bit.",
         "patch": "Write what changed between two checkpoints.",
         "apply": "Apply such a patch.",
     },
@@ -283,8 +283,8 @@ class Verbs(click.Group):
                 with formatter.section(title):
                     formatter.write_dl(rows)
         formatter.write_paragraph()
-        formatter.write_text("zckpt help VERB, or VERB --help, says more of a verb; zckpt PATH inspects.")
-        formatter.write_text("zckpt completion bash|zsh|fish prints what completes words in your shell.")
+        formatter.write_text("zckpt help VERB, or zckpt VERB --help, explains a verb; zckpt PATH inspects PATH.")
+        formatter.write_text("zckpt completion bash|zsh|fish prints a completion script for your shell.")
 
 
 def _is_place(word: str) -> bool:
@@ -294,7 +294,7 @@ def _is_place(word: str) -> bool:
 @click.command("completion")
 @click.argument("shell", type=click.Choice(SHELLS))
 def _completion(shell: str) -> None:
-    """Print what completes verbs, options and paths: eval "$(zckpt completion bash)"."""
+    """Print a shell script that completes verbs, options and paths: eval "$(zckpt completion bash)"."""
     from click.shell_completion import get_completion_class
 
     root = click.get_current_context().find_root()
@@ -317,7 +317,7 @@ class Near(_Choice):
             near = get_close_matches(found, list(self.choices), n=2)
             said = f"not one of {', '.join(self.choices)}"
             if param is not None and param.name == "to" and word in MODELS:
-                said = "no format of a whole training; a model alone: zckpt consolidate"
+                said = "not a format for a whole training; for the model alone, use zckpt consolidate"
             elif near:
                 said += f". Did you mean {' or '.join(near)}?"
             self.fail(f"{value!r} is {said}", param, ctx)

@@ -118,14 +118,14 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")
     if not text.startswith(f"{VERSION}:"):
         raise UnsupportedError(
-            "of another version",
+            "has another version",
             path=file,
             expected=VERSION,
             found=text[:20],
             advice="use a newer zckpt, or record it again with `zckpt fingerprint --write`",
         )
     if text != root(entries):
-        raise DamagedFileError("not as it was written", path=file, expected=text, found=root(entries))
+        raise DamagedFileError("changed since it was written", path=file, expected=text, found=root(entries))
     return Fingerprint(text, entries)
 
 

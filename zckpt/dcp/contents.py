@@ -160,8 +160,8 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
         elif key not in local.found.slots:
             if item.type == WriteItemType.SHARD:
                 raise UnsupportedError(
-                    f"{key} is sharded, and belongs to neither the model nor the optimizer",
-                    advice="save it as a checkpoint of its own",
+                    f"{key} is sharded, but belongs to neither the model nor the optimizer",
+                    advice="save it as a separate checkpoint",
                 )
             part.tensors[key] = _resolved(item, planner).detach().cpu()
         elif item.tensor_data is not None and key not in part.tied:  # what is tied is written under another name
@@ -183,7 +183,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     found = planner.resolve_data(item)
     if not isinstance(found, torch.Tensor):
         raise UnsupportedError(
-            f"the planner gives no tensor for {item.index.fqn}", expected="a tensor", found=type(found).__name__
+            f"the planner returned no tensor for {item.index.fqn}", expected="a tensor", found=type(found).__name__
         )
     return found
 

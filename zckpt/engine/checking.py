@@ -259,9 +259,9 @@ class Checks:
         overflowed = _counted(self._overflowed)
         if overflowed and not self.allows_overflow:
             raise UsageError(
-                f"{overflowed}: finite in the source, and beyond the type that they get",
-                advice="use a type that holds them (float32, bfloat16); --overflow allow (where training loads, "
-                "verify=False) makes them infinite",
+                f"{overflowed}: finite in the source, but too large for the target type",
+                advice="use a larger type (float32, bfloat16); --overflow=allow (in a load, verify=False) makes "
+                "them infinite",
             )
         return Checked(len(self._done), sum(one.nbytes for one in self._done), overflowed)
 
@@ -272,12 +272,12 @@ class Checks:
         first, found = min(self.wrong, key=lambda one: _place(one[0]))
         others = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
         raise DamagedFileError(
-            f"{first.name}{others}: not as it was written",
+            f"{first.name}{others}: changed since it was written",
             path=first.path,
             expected=f"CRC-32 {first.crc32:08x}",
             found=f"{found:08x}",
-            advice="copy the file again from where it came from; `zckpt verify --deep` names all that is damaged, "
-            "--no-checksums (where training loads, verify=False) salvages the rest",
+            advice="copy the file again from its origin; `zckpt verify --deep` lists all damage, --no-checksums (in "
+            "a load, verify=False) salvages the rest",
             code=CHECKSUM,
         )
 

@@ -275,7 +275,7 @@ def _summed(files: Collection[FilePlan]) -> Plan:
             read, copied = read + pack.moved_nbytes, copied + pack.moved_nbytes
             sources |= pack.paths()
     for lost in (path for path in sources if path.startswith(LOST)):
-        raise LayoutError("elements of it are wanted, and it is lost", path=lost[len(LOST) :])
+        raise LayoutError("it is lost, but some of its elements are needed", path=lost[len(LOST) :])
     return Plan(files, tuple(names), frozenset(sources), read, copied, written)
 
 
@@ -383,14 +383,14 @@ def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]
     covered = sum(copy.numel for copy in copies)
     if twice:
         raise LayoutError(
-            f"{hole.label}: some elements are there more than once",
+            f"{hole.label}: some elements appear more than once",
             found=f"{covered} elements",
-            expected=f"{hole.extent.numel} elements, each once",
+            expected=f"{hole.extent.numel} elements, each exactly once",
         )
     if covered != hole.extent.numel:
         raise LayoutError(
-            f"{hole.label}: not every element is there",
+            f"{hole.label}: some elements are missing",
             expected=f"{hole.extent.numel} elements",
             found=covered,
-            advice="a rank's file is missing or belongs to another run",
+            advice="a rank's file is missing, or belongs to another run",
         )

@@ -131,7 +131,7 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
     if search.given:
         takers = [one.title for one in formats() if search.given <= one.takes]
         given = ", ".join(f"--{'root' if name == 'roots' else name.replace('_', '-')}" for name in sorted(search.given))
-        raise UsageError(f"{given}: is for a directory of {' or '.join(takers)}", path=search.path)
+        raise UsageError(f"{given}: only applies to a directory of {' or '.join(takers)}", path=search.path)
     return settle(search.path, misses, broken, unsure)
 
 

@@ -71,7 +71,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
         if CARRIED.fullmatch(entry.name) and entry.is_file():
             kept = entries.setdefault(entry.name, entry).path
             if kept != entry.path and not _same(kept, entry.path):
-                checkpoint.warnings.append(f"{entry.path} has other bytes than {kept}, which is the one that is kept")
+                checkpoint.warnings.append(f"{entry.path} differs from {kept}, which is kept")
     models = []
     for entry in entries.values():
         path = Path(entry.path)
@@ -116,9 +116,9 @@ def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     for stem, found in numbered.items():
         if len(found) <= (last := max(found)):
             gone = next(number for number in range(last) if number not in found)
-            checkpoint.warnings.append(f"no {stem} of number {gone} is there, and {found[last]} is: is it lost?")
+            checkpoint.warnings.append(f"{stem} number {gone} is missing, although {found[last]} exists: was it lost?")
     if "scheduler" in numbered and not checkpoint.param_groups:
-        checkpoint.warnings.append("a scheduler's state is there, and no optimizer's: is it lost?")
+        checkpoint.warnings.append("there is a scheduler's state but no optimizer state: was it lost?")
 
 
 def carry(checkpoint: Checkpoint, path: Path) -> None:
@@ -281,14 +281,14 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
         for name in folders:
             if (here / name).is_symlink():
                 raise SourceError(
-                    "is a link to a directory, which is not followed",
+                    "is a link to a directory, which zckpt does not follow",
                     path=here / name,
-                    advice="put the directory there",
+                    advice="put the directory itself there",
                 )
         for name in sorted(names):
             path = here / name
             if not path.is_file():
-                raise SourceError("is no regular file", path=path, advice="remove it")
+                raise SourceError("is not a regular file", path=path, advice="remove it")
             yield path.relative_to(root).as_posix(), path
 
 

@@ -71,7 +71,7 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
     unknown = [name for name, found in made.items() if found is None and name not in work.used]
     if unknown:
         raise UnsupportedError(
-            f"{listed(unknown)}: codes of few bits of a kind that is not dequantised",
+            f"{listed(unknown)}: low-bit codes of a kind that zckpt cannot dequantise",
             path=checkpoint.named,
             expected="FP8, MXFP8, MXFP4, NVFP4, bitsandbytes' nf4, fp4 and int8, compressed-tensors' integers, GPTQ, "
             "or AWQ as `gemm`",
@@ -197,7 +197,8 @@ class _Model:
         if scale.shape[:-1] == (*stack, rows) and not columns % scale.shape[-1]:
             return 1, columns // scale.shape[-1]
         raise DamagedFileError(
-            f"{name}: its scales fit no blocks", path=self.path, expected=f"one for each {stated} of {shape}",
+            f"{name}: its scales do not fit any blocks", path=self.path, expected=f"one scale for each {stated} of "
+                f"{shape}",
             found=scale.shape,
         )  # fmt: skip
 
@@ -299,7 +300,7 @@ class _Model:
         wanted = shape, (-(-columns // size), rows * bits // 32)
         if (slot.shape, zero.shape) != wanted or groups != wanted[1][0] or {slot.dtype, zero.dtype} != {"int32"}:
             raise DamagedFileError(
-                f"{name}: codes, scales and zeros do not belong together", path=self.path,
+                f"{name}: codes, scales and zeros do not fit together", path=self.path,
                 expected=f"{wanted} in groups of {size}", found=f"{slot.shape}, {zero.shape} and {scale.shape}",
             )  # fmt: skip
         which: Array | int = size
@@ -307,7 +308,7 @@ class _Model:
             found = _read(order)
             if order.shape != (columns,) or found.min() < 0 or found.max() >= groups:
                 raise DamagedFileError(
-                    f"{of}g_idx: it does not say the group of each column", path=self.path,
+                    f"{of}g_idx: does not state the group of each column", path=self.path,
                     expected=f"{columns} numbers below {groups}", found=f"{order.shape}, up to {found.max()}",
                 )  # fmt: skip
             which = size if (found == np.arange(columns) // size).all() else found.astype(np.intp)

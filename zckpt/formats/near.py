@@ -134,7 +134,7 @@ def meant(path: Path) -> str | None:
 def pointer(path: Path) -> NearMiss | None:
     """Tell a file in whose place git-lfs has left a pointer."""
     if _head(path).startswith(LFS):
-        return NearMiss("is a pointer of git-lfs, not the file itself", "run `git lfs pull`")
+        return NearMiss("is a git-lfs pointer, not the file itself", "run `git lfs pull`")
     return None
 
 
@@ -142,7 +142,7 @@ def _of_other(path: Path) -> NearMiss | None:
     """Tell a file of another program."""
     head = _head(path)
     if is_archive(path):
-        return NearMiss("is an archive", "unpack it, and give what was in it")
+        return NearMiss("is an archive", "unpack it, and give its contents")
     for first, name, what in _FILES:
         if head.startswith(first) and (not name or re.fullmatch(name, path.name)):
             return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
@@ -165,7 +165,7 @@ def _of_others(path: Path) -> NearMiss | None:
             return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
     pointers = [name for name in names if "/" not in name and pointer(path / name)]
     if pointers:
-        return NearMiss(f"holds pointers of git-lfs, such as {pointers[0]}, not the files", "run `git lfs pull`")
+        return NearMiss(f"holds git-lfs pointers, such as {pointers[0]}, not the files", "run `git lfs pull`")
     return None
 
 
@@ -184,10 +184,10 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 def _unknown(path: Path) -> SourceError:
     if not path.is_dir():
         expected = "a file of torch.save or safetensors"
-        return UnknownFormatError("no checkpoint recognised", path=path, expected=expected)
+        return UnknownFormatError("not recognised as a checkpoint", path=path, expected=expected)
     names = [entry.name for entry in _entries(path)]
     return UnknownFormatError(
-        "no checkpoint recognised",
+        "not recognised as a checkpoint",
         path=path,
         expected=f"one of: {', '.join(one.title for one in formats())}",
         found=listed(names, most=SHOWN_NAMES) or "nothing",

@@ -226,7 +226,7 @@ class Map:
 
 def _untold(what: str, keys: Sequence[str], found: int | None) -> UsageError:
     return UsageError(
-        f"names have {what} in them, which nothing tells",
+        f"names contain {what}, whose values are unknown",
         expected=f"a configuration with {' or '.join(keys)}",
         found=found,
         advice="give --map-config FILE, the model's config.json",
@@ -256,7 +256,7 @@ def read_map(source: str | os.PathLike[str] | Mapping[str, object]) -> Map:
         near = get_close_matches(name, shipped(), cutoff=0.5)
         found = f", such as {' or '.join(near)}" if near else ""
         raise UsageError(
-            f"no map {name}", expected=f"transformers, a JSON file, or a map that `zckpt formats` lists{found}"
+            f"there is no map {name}", expected=f"transformers, a JSON file, or a map that `zckpt formats` lists{found}"
         )
     return parse_map(read_json(name), name)
 

@@ -53,9 +53,10 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
             found = names_in_order(said, [name for name in dict.fromkeys(order) if name in candidates], known)
         if len(found) < len(said.numbers):
             raise UsageError(
-                "the names do not fit the optimizer",
+                "the names do not match the optimizer",
                 path=source.named,
-                expected=f"{len(said.numbers)} names in its order, or all of the model in memory, in the model's order",
+                expected=f"{len(said.numbers)} names in its order, or all names of the model in memory, in the "
+                "model's order",
                 found=f"{len(given)} names, {len({*order} & {*candidates})} of the model's in memory",
             )
     elif len(names) == len(live["trained"]) and _is_of(live["transformers"], source):
@@ -114,9 +115,9 @@ def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:
     changing = [one for fit in followed for one in fit.instances if one.rule.sides[0] != one.rule.sides[1]]
     if len(followed) > 1 and changing:
         raise UsageError(
-            "the names are those that transformers has in files, and in memory",
+            "the names fit transformers' names both in files and in memory",
             path=checkpoint.named,
-            advice="give another --map or --rename, or a file, x.safetensors, as a target, which has names as they are",
+            advice="give another --map or --rename, or a target file x.safetensors, which keeps the names",
         )
     return followed[0].source if followed else None
 

@@ -67,7 +67,7 @@ def publish(
     """
     match = NAME.fullmatch(target.name)
     if match is None or int(match[1]) == 0:
-        raise UsageError("is not called as a version", path=target, expected="weight_v000001, or a later one")
+        raise UsageError("is not named like a version", path=target, expected="weight_v000001, or a later one")
     check_target(target, overwrite=overwrite, owned=_OWNED)
 
     def change(one: tuple[str, Slot, Slot]) -> tuple[_Change | None, int]:
@@ -137,7 +137,7 @@ def pairs(base: Checkpoint, result: Checkpoint) -> list[tuple[str, Slot, Slot]]:
     if about[0] != about[1]:
         name = min(name for name in about[0].keys() | about[1].keys() if about[0].get(name) != about[1].get(name))
         raise UnsupportedError(
-            f"{name} is not the same tensor in both, and only bytes of such can be published", path=result.named,
+            f"{name} differs in shape or type, so its changed bytes cannot be published", path=result.named,
             expected=about[0].get(name, "nothing"), found=about[1].get(name, "nothing"),
         )  # fmt: skip
     return [(name, slot, after[name]) for name, slot in before.items()]
@@ -164,7 +164,7 @@ def apply_published(
     folder, slots = Path(model.source), _weights(model)
     if model.format != "safetensors" or not folder.is_dir():
         raise SourceError(
-            "is no model that a version is applied to", path=folder, expected="a directory of safetensors"
+            "is not a model that a version can be applied to", path=folder, expected="a directory of safetensors"
         )
     by_name: dict[str, list[Delta]] = {}
     versions = chain(folder, last)

@@ -38,34 +38,34 @@ class Inspection(Brief):
     step : int or None
     loss_scale : object
     saved : str or None
-        When one of its files was last written, as a date of ISO 8601 in UTC; None: nothing says it.
+        Time of the last write to one of its files, as an ISO 8601 date in UTC; None if unknown.
     num_parameters, num_elements, num_trainable_elements, num_frozen : int
-        Each parameter once, tied names and buffers aside.
+        Each parameter once, without tied names and buffers.
     num_tied, num_buffers : int
     slots : dict
         By name: `dtypes`, `num_parameters`, `num_elements`, `nbytes`.
     param_groups : list of dict
         Hyperparameters, `state`, and the names of the `parameters`.
     per_rank : list of dict
-        State of the optimizer that other ranks could do nothing with.
+        Optimizer state that is of no use to other ranks.
     parameters, buffers, unnamed : list of dict
         `name`, `shape`, `dtype`, `slots`, `group`, `frozen`, `tied_to`.
     padding : dict
-        `num_elements` and `nbytes`, and by rank in `ranks`.
+        `num_elements`, `nbytes`, and the same by rank in `ranks`.
     files : list of dict
     nbytes, unreferenced_nbytes : int, bytes
-        Of all files, and of storages in them that no tensor uses.
+        Size of all files, and of storages in them that no tensor uses.
     details : object
         Facts of the format, by name.
     metadata : list of str
-        Keys of what else the files hold.
+        Keys of everything else in the files.
     left_out : list of dict
-        What nothing has read.
+        What zckpt did not read.
     missing : list of dict
-        What lost files held: `name`, `slot`, `shape`, and the `ranges` of it, where that is known.
+        What lost files held: `name`, `slot`, `shape`, and its `ranges` if known.
     warnings : list of str
     inventory : dict or None
-        Everything that the files hold, and what became of it, where that was asked for.
+        Everything in the files, and what became of it, if requested.
     """
 
     source: str
@@ -122,15 +122,15 @@ def inspect(
     ----------
     source : path-like or Checkpoint
     include_globals : bool
-        Also list, for each pickle in each file, the globals that it mentions.
+        Also list the classes and functions that each pickle names.
     include_inventory : bool
-        Also list everything that the files hold, and what became of it; what is left out is listed in any case.
+        Also list everything in the files, and what became of it; what is left out is always listed.
     **shared
 
     Raises
     ------
     UsageError
-        An option that cannot be used.
+        An option cannot be used.
     SourceError
         The source cannot be opened.
     """

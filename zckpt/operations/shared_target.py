@@ -89,7 +89,7 @@ class SharedTarget:
         if self._note is None:
             self._note = self._read_note()
         if self._note is None:
-            raise TargetError("no save to it is going on", path=self.path)
+            raise TargetError("no save to it is running", path=self.path)
         return self._note
 
     def _read_note(self) -> bytes | None:

@@ -193,10 +193,10 @@ class How:
     def __post_init__(self) -> None:
         check_choice("overflow", self.overflow, options_of(Renamed)["overflow"].choices)
         if self.memory < 1:
-            raise UsageError("sizes must be positive", found=self.memory)
+            raise UsageError("--memory and sizes must be positive", found=self.memory)
         check_executor(self.executor)
         if self.resume and self.restart:
-            raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
+            raise UsageError("--resume and --restart exclude each other", expected="one of them")
 
     def journal(
         self, target: Path, planned: Plan, beside: Sequence[Path], origins: Sequence[Checkpoint]
@@ -275,7 +275,7 @@ def write_from(
     planned = plan(laid.files)
     for origin in origins:
         casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
-        refuse_casts(origin, casts, "--dtype keep writes them as they are, --dequantize as numbers")
+        refuse_casts(origin, casts, "--dtype=keep writes them unchanged, --dequantize as floats")
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked, foresight = Checked(), None
     if how.dry_run:
@@ -359,9 +359,9 @@ def _check_apart(
         for one in (digests_path_of_file(target), optimizer_path(target)):
             if one not in files and os.path.lexists(one):
                 raise TargetExistsError(
-                    "belongs to the file that is to be replaced, and would be taken for the new one's",
+                    "belongs to the file that will be replaced, and would be taken for the new file's",
                     path=one,
-                    advice="remove it, or have it written again",
+                    advice="remove it, or let it be written again",
                 )
 
 
@@ -376,7 +376,7 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
     from zckpt.engine.upload import LEAST_MEMORY_NBYTES
 
     if how.memory < LEAST_MEMORY_NBYTES:
-        yield f"parts for a store take up to {LEAST_MEMORY_NBYTES} bytes of memory, --memory says {how.memory}"
+        yield f"parts for a store need up to {LEAST_MEMORY_NBYTES} bytes of memory, but --memory is {how.memory}"
     if how.executor not in (None, "threads"):
         yield "what goes to a store is made and sent by this process, not by the executor's workers"
 
@@ -401,7 +401,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Written(Brief):
-    """A target that was written, or under `dry_run` would be.
+    """What a verb wrote, or with `dry_run` would write.
 
     Parameters
     ----------
@@ -410,23 +410,23 @@ class Written(Brief):
     files : tuple of Path
     read_nbytes, write_nbytes : int, bytes
     memory : int, bytes
-        Upper bound of the copy buffers.
+        Limit of the copy buffers.
     compared : int
-        Elements of masters that were held against their weights, and of slices against those of other ranks.
+        Elements of masters compared with their weights, and of slices compared with other ranks'.
     checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
+        Bytes of the source that were compared with its checksums during the copy.
     verified : int, bytes
-        Of the target that were compared with the source after writing.
+        Bytes of the target that were compared with the source after writing.
     notes : tuple of str
-        What to know about the target.
+        Notes about the target.
     dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
+        What zckpt did not read, and `drop` named.
     missing, filled : tuple of dict
-        What lost files held and the target has not, or has from elsewhere: see `salvage`.
+        What lost files held and the target lacks, or has from elsewhere: see `salvage`.
     warnings : tuple of str
-        What to know about the source.
+        Warnings about the source.
     foresight : Foresight or None
-        Under `dry_run`, what the run would take.
+        With `dry_run`, what the run would need.
     """
 
     dry_run: bool
@@ -470,7 +470,7 @@ _KEYS = {
 def check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
     """Raise UsageError unless a value is one of some."""
     if value not in choices:
-        raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
+        raise UsageError(f"unusable --{option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, object]:

@@ -128,7 +128,7 @@ def _sync_and_name(
     partials = [partial for _, partial in held]
     for descriptor, partial in held:
         if not is_named(descriptor, partial):
-            raise TargetError("is gone, or something else has its name", path=partial, advice="write it again")
+            raise TargetError("has disappeared, or something else has its name", path=partial, advice="write it again")
     below = [[partial] if owned is None else [*partial.rglob("*"), partial] for partial in partials]
     try:
         sync_all([path for some in below for path in some])
@@ -271,7 +271,7 @@ def _name_directory(partial: Path, target: Path, *, overwrite: bool, owned: Owne
         rename_new(partial, target)
     except FileExistsError as error:
         if not overwrite:
-            raise TargetExistsError("exists already", path=target, advice="choose another name") from error
+            raise TargetExistsError("already exists", path=target, advice="choose another name") from error
         with held(target):  # from when it has the temporary name until it is gone, no other run takes that
             _replace(partial, target, owned)
     else:
@@ -324,7 +324,7 @@ def _name_files(partials: Sequence[Path], targets: Sequence[Path], *, overwrite:
         try:
             rename_new(partials[0], last)
         except FileExistsError as error:
-            raise TargetExistsError("exists already", path=last, advice="choose another name") from error
+            raise TargetExistsError("already exists", path=last, advice="choose another name") from error
     else:
         _name_together(partials, targets)
 
@@ -337,7 +337,7 @@ def _list_of(last: Path) -> AbstractContextManager[int]:
 def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
     last = targets[-1]
     if {target.parent for target in targets} != {last.parent}:
-        raise TargetError("files of several directories are not named together", path=last)
+        raise TargetError("files in several directories cannot be renamed together", path=last)
     found = [partial.lstat() for partial in partials]
     waiting = [_Waiting(t.name, one.st_size, one.st_ino) for t, one in zip(targets, found, strict=True)]
     with _list_of(last) as listed:
@@ -352,10 +352,10 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
             _name_all(last.parent, waiting)
         except OSError as error:
             raise TargetError(
-                "was written and could not be named",
+                "was written, but could not be renamed",
                 path=last,
                 found=str(error),
-                advice="it is kept: the next run to this target names it",
+                advice="it is kept: the next run to this target renames it",
             ) from error
         except BaseException:  # an interrupt: what is half named is named to its end
             _name_all(last.parent, waiting)

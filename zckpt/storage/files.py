@@ -100,7 +100,7 @@ def json_object(path: str | os.PathLike[str], what: str, *, most: int) -> dict[s
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"unreadable {what}", path=path, expected="JSON", found=str(error)[:80]) from error
     if not isinstance(found, dict):
-        raise DamagedFileError(f"unreadable {what}", path=path, expected="an object of JSON")
+        raise DamagedFileError(f"unreadable {what}", path=path, expected="a JSON object")
     return found
 
 
@@ -108,7 +108,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the members of an object as JSON is parsed. Raises ValueError: one is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name appears twice")
     return found
 
 
@@ -119,7 +119,7 @@ def given_json(path: str | os.PathLike[str]) -> object:
     except SourceError as error:
         raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
     except (ValueError, RecursionError) as error:
-        raise UsageError("is no JSON document", path=path, found=str(error)[:80]) from error
+        raise UsageError("is not a JSON document", path=path, found=str(error)[:80]) from error
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
@@ -292,7 +292,7 @@ def too_short(path: str, expected: int, found: int) -> DamagedFileError:
         path=path,
         expected=f"at least {expected} bytes",
         found=found,
-        advice="copy it again from where it came from",
+        advice="copy it again from its origin",
         code=TRUNCATED,
     )
 
@@ -332,11 +332,11 @@ class FileRange:
         """Raise DamagedFileError if some of these bytes are outside of the range."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise DamagedFileError(
-                "it refers to bytes outside of itself",
+                "it refers to bytes beyond its end",
                 path=self.path,
                 expected=f"at most {self.nbytes} bytes",
                 found=f"bytes {offset} to {offset + nbytes}",
-                advice="copy it again from where it came from",
+                advice="copy it again from its origin",
             )
 
 
@@ -355,7 +355,7 @@ def opened(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None = N
             length = size - offset if nbytes is None else nbytes
             if offset < 0 or length < 0 or offset + length > size:
                 raise DamagedFileError(
-                    "a torch file is said to lie outside of it",
+                    "an embedded torch file lies beyond its end",
                     expected=f"at most {size} bytes",
                     found=f"bytes {offset} to {offset + length}",
                 )

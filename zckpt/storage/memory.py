@@ -48,10 +48,10 @@ def check_memory() -> None:
     needed, found = RESERVED_NBYTES + LEAST_NBYTES, free_memory()
     if found is not None and found[1] < needed:
         raise UsageError(
-            f"not enough memory by {found[0]}",
-            expected=f"{needed} bytes that are free",
+            f"not enough memory under {found[0]}",
+            expected=f"{needed} free bytes",
             found=max(found[1], 0),
-            advice="raise the limit, or end what else runs there",
+            advice="raise the limit, or stop other programs",
         )
 
 

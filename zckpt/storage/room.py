@@ -70,7 +70,7 @@ def check_room(directory: Path, nbytes: int, files: int, *, replaced: bool = Fal
         )
     if found.files is not None and found.files < files:
         raise TargetError(
-            "no space for so many files",
+            "no space for that many files",
             path=directory,
             expected=f"{files} inodes free",
             found=found.files,

@@ -145,7 +145,7 @@ def frame(machine: Machine) -> None:
     """Run FRAME: the length of what follows, which must be there."""
     length = machine.unsigned(8)
     if machine.pos + length > len(machine.data):
-        raise TruncatedPickleError("the pickle is cut off", expected=f"a frame of {length} bytes")
+        raise TruncatedPickleError("the pickle is truncated", expected=f"a frame of {length} bytes")
 
 
 def pop(machine: Machine) -> None:
@@ -268,7 +268,7 @@ def obj(machine: Machine) -> object:
 def binpersid(machine: Machine) -> None:
     """Run BINPERSID."""
     if machine.persistent is None:
-        raise PickleError("a persistent id where none can be")
+        raise PickleError("a persistent id in the wrong place")
     machine.stack[-1] = machine.persistent(machine.stack[-1])
 
 
@@ -313,7 +313,7 @@ extension = refusing(UnsupportedError("the pickle uses the extension registry", 
 """EXT1, EXT2 and EXT4: their meaning is in a registry of the process that wrote the file."""
 
 out_of_band = refusing(
-    UnsupportedError("the pickle refers to buffers outside of the file", advice="save it again with torch.save")
+    UnsupportedError("the pickle refers to buffers outside the file", advice="save it again with torch.save")
 )
 """NEXT_BUFFER and READONLY_BUFFER: those buffers travel outside of the pickle."""
 
@@ -458,7 +458,7 @@ class Machine:
         start = self.pos
         end = start + count
         if end > len(self.data):
-            raise TruncatedPickleError("the pickle is cut off", expected=f"{count} bytes more")
+            raise TruncatedPickleError("the pickle is truncated", expected=f"{count} bytes more")
         self.pos = end
         return self.data[start:end]
 
@@ -472,7 +472,7 @@ class Machine:
         if end < 0:
             if self.pos + limit < len(self.data):
                 raise PickleError("a line of text is too long", expected=f"at most {limit} bytes")
-            raise TruncatedPickleError("the pickle is cut off", expected="the end of a line")
+            raise TruncatedPickleError("the pickle is truncated", expected="the end of a line")
         text = self.data[self.pos : end]
         self.pos = end + 1
         return text
@@ -480,7 +480,7 @@ class Machine:
     def since_mark(self) -> list[object]:
         """Return what was pushed since the last mark and remove the mark."""
         if not self.marks:
-            raise PickleError("an opcode finds no mark on the stack")
+            raise PickleError("an opcode needs a mark on the stack")
         items = self.stack
         self.stack = self.marks.pop()
         return items
@@ -505,9 +505,9 @@ class Machine:
         except IndexError:  # from `data` at its end, or from an empty stack
             if self.pos >= len(self.data):
                 raise self._located(TruncatedPickleError("the pickle ends without STOP")) from None
-            raise self._located(PickleError("an opcode finds too little on the stack")) from None
+            raise self._located(PickleError("an opcode needs more on the stack")) from None
         except struct.error:
-            raise self._located(TruncatedPickleError("the pickle is cut off", expected="a number")) from None
+            raise self._located(TruncatedPickleError("the pickle is truncated", expected="a number")) from None
         except UnicodeDecodeError:
             raise self._located(PickleError("a string that is not UTF-8")) from None
         except ZckptError as error:
@@ -549,7 +549,7 @@ class Machine:
                     start = pos + 4
                     pos = start + _uint4(data, pos)[0]
                     if pos > len(data):
-                        raise TruncatedPickleError("the pickle is cut off", expected="the end of a string")
+                        raise TruncatedPickleError("the pickle is truncated", expected="the end of a string")
                     push(str(data[start:pos], "utf-8", "surrogatepass"))
                 elif opcode == 0x52:  # REDUCE
                     args = stack.pop()

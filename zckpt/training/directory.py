@@ -277,7 +277,7 @@ def _save_worker(
         model = ModelState.of_parameters(local.named())
         state = Optimizers(local.optimizer, model.names()).snapshot()
         if BESIDE in state.metadata:
-            declared(local.optimizer).refuse("a DistributedOptimizer has no place for that")
+            declared(local.optimizer).refuse("a DistributedOptimizer has no place for it")
         held = divide([*model.shares(), *state.shares], 0, [0])
         written = write_rank(Path(directory), rank, count, [*stored, *entries(held, None)], identity)
         return RankState([piece for piece, _ in held], state.values, {}, written)

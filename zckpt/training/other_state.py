@@ -151,7 +151,7 @@ def read_other_state(
         return found
     count = len(states) if isinstance(states, list) else 0
     if not isinstance(states, list) or rank >= count or not states[rank]:
-        found.notes.append(f"no random states of rank {rank}: {count} ranks have saved theirs")
+        found.notes.append(f"no random states for rank {rank}: only {count} ranks saved theirs")
         return found
     try:
         set_random_states(states[rank], here=False)

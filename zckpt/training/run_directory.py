@@ -136,7 +136,7 @@ def read_record(directory: Path) -> Record:
 
     if not os.path.lexists(path):
         return Record()
-    with document(path, FORMAT, "is no record of a Checkpointer", "use a directory of its own for the run") as found:
+    with document(path, FORMAT, "is no record of a Checkpointer", "use a separate directory for the run") as found:
         saved, saving = tuple(written(*row) for row in found["saved"]), found["saving"]
         return Record(saved) if saving is None else Record(saved, written(*saving[:2]), str(saving[2]))
 
@@ -166,10 +166,10 @@ def check_directory(directory: Path) -> None:
         and not is_native(directory / named)
     ):
         raise TargetExistsError(
-            "is not a Checkpointer's, and would be replaced",
+            "was not written by a Checkpointer, and would be replaced",
             path=latest,
-            found=f"{named}, which is no checkpoint of zckpt",
-            advice="use a directory of its own for the run",
+            found=f"{named}, which is not a zckpt checkpoint",
+            advice="use a separate directory for the run",
         )
 
 
@@ -251,7 +251,7 @@ class RunPlace:
             saved = record.with_saved(left).saved if left is not None and left.is_in(directory) else record.saved
             is_own = any(one.name == checkpoint.name and one.is_in(directory) for one in saved)
             if not is_own and os.path.lexists(path):
-                raise TargetExistsError("is there, and no Checkpointer wrote it", path=path, advice="move it away")
+                raise TargetExistsError("exists, but no Checkpointer wrote it", path=path, advice="move it away")
         self._write(Record(saved, checkpoint, before))
         return is_own
 

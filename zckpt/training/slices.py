@@ -306,7 +306,7 @@ def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]
     for name, digests in apart.items():
         if len(digests) == 1 and digests != {b""}:
             raise LayoutError(
-                f"{name} is the same on ranks of all slices, though no rule says that each has the whole",
+                f"{name} is the same on ranks of all slices, although no rule says that each has the whole",
                 advice="say so in tp_rules: tp_replicated_parameter_patterns",
             )
 

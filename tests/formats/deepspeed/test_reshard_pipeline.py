@@ -195,9 +195,9 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
         ({"pipeline_parallel_size": 2, "partition_method": "best"}, "unknown partition method"),
         ({"partition_method": "uniform", "stage_bounds": "0,3,6"}, "one of both"),
         ({"partition_method": "type:block"}, "--pipeline-layers"),
-        ({"partition_method": "type:x", "pipeline_layers": LAYERS}, "no layer is of that type"),
+        ({"partition_method": "type:x", "pipeline_layers": LAYERS}, "no layer has that type"),
         ({"partition_method": "type:(", "pipeline_layers": LAYERS}, "regular expression"),
-        ({"stage_bounds": "0,3,3,6"}, "bounds of stages"),
+        ({"stage_bounds": "0,3,3,6"}, "stage bounds"),
         ({"stage_bounds": "0,3"}, "at least 5"),
         ({"stage_bounds": "0,3,6", "pipeline_parallel_size": 3}, "4 numbers"),
         ({"stage_bounds": "0,3,7", "pipeline_layers": LAYERS}, "6 last"),
@@ -252,7 +252,7 @@ def _without_mappings(content: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
 def test_without_zero_stages_stay_until_names_are_known(options, tmp_path):
-    with refusing(UnsupportedError, "optimizer of each rank numbers is not certain"):
+    with refusing(UnsupportedError, "which parameters each rank's optimizer numbers"):
         cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
 
 
@@ -319,7 +319,7 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
     }  # fmt: skip
     zckpt.convert(between, tmp_path / "back", pipeline_parallel_size=2, **how)
     assert names_of(tag_of(tmp_path / "back"), 1) == names_of(tag, 1)
-    with refusing(UnsupportedError, "no stages but those that it was saved in"):
+    with refusing(UnsupportedError, "the stages that it was saved in"):
         zckpt.convert(between, tmp_path / "x", pipeline_parallel_size=3, **how)
     between.param_groups[1].parameters.reverse()
     assert known_orders(between) == [None, None]
@@ -391,8 +391,8 @@ def test_slices_of_another_format_need_rules(tmp_path):
     [
         ({}, "--pipeline-parallel-size"),
         ({"pipeline_parallel_size": 1}, "--pipeline-parallel-size"),
-        ({"pipeline_parallel_size": 2}, "how a pipeline's layers are dealt"),
-        ({"pipeline_parallel_size": 2, "pipeline_layers": "A,B"}, "not the list of the checkpoint's layers"),
+        ({"pipeline_parallel_size": 2}, "how to distribute the pipeline's layers over"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "A,B"}, "not match the checkpoint's layers"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "stage": 2}, "no pipelines under ZeRO-2"),
     ],
 )
@@ -419,7 +419,7 @@ def test_parameters_that_come_module_by_module(names, expected):
 def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path):
     zckpt.convert(run_of("s1_fp32_dp1"), tmp_path / "native", to="zckpt")
     bounds = {"stage_bounds": "0,1,2", "world_size": 2}
-    with refusing(LayoutError, "in no layer of the pipeline"):
+    with refusing(LayoutError, "does not belong to a layer of the pipeline"):
         zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", **bounds)
 
 

@@ -73,7 +73,7 @@ def test_other_changes_are_refused_by_name(tmp_path):
         ("s0_fp32_dp2", {"tensor_parallel_size": 2}),
         ("pp2_s0_fp32_dp2", {"pipeline_parallel_size": 1}),
     ):
-        with refusing(zckpt.UnsupportedError, "optimizer of each rank numbers is not certain"):
+        with refusing(zckpt.UnsupportedError, "which parameters each rank's optimizer numbers"):
             zckpt.reshard(run_of(name), tmp_path / "cut", world_size=2, **options)
     with refusing(zckpt.UsageError, "experts spread over 2 ranks"):
         zckpt.reshard(run_of("moe_ep2_s0_fp32_dp4"), tmp_path / "cut", world_size=3)
@@ -110,7 +110,7 @@ def test_a_stage_in_float32_may_train_nothing(tmp_path):
 
 
 def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path):
-    with refusing(zckpt.LeftOutError, "--names FILE may tell what they are"):
+    with refusing(zckpt.LeftOutError, "--names FILE may identify them"):
         zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "dcp", to="dcp")
 
 

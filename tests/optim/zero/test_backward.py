@@ -399,7 +399,7 @@ def test_what_is_not_there_is_refused(rank, world_size):
     stepped(ours, model, 0, rank)
     with pytest.raises(ValueError, match="no momentum: there are master, step, exp_avg, exp_avg_sq, gradient"):
         ours.full_state("first.weight", "momentum")
-    with pytest.raises(ValueError, match="one value for all of its param group"):
+    with pytest.raises(ValueError, match="one value for its whole param group"):
         ours.set_full_state("first.weight", "step", torch.tensor(7.0))
     unnamed = ZeroOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0)
     with pytest.raises(ValueError, match="the parameters have no names"):

@@ -422,7 +422,7 @@ def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told(rank, wor
             for layer in ("first", "twice", "last"):
                 module = getattr(model, layer)
                 hidden = checkpoint(module, hidden, use_reentrant=True) if layer == inside else module(hidden)
-            with pytest.raises(RuntimeError, match=r"a backward has run inside of another"):
+            with pytest.raises(RuntimeError, match="a backward ran inside another"):
                 hidden.sum().backward()
             with pytest.raises(RuntimeError, match="no rank has stepped"):
                 ours.step()

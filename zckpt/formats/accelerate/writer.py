@@ -82,10 +82,10 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
 
 def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
     return UnsupportedError(
-        "Accelerate pairs models and optimizers by their numbers, and these cannot be paired",
+        "Accelerate pairs models and optimizers by number, and these cannot be paired",
         expected=expected,
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
-        advice="`--to zckpt` holds all of them",
+        advice="`--to=zckpt` holds all of them",
     )
 
 
@@ -137,18 +137,18 @@ def lay_out(job: Job) -> TargetFiles:
     """
     checkpoint, form = job.checkpoint, job.options.fsdp
     if job.options.world_size is not None and form != SHARDED:
-        raise UsageError("world-size does not apply", expected=f"--fsdp {SHARDED}")
+        raise UsageError("--world-size only applies to sharded files", expected=f"--fsdp={SHARDED}")
     refuse_trees(checkpoint, "these files", "convert to zckpt, dcp or universal")
     assets = find_assets(checkpoint)
     if is_adapter([one.name for one in checkpoint.tensors()], assets):
         raise UnsupportedError(
-            "is an adapter, and Accelerate loads the whole model that it was added to",
-            advice="`zckpt merge-adapter` makes one model of both",
+            "is an adapter, but Accelerate loads the whole model",
+            advice="`zckpt merge-adapter` makes one model from both",
         )
     notes: list[str] = []
     if job.options.groups == ONE and checkpoint.param_groups:
         if checkpoint.models() or checkpoint.optimizers():
-            raise UsageError("groups one is for one model", expected="--groups keep")
+            raise UsageError("--groups=one only applies to a single model", expected="--groups=keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
     if form is None:
@@ -159,7 +159,7 @@ def lay_out(job: Job) -> TargetFiles:
     else:
         files = list(_whole(parts, notes, full=form == FULL))
     if not checkpoint.param_groups:
-        notes.append("the source has no optimizer: load_state takes models alone where no optimizer was prepared")
+        notes.append("the source has no optimizer: load_state only works if no optimizer was prepared")
     states = state_files(checkpoint, parts.optimizers, notes)
     files += [torch_writer.lay_out(name, value) for name, value in states.items()]
     files.append(torch_writer.lay_out(OWN_NAME, _own(parts.whole, states, sharded=form == SHARDED)))
@@ -178,10 +178,10 @@ def _check_order(checkpoint: Checkpoint) -> None:
     for group in checkpoint.param_groups:
         if not follows(group.parameters, order):
             raise UnsupportedError(
-                "the optimizer lists its parameters in another order than the model, as FSDP1 does with flat ones, and "
-                "without FSDP they are told by their order",
+                "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat ones), "
+                "and without FSDP the order identifies them",
                 found=f"{listed(group.parameters, most=3)} in a param group",
-                advice=f"give --groups one, or --fsdp {SHARDED}",
+                advice=f"give --groups=one, or --fsdp={SHARDED}",
             )
 
 
@@ -268,7 +268,7 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
             found.setdefault(f"{key}{suffix}", value)
     states = random_states_of_accelerate(checkpoint)
     if not states:
-        notes.append("no random state is in the source that Accelerate takes: it goes on with the program's seed")
+        notes.append("the source has no random state that Accelerate can load: the program's seed applies")
     return found | states
 
 

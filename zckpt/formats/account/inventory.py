@@ -228,7 +228,7 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
         if claim is not None:
             yield Item(name, "", FILE, claim.fate, claim.about, nbytes or 0)
         elif nbytes is None:
-            yield Item(name, "", FILE, LEFT_OUT, "it is no regular file, or cannot be read")
+            yield Item(name, "", FILE, LEFT_OUT, "it is not a regular file, or cannot be read")
         else:
             yield _left_out(path, name, nbytes, error)
 
@@ -307,9 +307,9 @@ def _damage(path: Path, nbytes: int) -> SourceError | None:
         if not first:
             json.loads(text)
         elif not text.rstrip().endswith((b"}", b"]")):
-            return DamagedFileError("is JSON without its end", path=path, code=TRUNCATED)
+            return DamagedFileError("is truncated JSON", path=path, code=TRUNCATED)
     except SourceError as error:
         return error
     except (ValueError, RecursionError) as error:
-        return DamagedFileError("is no JSON", path=path, found=str(error)[:80])
+        return DamagedFileError("is not JSON", path=path, found=str(error)[:80])
     return None

@@ -89,7 +89,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
     state = dict(zip(own, jsonables(own.values(), renderer), strict=True))
     if renderer.left < 0:
         raise UnsupportedError(
-            "the values besides the tensors are too many for a safetensors file",
+            "there are too many values for a safetensors file, in addition to its tensors",
             path=checkpoint.source,
             expected=f"at most {MAXIMUM_VALUES}",
             advice="give the target a name that ends in .pt",
@@ -184,10 +184,10 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
     pieces = [f"{key} of {one.name}" for key, one, value in states if description(value) is not None]
     if pieces and not in_pieces:
         raise UnsupportedError(
-            "holds torchao's codes in pieces of ranks, which torchao does not load from such a file",
+            "holds torchao's codes in pieces per rank, which torchao cannot load from such a file",
             path=checkpoint.source,
             found=listed(pieces),
-            advice="--dequantize writes floats; zckpt.load takes the codes, and torch.save writes its state dict",
+            advice="--dequantize writes floats; or use zckpt.load and save the state dict with torch.save",
         )
     state: dict[object, object] = {}
     groups: list[object] = []

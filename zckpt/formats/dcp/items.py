@@ -249,7 +249,7 @@ class ItemFile:
                 found = blob.get(entry.key)
                 if found is None or found.offsets != offsets:
                     raise ShardError(
-                        f"the chunk of {entry.key} at {offsets} is not in it",
+                        f"does not hold the chunk of {entry.key} at {offsets}",
                         expected=f"offsets {offsets}",
                         found="none" if found is None else found.offsets,
                     )
@@ -267,10 +267,10 @@ class ItemFile:
                     node = known.tensor
             if not isinstance(node, Tensor):
                 kind = getattr(node, "qualified", type(node).__name__)
-                raise UnsupportedError(f"{entry.key} is no dense tensor", found=kind)
+                raise UnsupportedError(f"{entry.key} is not a dense tensor", found=kind)
             if (tuple(node.shape), node.dtype) != (sizes, entry.dtype):
                 raise LayoutError(
-                    f"the chunk of {entry.key} at {offsets} is another than `.metadata` says",
+                    f"the chunk of {entry.key} at {offsets} differs from `.metadata`",
                     expected=f"{entry.dtype} {sizes}",
                     found=f"{node.dtype} {tuple(node.shape)}",
                 )
@@ -283,7 +283,7 @@ class ItemFile:
                 f"the file ends before {self._chunks.entry(number).key} does",
                 expected=f"at least {offset + nbytes} bytes",
                 found=self.nbytes,
-                advice="copy it again from where it came from",
+                advice="copy it again from its origin",
                 code=TRUNCATED,
             )
         return FileRange(descriptor, self.path, offset, nbytes)
@@ -387,7 +387,7 @@ def _by_file(metadata: Metadata) -> dict[int, array[int]]:
         for number in entry.numbers:
             if chunks.file[number] == NOWHERE:
                 offsets, _ = chunks.box(number)
-                raise ShardError(f"it does not say where the chunk of {key} at {offsets} is", path=metadata.path)
+                raise ShardError(f"does not say where the chunk of {key} at {offsets} is", path=metadata.path)
         covered = sum(math.prod(chunks.box(number)[1]) for number in entry.numbers)
         numel = math.prod(entry.shape)
         if covered != numel:
@@ -414,7 +414,7 @@ def _missing(metadata: Metadata, at: int) -> ShardError:
         f"file {path.relative_to(directory)} is missing",
         path=directory,
         expected=f"every file that {Path(metadata.path).name} names",
-        advice="copy it from where the rank that wrote it has left it",
+        advice="copy it from the node of the rank that wrote it",
         code=MISSING_FILE,
     )
 

@@ -108,7 +108,7 @@ def read_metadata(directory: Path) -> Metadata:
         _place(as_mapping(root.get("storage_data"), expected="a dict in storage_data"), chunks, numbers)
         missing = next((key for key, one in objects.items() if chunks.file[one.first] == NOWHERE), None)
         if missing is not None:
-            raise DamagedFileError(f"it does not say where {missing} is")
+            raise DamagedFileError(f"does not say where {missing} is")
         paths, unsaved = _paths(root.get("planner_data"), list(map(str, keys)))
         version = root.get("version")
         said = version if isinstance(version, str) else None
@@ -150,7 +150,7 @@ def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     if not isinstance(dtype, DType) or dtype.name not in DTYPES:
         raise UnsupportedError(f"{key} has an unknown element type", found=brief(dtype))
     if isinstance(layout, Layout) and layout.name != "torch.strided":
-        raise UnsupportedError(f"{key} is no dense tensor", found=layout.name)
+        raise UnsupportedError(f"{key} is not a dense tensor", found=layout.name)
     shape = _integers(node.get("size"), f"size of {key}")
     listed = node.get("chunks")
     if math.prod(shape) > MAXIMUM_NUMEL or not isinstance(listed, list):
@@ -165,7 +165,7 @@ def _box(key: str, node: object, shape: Shape) -> Box:
     sizes = _integers(one.get("sizes"), f"sizes of {key}")
     if not is_within((offsets, sizes), shape):
         raise DamagedFileError(
-            f"a chunk of {key} lies outside of it", expected=f"within {shape}", found=f"{sizes} at {offsets}"
+            f"a chunk of {key} lies outside the tensor", expected=f"within {shape}", found=f"{sizes} at {offsets}"
         )
     return offsets, sizes
 
@@ -182,8 +182,8 @@ def _place(
             raise _unexpected("a key", key)
         if transforms := where.get("transform_descriptors"):
             raise UnsupportedError(
-                f"{key} was transformed when it was written, such as compressed",
-                expected="bytes as they are",
+                f"{key} was transformed (for example compressed) when it was written",
+                expected="untransformed bytes",
                 found=brief(transforms),
                 advice="save it again without extensions",
             )

@@ -67,14 +67,13 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     """
     directory = find(path)
     if directory is None:
-        raise UnknownFormatError("is no checkpoint of torch.distributed.checkpoint", path=path, expected=".metadata")
+        raise UnknownFormatError("is not a torch.distributed.checkpoint directory", path=path, expected=".metadata")
     if is_megatrons(path):
         raise UnsupportedError(
-            "is Megatron-Core's torch_dist: which of its keys are weights and which are an optimizer's, only its own "
-            "program knows",
+            "is Megatron-Core's torch_dist format, but metadata.json is missing, which identifies it",
             path=path,
             found=", ".join(MEGATRON_NAMES),
-            advice="copy metadata.json, which says that it is, to the other files",
+            advice="copy metadata.json to the other files",
         )
     checkpoint = Checkpoint(str(path), FORMAT)
     root, folders = tree_of(directory, checkpoint)
@@ -83,7 +82,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     for one in checkpoint.owners if any(map(shards.is_sharded, directory.folders.values())) else ():
         if whole := next((slot for slot in one.slots.values() if slot.numel > one.numel), None):
             raise ShardError(
-                f"the pieces of {one.name} end before its {whole.name} does: shards after the last are missing",
+                f"the pieces of {one.name} end before its {whole.name} does: the last shards are missing",
                 path=directory.folders[next(iter(directory.folders))],
                 expected=whole.shape,
                 found=one.shape,
@@ -101,7 +100,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         checkpoint.step = next(counted, checkpoint.step)
     if lost:
         checkpoint.warnings.append(
-            f"not carried, because they are in several pieces and belong to neither model nor optimizer: {listed(lost)}"
+            f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
         )
     return checkpoint
 
@@ -272,7 +271,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         folders[str(folder)] = Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
         describe_files(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
-            checkpoint.warnings.append(f"no rank has saved anything of {listed(metadata.unsaved)}")
+            checkpoint.warnings.append(f"no rank saved any part of {listed(metadata.unsaved)}")
         checkpoint.format_version = checkpoint.format_version or metadata.version
     ranks = {rank for file in used if (rank := rank_of(file.path)) is not None}
     checkpoint.world_size = max(len(ranks), 1)

@@ -71,7 +71,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         raise TypeError("not a checkpoint that was read from a directory of DCP")
     if checkpoint.details.get("serialization") == "safetensors":
         raise UnsupportedError(
-            "nothing is taken out of files that hold a safetensors file",
+            "files that hold a safetensors file cannot be stripped",
             path=checkpoint.source,
             advice="`zckpt convert --to dcp` writes it as torch.save does, and `zckpt strip` takes it from there",
         )

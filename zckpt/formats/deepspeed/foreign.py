@@ -117,23 +117,23 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
 def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
     if not checkpoint.param_groups:
         raise UnsupportedError(
-            "holds no optimizer, which a checkpoint of ZeRO is about",
-            advice="`zckpt consolidate` writes the model by itself",
+            "holds no optimizer, which a ZeRO checkpoint needs",
+            advice="`zckpt consolidate` writes only the model",
         )
     refuse_several(checkpoint, "a checkpoint of ZeRO has")
     refuse_unnamed(checkpoint, "by which a checkpoint of ZeRO has them")
     if not any(group.hyperparameters for group in checkpoint.param_groups):
         raise UnsupportedError(
-            "holds no hyperparameters, which a checkpoint of ZeRO needs",
+            "holds no hyperparameters, which a ZeRO checkpoint needs",
             expected="a source that is not elastic, or --hyperparameters FILE and --rigid",
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps everything else",
         )
     layers = [name for name in checkpoint.parameters if is_of_layer(name)]
     if checkpoint.topology.pp > 1 and layers and not staged:
         raise UnsupportedError(
-            "a pipeline's layers, without the stages that they are for",
+            "a pipeline's layers, but no stages to write them for",
             found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}",
-            advice="say which: --pipeline-parallel-size, --pipeline-layers; one model: --rename, --map",
+            advice="give --pipeline-parallel-size and --pipeline-layers; or --rename or --map for one model",
         )
 
 
@@ -147,8 +147,8 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
         lost = sorted(single - set(values))
         if lost:
             raise UnsupportedError(
-                f"{listed(lost)} of {parameter.name} is not the same for all of param group {index}, "
-                f"and not one value for each element",
+                f"{listed(lost)} of {parameter.name} is neither the same for all of param group {index}, nor one "
+                "value per element",
                 advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
             )
     return values

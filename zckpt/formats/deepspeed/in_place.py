@@ -62,7 +62,7 @@ class Served:
         """Return a file by its name. Raises UsageError: it is none of this checkpoint."""
         shard = classify(Path(path).name, path)
         if shard is None or shard.identity not in self.files:
-            raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=path)
+            raise UsageError("the engine asks for a file that its checkpoint does not have", path=path)
         return self.files[shard.identity][1]()
 
     def of_rank(self, *, optimizer: bool) -> Iterator[TargetFile]:
@@ -147,9 +147,9 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             raise _not_in_place(what, checkpoint, training)
         if checkpoint.per_rank and optimizer:
             raise UnsupportedError(
-                f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that "
-                f"cannot be cut for other ranks",
-                expected=f"{checkpoint.topology.dp} ranks, all as they were",
+                f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, and "
+                "they cannot be cut for other ranks",
+                expected=f"{checkpoint.topology.dp} ranks, with the same partition",
                 found=training,
             )
         found = _like_the_engine(checkpoint, training, optimizer=optimizer)
@@ -199,7 +199,7 @@ def _not_in_place(what: str, checkpoint: Checkpoint, training: Training) -> Unsu
         what,
         expected=f"DeepSpeed's, for {training}",
         found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
-        advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+        advice="`zckpt reshard` or `zckpt convert` writes it for this engine, if possible",
     )
 
 
@@ -290,7 +290,7 @@ def _other_model(message: str, *, expected: str | None = None, found: str | None
         message,
         expected=expected,
         found=found,
-        advice="load_checkpoint(..., load_module_only=True) takes the weights alone",
+        advice="load_checkpoint(..., load_module_only=True) loads only the weights",
     )
 
 

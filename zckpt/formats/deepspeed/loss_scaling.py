@@ -99,7 +99,7 @@ def scaling(
                       "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
             what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
         keys[LOSS_SCALER] = _scaler(values, config)
-        notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
+        notes.append(f"ZeRO-3 loads nothing without a loss scaler, but the source has none: it {what}")
     node = node_of(keys[LOSS_SCALER])
     keys.setdefault(DYNAMIC, isinstance(node, Object) and node.get("dynamic") is True)
     keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next

@@ -89,5 +89,5 @@ def stage_notes(target: Target) -> list[str]:
     notes = ["stages of layers " + "; ".join(f"{low} to {high - 1}" for low, high in pairs)]
     for key in stages.uses if target.pp > 1 else ():
         its = ", ".join(map(str, stages.of(f"{TIED}{key}.")))
-        notes.append(f"tied layer {key} is taken to be used in stages {its}, which get its first stage's state")
+        notes.append(f"tied layer {key} is assumed to be used in stages {its}, which get its first stage's state")
     return [*notes, *stages.untold]

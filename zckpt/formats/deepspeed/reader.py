@@ -291,7 +291,7 @@ class _Files:
                 checkpoint.warnings.append(WARNING)
             checkpoint.warnings += base_shards(checkpoint.parameters, model.path)
             if lead.elastic and not lead.groups:
-                checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
+                checkpoint.warnings.append("the elastic form of the optimizer state holds no hyperparameters")
             held = {key: lead.content[key] for key in OPTIMIZER_METADATA_KEYS if key in lead.content}
             checkpoint.optimizer_metadata = {key: carried(lead.file, value) for key, value in held.items()}
         if self.tp > 1 and any(map(is_expert, checkpoint.parameters)):

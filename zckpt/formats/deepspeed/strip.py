@@ -84,7 +84,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             files.append(as_it_is(path, name))
     notes = list(work.notes)
     if left_out:
-        notes.append(f"other checkpoints of the run are left out: {', '.join(left_out)}")
+        notes.append(f"other checkpoints of the run are not copied: {', '.join(left_out)}")
     return Stripping(files, tuple(notes))
 
 
@@ -108,8 +108,8 @@ class _Work:
             self.notes += [note] if note else []
         if self.without_files:
             self.notes.append(
-                "the optimizer's files are gone, masters included: load this with load_optimizer_states=False, and "
-                "DeepSpeed starts from the weights (--keep-slots master leaves what loads without that)"
+                "the optimizer's files, with the masters, are removed: load this with load_optimizer_states=False, "
+                "and DeepSpeed starts from the weights (--keep-slots=master keeps a form that loads without that)"
             )
         elif request.slots and members:
             self.notes.append(_about_slots(checkpoint, request))
@@ -186,8 +186,8 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | 
     odd = next((m for m in members if m.order is not None), None)
     if odd is not None:
         raise UnsupportedError(
-            "padding of param groups that each rank has in an order of its own", path=odd.path,
-            expected="one order", advice="`zckpt reshard` writes them in one",
+            "ranks have the param groups, with padding, in different orders", path=odd.path,
+            expected="one order", advice="`zckpt reshard` writes them in one order",
         )  # fmt: skip
     layouts: dict[str, list[Padding]] = {}
     for one in origin.ranks:

@@ -131,7 +131,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 rest = {name: value for name, value in nodes.items() if name not in tensors}
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
                 if strange:
-                    raise UnsupportedError("holds what is no tensor", expected="a model's state dict",
+                    raise UnsupportedError("holds something other than tensors", expected="a model's state dict",
                                            found=listed(strange))  # fmt: skip
                 checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
                 # `state_dict` sets the names of modules on its result.
@@ -144,7 +144,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 raise LayoutError(
                     "has other tensors than rank 0's file",
                     expected=f"{len(model.held)} names",
-                    found=f"{len(tensors)}; {listed(strange)} are in one only",
+                    found=f"{len(tensors)}; {listed(strange)} are only in one",
                     ranks=[rank],
                 )
             for name, one in tensors.items():
@@ -156,8 +156,8 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:
         checkpoint.warnings.append(
-            f"{listed(flat)}: flat parameters of FSDP1, saved as they are; which parameters are in them, no file says "
-            f"(save SHARDED_STATE_DICT or FULL_STATE_DICT)"
+            f"{listed(flat)}: FSDP1's flat parameters, and no file says which parameters are in them (save "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT)"
         )
     return model
 
@@ -335,10 +335,10 @@ def _agree(found: Optimizer, key: Key, slot: str, value: object, rank: int) -> N
         values[slot] = value
     elif not alike(values[slot], value):
         raise LayoutError(
-            f"state {slot} of the optimizer's parameter {key} is another than on the first rank",
+            f"state {slot} of the optimizer's parameter {key} differs from the first rank's",
             expected=brief(number_of(values[slot])),
             found=brief(number_of(value)),
-            advice="the files are of different steps or runs",
+            advice="the files may be from different steps or runs",
             ranks=[rank],
         )
 

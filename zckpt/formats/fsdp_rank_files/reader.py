@@ -140,7 +140,7 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
         keys = list(dict.fromkeys(one for *_, content in found for one in content))
         twice = [one for one in keys if one in every or one in checkpoint.metadata]
         if twice:
-            raise UnsupportedError(f"{twice[0]} is there twice: in the files of the model, and of the optimizer",
+            raise UnsupportedError(f"{twice[0]} is both in the model's and in the optimizer's files",
                                    path=first[0].path)  # fmt: skip
         every += keys
         keys = [one for one in keys if one not in OF_ITS_RANK]

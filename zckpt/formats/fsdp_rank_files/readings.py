@@ -86,15 +86,15 @@ def readings(
     count = len(solver.keys)
     if names is not None:
         raise UsageError(
-            "the names do not fit the optimizer's state",
+            "the names do not match the optimizer's state",
             expected=f"names of {count} parameters, or of those in {count} flat ones",
             found=f"{len(names)} names",
         )
     raise UnsupportedError(
-        "the files do not say whose state the optimizer's numbers are"
+        "the files do not say which parameters the optimizer's numbers stand for"
         if not found
         else "the sizes of the optimizer's state fit the model in several ways",
-        expected="state of the model's parameters in their order, or of units that are the model or its layers",
+        expected="state for the model's parameters in their order, or for units that are the model or its layers",
         found=f"{count} numbers for {len(solver.owners)} parameters",
         advice=ADVICE,
     )
@@ -416,7 +416,7 @@ class _Giving:
             is_cut = [rank for rank, _ in tensors] == list(ranks) and len(set(sizes)) == 1 and sum(sizes) >= numel
             if not is_cut if is_flat else sum(sizes) != numel:
                 raise LayoutError(
-                    f"ranks' files do not have every element of {slot} of {owners[0].name} once",
+                    f"rank files do not have every element of {slot} of {owners[0].name} exactly once",
                     path=files.paths[0],
                     expected=f"{numel} elements",
                     found=sum(sizes),
@@ -429,7 +429,7 @@ class _Giving:
                 continue
             cut, start = files.cut(tuple(ranks), [one for _, one in tensors]), 0
             if cut is None:
-                raise UnsupportedError("a flat parameter whose shards are not stored end to end",
+                raise UnsupportedError("a flat parameter whose shards are not contiguous",
                                        path=files.paths[ranks[0]])  # fmt: skip
             for shape, its in zip(shapes, found, strict=True):
                 its.append((ranks[0], Slot(slot, cut.dtype, shape, CutSpans(cut, shape, start, sizes[0]))))

@@ -77,15 +77,15 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     found = _by_rule(checkpoint, groups, common) if members is None else members
     if found is None:
         checkpoint.warnings.append(
-            "which parameters each param group has is not in the files, and Megatron's default rule does not tell: the "
-            "groups are kept as they are"
+            "neither the files nor Megatron's default rule tell which parameters each param group has: the groups "
+            "are kept unchanged"
         )
     else:
         names = [name for its in found for name in its]
         if len(found) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
             expected = f"{len(found)} groups, whose parameters the model has"
             raise DamagedFileError(
-                "param groups of other parameters", path=common.file.path, expected=expected, found=len(groups)
+                "param groups with other parameters", path=common.file.path, expected=expected, found=len(groups)
             )
         for at, (group, its) in enumerate(zip(groups, found, strict=True)):
             group.parameters = list(its)
@@ -161,8 +161,8 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
         found[min(fitting)].append(one.name)
     if ruled:
         checkpoint.details["param groups"] = (
-            "of which parameters is not in the files: by Megatron's default rule, those of one axis and biases are in "
-            "the group without weight decay"
+            "of which parameters is not in the files: by Megatron's default rule, shards of one model axis and "
+            "biases are in the group without weight decay"
         )
     return found
 

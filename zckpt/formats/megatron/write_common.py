@@ -138,7 +138,7 @@ class Source:
             if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
                 continue
             if slot.shape != one.shape:
-                raise UnsupportedError(f"Megatron has no place for {key} of {one.name}",
+                raise UnsupportedError(f"Megatron cannot hold {key} of {one.name}",
                                        expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
             yield key, slot, slot.dtype
 
@@ -206,10 +206,10 @@ class Source:
             torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own),
             tracker,
         ]
-        lacks = [what for key, what in ((ARGUMENTS, "--no-load-rng"), ("opt_param_scheduler", "a scheduler of its own"))
+        lacks = [what for key, what in ((ARGUMENTS, "--no-load-rng"), ("opt_param_scheduler", "its own scheduler"))
                  if key not in has]  # fmt: skip
         if lacks and self.iteration is not None and self.checkpoint.format != FORMAT:
-            self.notes.append(f"SOURCE has no state of Megatron-LM's own: it starts with {' and '.join(lacks)}")
+            self.notes.append(f"SOURCE has no Megatron-LM state: start Megatron-LM with {' and '.join(lacks)}")
         return TargetFiles(every, notes=self.notes, restated=RESTATED | ({ARGUMENTS} if ranks is not None else set()))
 
 
@@ -247,7 +247,7 @@ def _folder(checkpoint: Checkpoint, iteration: int | None, *, is_trained: bool) 
     chosen = checkpoint.step if iteration is None else iteration
     if chosen is None:
         if is_trained:
-            raise UsageError("SOURCE does not say at which iteration it was saved", expected="--iteration N")
+            raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
         return RELEASE
     if chosen < 0:
         raise UsageError("unusable iteration", expected="at least 0", found=chosen)
@@ -261,20 +261,20 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
     in is not known, some lack state that others have, or groups that Megatron has as one differ.
     """
     if expert_parallel_size is not None and expert_parallel_size < 1:
-        raise UsageError("unusable expert-parallel-size", expected="at least 1", found=expert_parallel_size)
+        raise UsageError("unusable --expert-parallel-size", expected="at least 1", found=expert_parallel_size)
     groups = checkpoint.param_groups
     grouped = {name for group in groups for name in group.parameters}
     lost = [one.name for one in checkpoint.parameters.values()
             if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
     if lost:
-        raise UnsupportedError("which parameters each param group has is not known", found=listed(lost),
+        raise UnsupportedError("it is unknown which parameters each param group has", found=listed(lost),
                                advice="`zckpt consolidate` writes the model")  # fmt: skip
     trained = [checkpoint.parameters[name] for name in grouped]
     most = {key for one in trained for key in one.optimizer_slots}
     lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
     if lacking is not None:
-        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have",
-                               expected="state of all trained parameters")  # fmt: skip
+        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, but others do",
+                               expected="state for all trained parameters")  # fmt: skip
     as_source = checkpoint.topology.ep > 1 or any(one.hyperparameters.get(EXPERTS) is True for one in groups)
     chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
     own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in groups)
@@ -293,17 +293,17 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
             unlike = next((key for key in {**one.values, **values} if one.values.get(key) != values.get(key)), None)
             if unlike is not None:
                 raise UnsupportedError(
-                    "param groups that Megatron has as one differ",
-                    expected="the same hyperparameters for all parameters that decay, and for all of one axis and "
-                    "biases",
+                    "param groups that are one in Megatron differ",
+                    expected="the same hyperparameters for all parameters with weight decay, and for all biases and "
+                    "parameters of one axis",
                     found=f"{unlike} {one.values.get(unlike)} and {values.get(unlike)}",
                 )
             one.members += [name] if name else []
     made = sorted(found.values(), key=lambda one: (one.is_of_experts, not own and one.values[WEIGHT_DECAY] == 0.0))
     if not own:
         count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
-        notes.append(f"{count} made Megatron's {len(made)}: tensors of one axis and biases have no weight decay there, "
-                     "and learning rates and weight decay are what its own arguments say")  # fmt: skip
+        notes.append(f"{count} became Megatron's {len(made)}: biases and tensors of one axis have no weight decay "
+            "there, and its own arguments set learning rates and weight decay")  # fmt: skip
     return made
 
 
@@ -320,8 +320,8 @@ def _step(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | None:
             number = single(value)
             if key != STEP or not isinstance(number, (int, float)):
                 raise UnsupportedError(
-                    f"Megatron has no place for {key} of {one.name}",
-                    expected="tensors of its shape, and a step",
+                    f"Megatron cannot hold {key} of {one.name}",
+                    expected="tensors of its shape, or a step",
                 )
             found[float(number)] = number
     if len(found) > 1:

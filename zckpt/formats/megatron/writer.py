@@ -140,9 +140,9 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
             key = f"{name}/shard_{shard}"
             if name.endswith(EXTRA_STATE) and key not in items.objects:
                 raise UnsupportedError(
-                    "holds the state of a module that would be stored otherwise",
+                    "holds a module's state that would be stored differently",
                     found=key,
-                    advice="give --layers as SOURCE has them",
+                    advice="give --layers as in SOURCE",
                 )
             items.objects[key] = node
     return set(every)

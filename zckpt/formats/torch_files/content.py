@@ -238,7 +238,7 @@ def _choose_optimizers(
     else:
         found.optimizers = optimizers[key][:1]
         if len(optimizers[key]) > 1:
-            found.warnings.append(f"{key} holds {len(optimizers[key])} optimizers; the first one is read")
+            found.warnings.append(f"{key} holds {len(optimizers[key])} optimizers; only the first one is read")
     if len(optimizers) > 1:
         for where, several in optimizers.items():
             for one in several:
@@ -259,14 +259,14 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         found.models, found.keys = {"": models[key]}, {key}
         if len(models) > 1:
             found.warnings.append(
-                f"several dicts of tensors ({', '.join(map(str, models))}); the model is taken to be {key!r}"
+                f"there are several dicts of tensors ({', '.join(map(str, models))}); {key!r} is used as the model"
             )
         _by_children(found.optimizers, shapes[key])
         return
     found.models, found.keys = {f"{key}.": model for key, model in models.items()}, set(models)
     if models:
         found.warnings.append(
-            f"several models ({', '.join(map(str, models))}); names of their tensors begin with their keys"
+            f"there are several models ({', '.join(map(str, models))}); tensor names begin with their keys"
         )
     for held in found.optimizers if models else ():
         _find_model(found, held, shapes)
@@ -293,8 +293,8 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
         held.scope = f"{fitting[0]}."
     elif fitting or not can_have(_union(models), [held.state]):
         found.warnings.append(
-            f"{called} may be the optimizer of several models ({', '.join(map(str, fitting or models))}), and nothing "
-            f"says of which ({NAMES_ADVICE})"
+            f"{called} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
+            f"({NAMES_ADVICE})"
         )
 
 

@@ -155,7 +155,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
         groups: list[dict[str, Any]] = [{**with_scalars(_group(group), path)} for group in node[GROUPS_KEY]]
         labels = [label for group in groups for label in group["params"]]
         if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
-            raise DamagedFileError("param groups have a parameter twice, or names and numbers")
+            raise DamagedFileError("param groups list a parameter twice, or mix names and numbers")
         names = dict(enumerate(label for label in labels if isinstance(label, str)))
         by_label: dict[object, int] = {label: number for number, label in names.items()}
         by_label = by_label or {label: label for label in labels}
@@ -167,13 +167,12 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
             number = by_label.get(int(key) if digits else key)
             if isinstance(key, str) and not digits and not names:
                 raise UnsupportedError(
-                    f"the optimizer has state under {brief(key)}, which is no parameter's: zckpt knows of no place for "
-                    f"it",
-                    expected="state under the numbers of parameters; what all have belongs into their param group",
-                    advice="take it out of `state` before the optimizer is saved, or keep it beside the optimizer",
+                    f"the optimizer has state under {brief(key)}, which is not a parameter's: zckpt cannot store it",
+                    expected="state under parameter numbers; common values belong in the param group",
+                    advice="remove it from `state` before saving, or save it outside the optimizer",
                 )
             if not isinstance(number, int) or not isinstance(slots, dict):
-                raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
+                raise DamagedFileError("state for a parameter that is in no group", found=brief(key))
             state[number] = {str(slot): value for slot, value in slots.items()}
         if masters and len(masters) != len(labels):
             raise DamagedFileError(
@@ -200,7 +199,7 @@ def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mappi
                     f"param group {number} has another {key} than rank 0's",
                     expected=brief(number_of(expected)),
                     found=brief(number_of(found)),
-                    advice="the files are of different steps or runs",
+                    advice="the files may be from different steps or runs",
                     code=HYPERPARAMETERS_DIFFER,
                     ranks=[rank],
                 )
@@ -370,7 +369,7 @@ def attach(
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
     if foreign and checkpoint.parameters:
         checkpoint.warnings.append(
-            f"the optimizer has state of {listed(foreign)}, which the model has not; it is kept under these names"
+            f"the optimizer has state for {listed(foreign)}, which the model lacks; it keeps these names"
         )
     lost = lost_in_gathering(optimizer, path) if optimizer.names else None
     checkpoint.warnings += [lost] if lost else []
@@ -408,7 +407,7 @@ def names_of(
     if len(optimizer.names) == len(numbers):
         own = list(optimizer.names.values())
         if names is not None and said.known(names) != said.known(own):
-            raise UsageError("the file has names of its optimizer's parameters", advice="leave --names out")
+            raise UsageError("the file already names its optimizer's parameters", advice="omit --names")
         return _by_name(said, optimizer)
     if names is not None:
         return said.given(names)
@@ -436,7 +435,7 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     for number, name in found.items():
         if uses[name] > 1 or not said.fits(number, name):
             raise DamagedFileError(
-                f"the optimizer's state of {name} is not that of the model's parameter",
+                f"the optimizer's state of {name} does not match the model's parameter",
                 expected=f"shape {said.candidates[name]}, once",
                 found=said.shapes[number],
             )

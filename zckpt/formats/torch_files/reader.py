@@ -66,7 +66,8 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         raise UnsupportedError(
             "holds no state dict",
             path=path,
-            expected="a dict of tensors, or one that has one" + (", all dense and with elements" if strange else ""),
+            expected="a dict of tensors, or a dict that holds one"
+            + (", all dense and with elements" if strange else ""),
             found=strange or f"keys {', '.join(map(str, list(root)[:8]))}",
         )
     checkpoint.warnings += content.warnings

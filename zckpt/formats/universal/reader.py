@@ -236,7 +236,7 @@ class _Reading:
         for model in self.firsts:
             if model.param_shapes is None:
                 raise LayoutError("no param_shapes", path=model.path,
-                                  advice="without it nothing says which parameters a group has")  # fmt: skip
+                                  advice="without them, the parameters of a group are unknown")  # fmt: skip
             groups += [{} for _ in range(len(model.param_shapes) - len(groups))]
             for group, shapes in zip(groups, model.param_shapes, strict=False):
                 group.update(shapes)
@@ -269,7 +269,7 @@ class _Reading:
             else:
                 lost.append(name)
         if lost:
-            checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; left out")
+            checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; they are left out")
 
     def _frozen(self, name: str, model: ModelShard, tensor: Tensor) -> Slot | None:
         """Return the weight of a parameter that is not trained, which one file has; None if it has it not whole."""
@@ -332,7 +332,7 @@ class _Reading:
             whole = master.tensor.shape
             if len(shape) != 3 or shape[1:] != whole[1:] or shape[0] < 1 or master.experts % shape[0]:
                 raise LayoutError(
-                    f"{name} is not of the experts that the model file lists", path=master.path,
+                    f"{name} does not have the experts that the model file lists", path=master.path,
                     expected=f"{shape} on each rank", found=whole,
                 )  # fmt: skip
             shape = whole
@@ -461,10 +461,10 @@ class _Reading:
         known = {*self.checkpoint.parameters, *self.module}
         unknown = [one.name for one in entries_of(self.folder) if one.is_dir() and one.name not in known]
         if unknown:
-            self.checkpoint.warnings.append(f"folders that no model file names are left out: {listed(unknown)}")
+            self.checkpoint.warnings.append(f"folders that the model files do not name are left out: {listed(unknown)}")
         if self.first.zero_option("round_robin_gradients") and not self.rest:
             self.checkpoint.warnings.append(
-                "the run had round_robin_gradients, with which DeepSpeed's converter takes parameters for one another"
+                "the run had round_robin_gradients, with which DeepSpeed's converter confuses parameters"
             )
 
 

@@ -162,8 +162,8 @@ def _refuse(checkpoint: Checkpoint) -> None:
     refuse_several(checkpoint, "a universal checkpoint has")
     if not checkpoint.param_groups:
         raise UnsupportedError(
-            "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",
-            advice="`zckpt consolidate` writes the model by itself",
+            "has no optimizer; without its param groups, DeepSpeed cannot load a universal checkpoint",
+            advice="`zckpt consolidate` writes only the model",
         )
 
 

@@ -123,7 +123,7 @@ def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path,
     found = {int(own[1]): path / own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
     if type(world_size) is not int or not 1 <= world_size >= len(found):
         raise ShardError(
-            "other files of ranks than the metadata says",
+            "the rank files do not match the metadata",
             path=path,
             expected=f"{world_size} ranks",
             found=f"{len(found)} files",

@@ -74,7 +74,7 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
     shapes = {shape for shape in _state_shapes(parameter) if shape} or _state_shapes(parameter)
     if parameter is None or shapes != {parameter.shape}:
         raise UnsupportedError(
-            f"the size of the optimizer's parameter {name} is not known, and they are assigned to ranks by size",
+            f"the size of the optimizer's parameter {name} is unknown, but parameters are assigned to ranks by size",
             advice=f"{NAMES_ADVICE}, or write the consolidated form",
         )
     return parameter.numel

@@ -42,33 +42,33 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ResumeCheck:
-    """Whether a checkpoint resumes in a program.
+    """Whether a program can resume a checkpoint.
 
     Parameters
     ----------
     source, format : str
     program, title : str
-        Its name for `--for`, and what people call it.
+        Its name for `--for`, and its common name.
     world_size : int, ranks
-        That are to resume it.
+        Ranks that will resume it.
     step : int or None
     verdict : str
         `whole`, `partly`, `no` or `unknown`.
     call : str or None
         What to call.
     given : str or None
-        How the program has to be set up.
+        How the program must be configured.
     comes_back : list of dict
-        What does: `part`, and under which keys or in which slots it lies, `from`.
+        What comes back: `part`, and `from`, the keys or slots that hold it.
     not_back : list of dict
-        What does not, or begins anew: `part` and `why`.
+        What does not, or starts over: `part` and `why`.
     why : list of str
-        Why it does not resume, or why that is not known.
+        Why it does not resume, or why that is unknown.
     commands : list of str
-        Each makes, in TARGET, what resumes.
+        Commands that write a checkpoint that resumes to TARGET.
     advice : str or None
     yours : str or None
-        What the program never keeps, and a script has to.
+        What the program never saves, so your script must.
     """
 
     source: str
@@ -89,7 +89,7 @@ class ResumeCheck:
 
     @property
     def resumes(self) -> bool:
-        """Whether all of it comes back."""
+        """Whether everything comes back."""
         return self.verdict == WHOLE
 
     def as_dict(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ def resume_check(
     model: Place | Module | None = None,
     **shared: Unpack[Reading],
 ) -> ResumeCheck:
-    """Tell whether a checkpoint resumes in a program as it lies, and what will not come back. Reads no tensor.
+    """Return whether a program can resume a checkpoint as it is, and what would be lost. Reads no tensor.
 
     Parameters
     ----------
@@ -114,10 +114,10 @@ def resume_check(
     program : str
         "deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning" or "zckpt".
     world_size : int, optional
-        Data-parallel ranks that are to resume it; by default as many as have saved it.
+        Data-parallel ranks that will resume it. Default: as many as saved it.
     model : path-like or Module, optional
-        That is to resume it: a live one, a config.json of transformers or its directory, or any checkpoint of it. Its
-        names and shapes are held against the source's.
+        The model that will resume it: a live one, a transformers config.json or its directory, or any checkpoint of it.
+        Its names and shapes are compared with the source's.
     **shared
 
     Raises
@@ -131,7 +131,7 @@ def resume_check(
     if about is None:
         raise UsageError("unknown program", expected=", ".join(PROGRAMS), found=repr(program))
     if world_size is not None and world_size < 1:
-        raise UsageError("a training has ranks", expected="a world size of 1 or more", found=world_size)
+        raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
     facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model))
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
@@ -330,14 +330,16 @@ def _from_config(path: Path) -> object:
         import transformers
     except ImportError as error:
         raise MissingPackageError(
-            f"{path}: what tensors the model has, transformers knows, which is not installed",
+            f"{path}: only transformers knows which tensors the model has, and it is not installed",
             advice="pip install transformers torch, or give a checkpoint of the model",
         ) from error
     kind = getattr(transformers, str(kinds[0]), None) if isinstance(kinds, list) and kinds else None
     if kind is None or getattr(kind, "config_class", None) is None:
-        raise UsageError("no model of transformers", path=path, expected="architectures", found=kinds)
+        raise UsageError("not a transformers model", path=path, expected="architectures", found=kinds)
     try:
         with torch.device("meta"):
             return kind(kind.config_class.from_dict(config))
     except Exception as error:  # whatever a model says of a configuration
-        raise UsageError("no model can be made of it", path=path, found=f"{type(error).__name__}: {error}") from error
+        raise UsageError(
+            "cannot create a model from it", path=path, found=f"{type(error).__name__}: {error}"
+        ) from error

@@ -44,7 +44,7 @@ _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """Something that is wrong, or worth knowing.
 
     Parameters
     ----------
@@ -128,16 +128,16 @@ class Verification(Brief):
     ----------
     source : str
     format : str or None
-        None where the source could not be opened.
+        None if the source could not be opened.
     deep : bool
         Whether every byte was read.
     findings : list of Finding
         The worst first.
     checked : Checked
     fingerprint : str or None
-        Of the logical state, where it was computed.
+        Of the logical state, if computed.
     checkpoint : Checkpoint or None
-        None where the source could not be opened.
+        None if the source could not be opened.
     """
 
     source: str

@@ -110,10 +110,10 @@ def check_keys(optimizer: Optimizer, group: Group, name: str, dim: int, values: 
 
 def _another(optimizer: Optimizer, name: str, found: Collection[str], *, expected: str) -> UsageError:
     return UsageError(
-        f"the state of {name} is not one that {type(optimizer).__name__} goes on with",
+        f"{type(optimizer).__name__} cannot continue from the state of {name}",
         expected=expected,
         found=listed(list(found)),
-        advice="give the optimizer that was saved, or load the model alone",
+        advice="give the saved optimizer, or load only the model",
     )
 
 

@@ -75,8 +75,8 @@ class Optimizers:
             state.is_sliced = is_sliced
             if in_parts and type(state) is not OptimizerState:  # it divides its state among ranks itself
                 raise UnsupportedError(
-                    f"{type(state.optimizer).__name__} of a model in parts",
-                    advice="use one of torch.optim, or fully_shard",
+                    f"{type(state.optimizer).__name__} for a model in parts",
+                    advice="use an optimizer from torch.optim, or fully_shard",
                 )
         self.notes: list[str] = []
         """What `restore` has not found."""
@@ -140,7 +140,7 @@ class Optimizers:
         for state in self.states.values():
             if state.is_only_compared:
                 raise UsageError(
-                    f"{type(state.optimizer).__name__} is saved and loaded by its engine",
+                    f"{type(state.optimizer).__name__} must be saved and loaded by its engine",
                     advice="call its save_checkpoint, and its load_checkpoint in zckpt.deepspeed.any_world_size",
                 )
 
@@ -242,7 +242,7 @@ def _check_alike(before: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> No
     advice = "make the optimizers of all parts alike, or give them by name"
     if len(before) != len(ours):
         raise UsageError(
-            "parts of an optimizer have other numbers of param groups",
+            "parts of an optimizer have different numbers of param groups",
             expected=len(before), found=len(ours), advice=advice,
         )  # fmt: skip
     for index, (group, one) in enumerate(zip(before, ours, strict=True)):
@@ -260,9 +260,9 @@ def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, st
     for name, cls in more.items():
         if found.get(name, cls) != cls:
             raise UsageError(
-                "parts of an optimizer are of several classes",
+                "parts of an optimizer have different classes",
                 found=f"{found[name]}, {cls}",
-                advice="give optimizers by name: those of one name are parts of one, on all ranks",
+                advice="give optimizers by name: shards of one model name are parts of one, on all ranks",
             )
     return {**found, **more}
 
@@ -274,7 +274,7 @@ def named(given: Given) -> dict[str, Optimizer]:
     if isinstance(given, Mapping):
         for name in given:
             if not isinstance(name, str) or not name:
-                raise UsageError("an optimizer's name must be a text", found=repr(name))
+                raise UsageError("an optimizer's name must be a string", found=repr(name))
         found = dict(given)
     elif isinstance(given, (list, tuple)):
         found = {str(number): one for number, one in enumerate(given)} if len(given) != 1 else {ALONE: given[0]}
@@ -291,7 +291,7 @@ def workers_of(given: Given) -> DistributedOptimizer | None:
     every = named(given)
     remote: list[Any] = [one for one in every.values() if state_class(one).is_remote]
     if remote and len(every) > 1:
-        raise UsageError("a DistributedOptimizer is saved and loaded alone", found=_listed(list(every)))
+        raise UsageError("a DistributedOptimizer must be saved and loaded alone", found=_listed(list(every)))
     return remote[0] if remote else None
 
 
@@ -299,9 +299,9 @@ def check_file_system(path: Place) -> Path:
     """Return where a DistributedOptimizer is saved. Raises UsageError: it is a store."""
     if isinstance(path, str):
         raise UsageError(
-            "a DistributedOptimizer is saved to a file system",
+            "a DistributedOptimizer can only be saved to a file system",
             path=path,
-            advice="save to a path, and let zckpt convert write to the store",
+            advice="save to a path, and write to the store with `zckpt convert`",
         )
     return path
 
@@ -316,7 +316,7 @@ def process_group_of(given: Given) -> dist.ProcessGroup | None:
         return None
     groups = [one for one in (getattr(each, "process_group", None) for each in every) if one]
     if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
-        raise UsageError("the optimizers are of several process groups", advice="give process_group=, that of all")
+        raise UsageError("the optimizers have different process groups", advice="give process_group= with all ranks")
     return groups[0] if groups else None
 
 
@@ -332,9 +332,9 @@ def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
             other = called.setdefault(its, name)
             if other != name:
                 raise UsageError(
-                    f"parameters of two optimizers have the name {its}",
+                    f"parameters of two optimizers are named {its}",
                     found=_listed([other, name]),
-                    advice="give the model that has both, or names of their own",
+                    advice="give the model that has both, or distinct names",
                 )
 
 

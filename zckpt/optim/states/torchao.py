@@ -122,7 +122,7 @@ def _flat(share: Share) -> Range:
 
 def _not_cut(what: str, block: int) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} is quantised in blocks that are not those of the whole parameter",
+        f"{what} is quantised in blocks that do not match the whole parameter",
         expected=f"shares of whole rows that begin at multiples of {block} elements",
         advice="shard by rows only (Shard(0) along one dimension of the mesh), or use an optimizer that keeps floats",
     )
@@ -179,7 +179,7 @@ class TorchaoState(OptimizerState):
         self.rounded: list[str] = []
         super().prepare()
         if self.rounded:
-            self.notes.append(f"rounded into blocks, which the checkpoint has as floats: {listed(self.rounded)}")
+            self.notes.append(f"quantised from the checkpoint's floats, which rounds: {listed(self.rounded)}")
 
     def values(self, owner: Parameter) -> dict[str, object]:
         """Return what the checkpoint has of a parameter, without the pieces of quantised slots."""
@@ -214,7 +214,7 @@ class TorchaoState(OptimizerState):
         block = local.block_size
         if (its.cls, its.block) != (type(local).__name__, block) or start % block:
             raise UnsupportedError(
-                f"{key} of {owner.name} is quantised in other blocks than the optimizer has on this rank",
+                f"{key} of {owner.name} is quantised in other blocks than the optimizer's on this rank",
                 expected=f"{type(local).__name__}, blocks of {block}, from element {start} on",
                 found=f"{its.cls}, blocks of {its.block}",
                 advice=ADVICE,

@@ -35,10 +35,10 @@ class DeepSpeedState(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         if key in ("state", "param_groups"):
             raise UnsupportedError(
-                "a ZeroOptimizer's state dict is in DeepSpeed's form, of slices of flat groups, which get_state_dict "
-                "of torch.distributed.checkpoint and others cannot tell by parameter",
+                "a ZeroOptimizer's state dict is in DeepSpeed's form, with slices of flat groups, which "
+                "get_state_dict of torch.distributed.checkpoint and others cannot split by parameter",
                 advice="save with zckpt.save(path, model=model, optimizer=optimizer), which zckpt.load reads at any "
-                "number of ranks and `zckpt convert` makes torch's formats of; or save state_dict() as it is",
+                "number of ranks and `zckpt convert` turns into torch's formats; or save state_dict() as it is",
             )
         raise KeyError(key)
 
@@ -66,7 +66,7 @@ class States:
         for state in given if isinstance(given, Sequence) and not isinstance(given, str) else [given]:
             inner = state.get("optimizer_state_dict", state) if isinstance(state, Mapping) else None
             if not isinstance(inner, Mapping) or MASTERS not in inner or STATE not in inner:
-                raise TypeError(f"a ZeRO-1/2 state dict, or a list of them, was expected, with {MASTERS} and {STATE}")
+                raise TypeError(f"expected a ZeRO-1/2 state dict with {MASTERS} and {STATE}, or a list of them")
             self._every.append(inner)
         if not self._every:
             raise TypeError("an empty list of state dicts")
@@ -79,27 +79,27 @@ class States:
         for state in self._every:
             if len(state[MASTERS]) != len(groups):
                 raise ValueError(
-                    f"the state dict has {len(state[MASTERS])} param groups, and the optimizer has {len(groups)}"
+                    f"the state dict has {len(state[MASTERS])} param groups, but the optimizer has {len(groups)}"
                 )
             pads = state.get("param_alignment_paddings")
             ours = [list(group.pads) for group in groups]
             if pads is not None and [list(one) for one in pads] != ours and any(map(any, [*pads, *ours])):
                 raise ValueError(
-                    "the state dict was made with another parameter_alignment; make the optimizer with that one, or "
-                    "use `zckpt reshard` with --parameter-alignment or --no-parameter-alignment"
+                    "the state dict was made with another parameter_alignment; create the optimizer with the same, "
+                    "or use `zckpt reshard --parameter-alignment` or `--no-parameter-alignment`"
                 )
         for index, group in enumerate(groups):
             counts = {int(state["partition_count"][index]) for state in self._every if "partition_count" in state}
             if self._is_rigid and len(counts) == 1 and counts != {group.world_size}:
                 raise ValueError(
-                    f"rigid state of {counts.pop()} ranks does not fit {group.world_size}; "
-                    f"`zckpt reshard SOURCE TARGET --world-size {group.world_size}` makes files that do"
+                    f"rigid state of {counts.pop()} ranks does not fit {group.world_size}; `zckpt reshard SOURCE "
+                    f"TARGET --world-size {group.world_size}` writes files that do"
                 )
             expected = group.partition - group.padding if self._is_rigid else group.total
             numel = sum(state[MASTERS][index].numel() for state in self.having(group))
             if numel != expected:
                 raise ValueError(
-                    f"param group {index} has {numel} elements in the state dict, and {expected} in the optimizer"
+                    f"param group {index} has {numel} elements in the state dict, but {expected} in the optimizer"
                 )
 
     def local(self) -> tuple[dict[int, Any], list[dict[str, Any]]]:

@@ -146,7 +146,7 @@ def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
         if not os.path.lexists(path / DOCUMENT):
             if any(not one.name.startswith(f".{DOCUMENT}") for one in path.iterdir()):
                 raise TargetError(
-                    "is a directory with something else in it", path=path, expected="a store, or no files"
+                    "is a directory that holds something else", path=path, expected="a store, or an empty directory"
                 )
             new = path / f".{DOCUMENT}.{os.getpid()}"
             new.write_bytes(document(kind))
@@ -159,7 +159,9 @@ def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
                 try:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
-                    raise TargetError("another run is packing into it", path=path, advice="wait for it") from error
+                    raise TargetError(
+                        "another run is writing to it", path=path, advice="wait until it has finished"
+                    ) from error
                 except OSError:  # a file system without locks
                     pass
             for one in path.iterdir():
@@ -393,4 +395,4 @@ class Packing:
 
 
 def _changing(path: Path) -> SourceError:
-    return SourceError("has changed while it was packed", path=path, advice="pack it when it is written to its end")
+    return SourceError("changed while it was packed", path=path, advice="pack it when it is complete")

@@ -114,7 +114,7 @@ class RemoteFile:
         if end > self.nbytes:
             raise DamagedFileError(
                 "the file ends too early", path=self.shown, expected=f"at least {end} bytes", found=self.nbytes,
-                advice="copy it again from where it came from",
+                advice="copy it again from its origin",
             )  # fmt: skip
         with self._lock:
             for start, window in self._windows:  # that were fetched ahead

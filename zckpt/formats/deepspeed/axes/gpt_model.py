@@ -162,9 +162,9 @@ def _refuse_unknown_order(names: Iterable[str]) -> None:
     first = next((name for name in names if re.match(_ATTENTION, name)), None)
     if first is not None:
         raise UnsupportedError(
-            f"in which order queries, keys and values lie in the slices of {first} is not known",
-            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file, of one of its versions",
-            advice="say it with --tp-rules FILE: parameter_with_sub_params, where those of a rank are end to end",
+            f"the order of queries, keys and values in the slices of {first} is unknown",
+            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file",
+            advice="give --tp-rules FILE: parameter_with_sub_params, if each rank has them end to end",
         )
 
 
@@ -196,7 +196,7 @@ def check_degree(
         heads = known.get(key)
         if type(heads) is int and heads % degree:
             raise UnsupportedError(
-                f"heads of attention would be on two of {degree} tensor-parallel ranks",
+                f"attention heads would be split between two of {degree} tensor-parallel ranks",
                 path=path, expected=f"a number that divides {key}", found=heads,
             )  # fmt: skip
 

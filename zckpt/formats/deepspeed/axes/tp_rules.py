@@ -253,7 +253,7 @@ class Rules:
             expected = [mapped.shape] * len(shapes) if mapped.kind == REPLICATED else local
             if list(shapes) != expected:
                 raise LayoutError(
-                    f"slices of {name} do not fit the affine map of it",
+                    f"slices of {name} do not fit its affine map",
                     path=self.path,
                     expected=expected,
                     found=list(shapes),
@@ -279,7 +279,7 @@ class Rules:
             rest = {s[:dim] + s[dim + 1 :] for s in shapes}
             if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local_sizes, strict=True)):
                 raise LayoutError(
-                    f"slices of {name} do not fit the rule for it",
+                    f"slices of {name} do not fit their rule",
                     path=self.path,
                     expected=f"sizes {local_sizes} along dimension {dim}",
                     found=list(shapes),
@@ -405,7 +405,7 @@ class Rules:
         wrong = LayoutError(
             f"the affine map of {name} contradicts itself",
             path=self.path,
-            expected="every element of the whole, and of each slice, once",
+            expected="every element of the whole, and of each slice, exactly once",
             advice=OTHER_RULES,
         )
         if not cut:
@@ -488,7 +488,7 @@ class Rules:
         subs_of = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
         if sum(subs_of) != sum(local) or any(n % len(shapes) for n in subs_of):
             raise LayoutError(
-                f"the sub-parameters of {name} do not have its size",
+                f"the sub-parameters of {name} do not add up to its size",
                 path=self.path,
                 expected=f"{subs_of} over {len(shapes)} ranks",
                 found=list(shapes),

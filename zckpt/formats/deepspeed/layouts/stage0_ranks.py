@@ -161,8 +161,8 @@ def layer_numbers(names: Sequence[str] | None, files: Rank) -> tuple[Sequence[st
         found = [layer for layer, has in held.items() if its <= has and layer not in given]
         if len(found) != 1:
             raise UsageError(
-                f"which layer {TIED}{key} is in is not known",
-                expected=f"one file of a layer with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
+                f"it is unknown which layer {TIED}{key} is in",
+                expected=f"one layer file with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
                 found=", ".join(map(str, found)) or "none",
             )
         numbers[key] = found[0]
@@ -261,7 +261,7 @@ def _name_tied_layers(ranks: list[Rank], keys: Mapping[int, str], info: Mapping[
         ranks[:] = with_tied_names(ranks, keys)
     elif mentioned and tp > 1:
         raise UnsupportedError(
-            "which layer the rules mean by a tied one is not known, nor so how it is sliced",
+            "it is unknown which layer the rules mean by a tied one, and so how it is sliced",
             expected="one tied layer",
             found=f"rules for {', '.join(sorted(mentioned))}, and {len(layers)} layers that several stages train",
             advice=NAMES_BY_STAGE_ADVICE,

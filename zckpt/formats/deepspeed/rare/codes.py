@@ -33,8 +33,8 @@ CODES, SCALE = "codes", "scale"
 PIECES = {"state": CODES, "absmax": SCALE}
 """What bitsandbytes calls them, before the number of the moment."""
 
-FLOATS = "--requantize makes codes of it anew; --dequantize writes it as float32, which torchao's optimizers take, too"
-HINT = "--requantize makes codes of it anew; --dequantize writes it as float32, for an optimizer that keeps it so"
+FLOATS = "--requantize quantises it again; --dequantize writes it as float32, which torchao's optimizers also load"
+HINT = "--requantize quantises it again; --dequantize writes it as float32, for an optimizer that keeps floats"
 
 
 class Kept(NamedTuple):

@@ -49,8 +49,8 @@ def note_unsaved(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> None:
     for parameter in checkpoint.parameters.values():
         parameter.frozen = parameter.tied_to is None and parameter.name not in trained
     checkpoint.warnings.append(
-        f"{models[0].path}: DeepSpeed {models[0].content['ds_version']} saved no optimizer, as it does not with "
-        f"bfloat16 at stage 0 or with BF16_Optimizer's settings: the weights are all there is"
+        f"{models[0].path}: DeepSpeed {models[0].content['ds_version']} saved no optimizer, as it does with "
+        "bfloat16 at stage 0 or with BF16_Optimizer's settings: there are only weights"
     )
 
 
