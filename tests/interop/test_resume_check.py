@@ -110,7 +110,9 @@ def test_a_command_that_is_given_makes_what_resumes(program, folders, tmp_path, 
                 assert done.returncode == 0, (kind, command, done.stderr)
                 after = zckpt.resume_check(target, program=program, world_size=ranks)
                 assert after.verdict in ("whole", "partly"), (kind, command, after)
-                assert not {"weights", "optimizer state"} & {str(one["part"]) for one in after.not_back}
+                lost = {str(one["part"]) for one in after.not_back}
+                assert not {"weights", "optimizer state"} & lost
+                assert {str(one["part"]) for one in found.not_back_after} == lost, (kind, command, after)
 
 
 def test_a_rank_that_would_hold_nothing_of_a_group_is_named():

@@ -157,11 +157,20 @@ EXAMPLES = {
 
 ALIASES = {"ls": "list", "info": "inspect", "compare": "diff", "merge": "consolidate"}
 
-VALUES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+VALUES = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "trainer": "transformers-trainer", "fsdp2": "dcp", "verl": "fsdp-rank-files",
+}  # fmt: skip
 """What people call values that an option has under another name."""
 
 MODELS = frozenset({"hf", "huggingface", "safetensors", "torch", "pt", "pytorch"})
 """What people call a model by itself, which `consolidate` writes."""
+
+OTHERWISE = {
+    "fsdp": "not one format: use dcp (torch.distributed.checkpoint), fsdp-rank-files (verl) or accelerate with --fsdp",
+    "lightning": "not a format that can be written; zckpt.lightning has strategies that read any format",
+}
+"""What `--to` is told of programs that have several formats, or none."""
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -185,7 +194,8 @@ def chosen_format(ctx: click.Context) -> str | None:
     found += [word.removeprefix("--to=") for word in words if word.startswith("--to=")]
     known = next((one.type for one in ctx.command.params if one.name == "to"), None)
     choices = known.choices if isinstance(known, click.Choice) else ()
-    return next((one for one in choices if found and str(one) == found[-1].lower()), None)
+    word = found[-1].lower() if found else None
+    return next((one for one in choices if str(one) in (word, VALUES.get(word or ""))), None)
 
 
 class Verb(click.Command):
@@ -318,6 +328,8 @@ class Near(_Choice):
             said = f"not one of {', '.join(self.choices)}"
             if param is not None and param.name == "to" and word in MODELS:
                 said = "not a format for a whole training; for the model alone, use zckpt consolidate"
+            elif param is not None and param.name == "to" and word in OTHERWISE:
+                said = OTHERWISE[word]
             elif near:
                 said += f". Did you mean {' or '.join(near)}?"
             self.fail(f"{value!r} is {said}", param, ctx)
