@@ -88,7 +88,7 @@ EXAMPLES = {
         "run/ run6/ --world-size 6 --dry-run",
     ),
     "convert": (
-        "run/ dcp/ --to dcp",
+        "run/ dcp/ --to dcp --dtype float32",
         "dcp/ run/ --to deepspeed --world-size 8 --stage 2",
         "run/ universal/ --to universal",
     ),

@@ -25,7 +25,7 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
 from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts
-from zckpt.operations.resume_check.programs import OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
+from zckpt.operations.resume_check.programs import CORE, OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
 from zckpt.state import MASTER, Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
@@ -168,7 +168,8 @@ def resume_check(
     back, gone = _divided(facts, about, way)
     verdict = UNKNOWN if doubts else PARTLY if gone else WHOLE
     found = replace(found, verdict=verdict, comes_back=back, not_back=gone, why=doubts)
-    return _with_commands(found, about, facts, config) if verdict == PARTLY else found
+    may_help = verdict == PARTLY and any(one["part"] in CORE for one in gone)
+    return _with_commands(found, about, facts, config) if may_help else found
 
 
 def _scheme(checkpoint: Checkpoint) -> str | None:
@@ -294,7 +295,7 @@ def _named(facts: Facts, config: Path | None, refused: list[str]) -> Iterator[tu
     one = facts.checkpoint
     strange = facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
     if strange and isinstance((facts.config or {}).get("model_type"), str):
-        naming = {"map": TRANSFORMERS, **({"map_config": str(config)} if facts.config is facts.model_config else {})}
+        naming: dict[str, Any] = {"map": TRANSFORMERS, **({"map_config": str(config)} if facts.config is facts.model_config else {})}
         try:
             yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
         except ZckptError as error:

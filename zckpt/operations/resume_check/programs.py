@@ -362,7 +362,7 @@ TRAINER = Program(
             needs=(_ACCOUNT,),
             doubts=(of_few_bits, lambda facts: None if facts.has("scheduler.pt") else "scheduler.pt is not there"),
             takes=CORE | _TRAINER_REST,
-            lacks=(BESIDE, (RANDOM, _rng), (DATA, _batches)),
+            lacks=((RANDOM, _rng), (DATA, _batches)),
             keeps=_TRAINER_KEEPS,
         ),
         Way(
@@ -434,7 +434,7 @@ ACCELERATE = Program(
                    else "no optimizer_0 is there",),
             doubts=(of_few_bits,),
             takes=CORE | _ACCELERATE_REST,
-            lacks=(BESIDE, (RANDOM, _states)),
+            lacks=((RANDOM, _states),),
             keeps=_ACCELERATE_KEEPS,
         ),
         Way(
@@ -577,7 +577,6 @@ VERL = Program(
             needs=(same_ranks, _rank_files),
             doubts=(of_few_bits,),
             takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data|dataloader"},
-            lacks=(BESIDE,),
             keeps=(SCHEDULER, RANDOM),
         ),
     ),
@@ -652,14 +651,12 @@ LIGHTNING = Program(
             takes=_ENGINE["takes"] | _LIGHTNING_REST | {SCALE: "loss_scaler"},
         ),
         _of_lightning(
-            lambda facts: facts.checkpoint.format == "dcp",
+            lambda facts: facts.checkpoint.format == "dcp" and facts.has("meta.pt"),
             "FSDPStrategy or ModelParallelStrategy, as it was saved",
-            lacks=(BESIDE,),
         ),
         _of_lightning(
-            lambda facts: not facts.place.is_dir(),
+            lambda facts: not facts.place.is_dir() and "origin" not in facts.checkpoint.details,
             "SingleDeviceStrategy or DDPStrategy; for the same batches, as many ranks as saved it",
-            lacks=(BESIDE,),
         ),
     ),
     holds=(has_optimizer,),
