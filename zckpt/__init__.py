@@ -37,6 +37,7 @@ The names below are the whole public API. They are loaded when first used, so im
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 from zckpt.version import __version__
@@ -239,3 +240,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if (_ipython := sys.modules.get("IPython")) is not None and (_shell := _ipython.get_ipython()) is not None:
+    import_module("zckpt.notebook").load_ipython_extension(_shell)

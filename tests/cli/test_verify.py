@@ -32,6 +32,9 @@ def damaged(tmp_path: Path) -> Path:
 def test_sound_checkpoint_exits_0():
     done = succeeded("verify", FIXTURES / RUN, "--deep")
     assert done.stdout.startswith(f"sound  {FIXTURES / RUN} (deepspeed)\n")
+    assert (
+        f"\nof       {FIXTURES / RUN / 'global_step5'} only; zckpt list {FIXTURES / RUN} looks at each" in done.stdout
+    )
     assert done.stderr == ""
 
 

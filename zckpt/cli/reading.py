@@ -78,7 +78,7 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
 
 
 @verb("inspect")
-@source_argument
+@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="SOURCE...")
 @json_option
 @click.option("--parameters", is_flag=True, help="List every parameter.")
 @click.option("--files", is_flag=True, help="List every file, and what became of its contents.")
@@ -88,30 +88,40 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
 @_shows
 def inspect_command(
     *,
-    source: Path,
+    sources: tuple[Path, ...],
     parameters: bool,
     files: bool,
     with_globals: bool,
     quiet: bool,  # noqa: ARG001
     shared: dict[str, Any],
 ) -> _Shown:
-    """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
+    """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor.
+
+    Of several checkpoints it prints a table, with a line for each.
+    """
     from zckpt.operations.inspect import inspect
 
-    document = inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict()
+    documents = [
+        inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict() for source in sources
+    ]
 
     def text() -> str:
-        from zckpt.report.inspection import render
+        from zckpt.report.inspection import render, render_several
 
-        return render(document, parameters=parameters, files=files, with_globals=with_globals)
+        if len(sources) > 1 and not (parameters or files or with_globals):
+            return render_several(documents)
+        listed = {"parameters": parameters, "files": files, "with_globals": with_globals}
+        return "\n\n".join(render(one, **listed) for one in documents)
 
     def page() -> str:
         from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
-        return inspect_page(document, map_of(source, **shared).as_dict())
+        if len(sources) > 1:
+            raise UsageError("a page shows one checkpoint", found=f"{len(sources)} given")
+        return inspect_page(documents[0], map_of(sources[0], **shared).as_dict())
 
-    return _Shown([], document, text, page)
+    return _Shown([], documents[0] if len(sources) == 1 else {"checkpoints": documents}, text, page)
 
 
 @verb("diff")
@@ -122,7 +132,9 @@ def inspect_command(
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare only these parameters; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare only tensors.")
 @click.option(
-    "--series", is_flag=True, help="Compare several checkpoints of a run: how far each slot moved between them."
+    "--series",
+    is_flag=True,
+    help="Compare several checkpoints of a run: how far each slot moved between them. Of two runs: where they part.",
 )
 @json_option
 @page_options

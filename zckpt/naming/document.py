@@ -36,6 +36,7 @@ from typing import NoReturn, TypeGuard
 from zckpt.errors import UsageError
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes
 from zckpt.naming.taken import Taken, parse_taken
+from zckpt.state import without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
@@ -342,7 +343,7 @@ def _like(document: Mapping[str, object], name: str) -> Mapping[str, object]:
     made = {**_like(_read_shipped(base), base), **document}
     if not isinstance(more, list) or not isinstance(made["rules"], list):
         _refuse(name, "unusable rules, or more", "a list of them")
-    return {key: value for key, value in made.items() if key not in (LIKE, MORE)} | {"rules": [*more, *made["rules"]]}
+    return without(made, LIKE, MORE) | {"rules": [*more, *made["rules"]]}
 
 
 def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -374,7 +375,7 @@ def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
         else texts
         for side, texts in _mapping(document, "order", name).items()
     }
-    return {key: value for key, value in document.items() if key != AGAIN} | {"rules": [*made, *rules], "order": order}
+    return without(document, AGAIN) | {"rules": [*made, *rules], "order": order}
 
 
 def _refuse(where: str, message: str, expected: str) -> NoReturn:

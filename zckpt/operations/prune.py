@@ -262,7 +262,7 @@ def _kept(one: _Seen, run: Path, around: Around, settle: float) -> str | None:
         names = listed([path.relative_to(run).as_posix() for path in (*trackers, *links)], most=SHOWN)
         return f"named by {names}"
     if time.time() - max(one.record.saved, one.unit.path.stat().st_mtime) < settle:
-        return f"written to within {settle:g} s"
+        return f"changed less than {settle:g} s ago (--settle)"
     for path, about in files_of(one.unit.path):
         if path.is_symlink() or about.st_nlink > 1:
             return f"{path.name} is {'a link' if path.is_symlink() else 'linked'}"

@@ -6,6 +6,7 @@ from itertools import repeat
 from pathlib import Path
 
 from zckpt.report.text import Document, count, elements, printable, size, table
+from zckpt.state import without
 
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
@@ -57,6 +58,22 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
 
 
+def render_several(documents: list[Document]) -> str:
+    """Return a table of several documents, with a line for each."""
+    rows = [
+        (one["source"], one["format"], one["zero_stage"], one["world_size"], one["step"], one["num_parameters"],
+         one["num_elements"], ", ".join(one["slots"]), size(one["nbytes"]), _saved(one))
+        for one in documents
+    ]  # fmt: skip
+    header = ("source", "format", "stage", "ranks", "step", "parameters", "elements", "slots", "size", "saved")
+    warnings = [f"warning: {one['source']}: {warning}" for one in documents for warning in one["warnings"]]
+    return "\n".join(map(printable, [*table(header, rows, right=(2, 3, 4, 5, 6, 8)), *warnings]))
+
+
+def _saved(document: Document) -> str | None:
+    return document["saved"] and f"{document['saved'][:16].replace('T', ' ')} UTC"
+
+
 def _name(item: Document) -> str:
     return f"{item['file']}:{item['place']}" if item["place"] else item["file"]
 
@@ -75,11 +92,11 @@ def _heading(document: Document) -> list[str]:
     facts = [
         ("source", document["source"]),
         ("format", f"{document['format']}{version}{stage}"),
-        ("details", listed({key: value for key, value in document["details"].items() if key != "origin"})),
+        ("details", listed(without(document["details"], "origin"))),
         ("origin", listed(document["details"].get("origin", {}))),
         ("topology", f"{degrees} ({ranks})" if degrees else ranks),
         ("step", document["step"]),
-        ("saved", document["saved"] and f"{document['saved'][:16].replace('T', ' ')} UTC"),
+        ("saved", _saved(document)),
         ("loss scale", document["loss_scale"]),
         (
             "model",

@@ -94,7 +94,8 @@ def assert_restored(
     SourceError
         The checkpoint cannot be read, or is damaged.
     """
-    model = _without_engine(model)
+    if any(one.__qualname__ == "DeepSpeedEngine" for one in type(model).__mro__):
+        model = cast("Any", model).module
     given = (model, optimizer, scheduler, grad_scaler)
     if all(one is None for one in given):
         raise UsageError("nothing was given to compare with the checkpoint", path=path, advice="give model=")
@@ -125,12 +126,6 @@ def assert_restored(
     if found:
         raise NotRestoredError([shown(one) for one in found], path=path)
     return held.reported()
-
-
-def _without_engine(model: Model) -> Model:
-    """Return the model that DeepSpeed's engine has, if it is one."""
-    is_engine = any(one.__qualname__ == "DeepSpeedEngine" for one in type(model).__mro__)
-    return cast("Any", model).module if is_engine else model
 
 
 def _said_by(every: Sequence[Sequence[str]]) -> list[str]:

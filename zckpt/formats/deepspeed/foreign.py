@@ -31,7 +31,7 @@ from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
 from zckpt.torchfile import OrderedMapping, TorchFile, node_of
 
 VERSION = "0.19.8"
@@ -71,7 +71,7 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
             own = parameters[name]
-            slots = {key: slot for key, slot in own.slots.items() if key not in values}  # one value for each element
+            slots = without(own.slots, *values)  # one value for each element
             if MASTER not in slots:
                 slots[MASTER] = replace(weight_or_master(own), name=MASTER)
             parameters[name] = replace(own, slots=slots, state={})

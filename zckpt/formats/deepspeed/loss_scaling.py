@@ -13,6 +13,7 @@ Source: DeepSpeed 0.14.5 to 0.19.8, `_load_global_state`, `_rigid_load_state_dic
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from zckpt.state import Checkpoint
 from zckpt.torchfile import DType, Global, Object, node_of, plain
@@ -114,7 +115,7 @@ def _option(config: Mapping[object, object], name: str) -> object:
 def _scaler(values: Mapping[str, object], config: Mapping[object, object]) -> Object:
     state: dict[object, object] = {"cur_scale": values["cur_scale"], "dynamic": values["dynamic"]}
     if not values["dynamic"]:
-        return Object(Global(_MODULE, "LossScaler"), how="newobj", state=state, has_state=True)
+        return scaler_of(state)
     hysteresis = _option(config, "hysteresis")
     state |= {
         **{key: values[key] for key in _COUNTED[1:]},
@@ -123,4 +124,10 @@ def _scaler(values: Mapping[str, object], config: Mapping[object, object]) -> Ob
         "consecutive_hysteresis": _option(config, "consecutive_hysteresis"),
         "raise_error_at_min_scale": True, "dtype": DType("float16"),
     }  # fmt: skip
-    return Object(Global(_MODULE, "DynamicLossScaler"), how="newobj", state=state, has_state=True)
+    return scaler_of(state)
+
+
+def scaler_of(state: dict[Any, Any]) -> Object:
+    """Return a loss scaler as an object of DeepSpeed's class."""
+    name = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
+    return Object(Global(_MODULE, name), how="newobj", state=state, has_state=True)

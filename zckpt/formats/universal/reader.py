@@ -55,6 +55,7 @@ from zckpt.state import (
     SourceFile,
     Topology,
     as_float,
+    without,
 )
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
@@ -358,10 +359,7 @@ class _Reading:
         apart.
         """
         digests = Digests()
-        forms = [
-            digests.of({key: value for key, value in group.hyperparameters.items() if key not in OF_A_GROUP})
-            for group in self.checkpoint.param_groups
-        ]
+        forms = [digests.of(without(group.hyperparameters, *OF_A_GROUP)) for group in self.checkpoint.param_groups]
         states = {(number, own): (name, needed) for number, name, own, needed in held}
         for number, name, own, _ in held:
             for (its, others), (other, needed) in states.items():
@@ -431,7 +429,7 @@ class _Reading:
             group.state |= common
             for parameter in present:
                 own = self.values[parameter.name]
-                parameter.state |= {key: value for key, value in own.items() if key not in common}
+                parameter.state |= without(own, *common)
 
     def carry(self) -> None:
         """Keep what the files hold besides parameters and groups, except what was only filled in for DeepSpeed."""

@@ -43,7 +43,7 @@ from zckpt.formats.universal.directory import (
     parameter_file,
 )
 from zckpt.formats.universal.folders import Folders, Slices, folders
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
 
@@ -130,7 +130,7 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
                      "rank its own: their layers are not listed under these names")  # fmt: skip
     config = plain(node_of(checkpoint.metadata.get("ds_config")))
-    zero = section(config if isinstance(config, dict) else {}, "zero_optimization")
+    zero = section(dict_of(config), "zero_optimization")
     if zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
         found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "
                      "switch it off, or parameter_alignment on")  # fmt: skip
@@ -178,7 +178,7 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
         "ds_config": {},
         INFO_KEY: {"universal_checkpoint_version": UNIVERSAL_VERSION},
     }
-    return {key: value for key, value in needed.items() if key not in checkpoint.metadata}
+    return without(needed, *checkpoint.metadata)
 
 
 def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
@@ -198,7 +198,7 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
     return {
         **structure,
         **filled_in(checkpoint),
-        **{key: value for key, value in checkpoint.metadata.items() if key not in STRUCTURE},
+        **without(checkpoint.metadata, *STRUCTURE),
         "dp_world_size": checkpoint.topology.dp,
         "mp_world_size": 1,
         "ds_version": version or DEEPSPEED_VERSION,
@@ -225,7 +225,7 @@ def _module(checkpoint: Checkpoint, *, parameterwise: bool) -> OrderedMapping:
 def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> dict[str, object]:
     """Return the content of the file."""
     groups = checkpoint.param_groups
-    carried = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in OWN_KEYS}
+    carried = without(checkpoint.optimizer_metadata, *OWN_KEYS)
     tree: dict[str, object] = {**carried}
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage

@@ -168,12 +168,8 @@ def odd_shapes(facts: Facts) -> str | None:
 # DeepSpeed
 
 
-def _zero(facts: Facts) -> bool:
-    return (facts.checkpoint.zero_stage or 0) > 0
-
-
 def _of_zero(facts: Facts) -> str | None:
-    return same_ranks(facts) if _zero(facts) else None
+    return same_ranks(facts) if (facts.checkpoint.zero_stage or 0) > 0 else None
 
 
 def _elastic(facts: Facts) -> str | None:
@@ -215,11 +211,6 @@ def _groups_of_first(facts: Facts) -> str | None:
 
 def _frozen_universal(_: Facts) -> str | None:
     return "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
-
-
-def _latest_universal(facts: Facts) -> str | None:
-    there = (Path(facts.checkpoint.source).parent / "latest_universal").is_file()
-    return None if there else "latest_universal does not lie beside it"
 
 
 _ENGINE: dict[str, Any] = {
@@ -568,14 +559,9 @@ VERL = Program(
 # zckpt
 
 
-def _ours(facts: Facts) -> bool:
-    origin = facts.checkpoint.details.get("origin")
-    return isinstance(origin, Mapping) and str(origin.get("format_version", "")).startswith("zckpt ")
-
-
 def _random_of_others(facts: Facts) -> str | None:
-    states = facts.checkpoint.metadata.get("random_states")
-    if not _ours(facts) or states is None:
+    ours = str(facts.checkpoint.converted_from.get("format_version", "")).startswith("zckpt ")
+    if not ours or facts.checkpoint.metadata.get("random_states") is None:
         return "zckpt.load only restores random states of zckpt.save, and returns others in `extra`"
     return f"no random states of rank {facts.saved_ranks}" if facts.ranks > facts.saved_ranks else None
 

@@ -178,8 +178,7 @@ class Optimizers:
         if len(ours) == 1 and len(theirs) <= 1:
             kept = metadata.get(ours[0], checkpoint.optimizer_metadata)
             return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
-        origin = checkpoint.details.get("origin")
-        had_one = isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)  # without a name
+        had_one = isinstance(checkpoint.converted_from.get("optimizer"), str)  # without a name
         in_turn = theirs.keys() <= {ALONE} and not had_one
         if self.is_one or (whole.asked.strict and not in_turn):
             _check_names(list(theirs), ours, path)

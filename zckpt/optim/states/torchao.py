@@ -25,7 +25,7 @@ from zckpt.formats.torch_files.quantised import CLASSES, PACKED, Moment, is_quan
 from zckpt.formats.torch_files.tensors import TORCHAO
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot
 from zckpt.optim.tensors import Share, share_of
-from zckpt.state import Extent, Parameter, Slot
+from zckpt.state import Extent, Parameter, Slot, without
 
 LEAST_NUMEL = 4096
 """Elements of a share that torchao quantises."""
@@ -185,7 +185,7 @@ class TorchaoState(OptimizerState):
         """Return what the checkpoint has of a parameter, without the pieces of quantised slots."""
         found = super().values(owner)
         pieces = {piece for key in owner.state for piece in slots_of(key, owner)}
-        return {key: value for key, value in found.items() if key not in pieces}
+        return without(found, *pieces)
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         is_codes = is_quantised(value)
