@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 # Tests start many processes: what they import is compiled once, whatever the caller's setting.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all check docs bench compatibility fixtures clean
+.PHONY: demo test test-all fuzz check docs bench compatibility fixtures clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,11 @@ test: $(VENV)/.development
 
 test-all: $(VENV)/.development
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cuda" --hypothesis-profile nightly
+
+# Every reader, each its part of TIME seconds; what is found, and what it goes on from the next time, is in build/fuzz.
+TIME ?= 60
+fuzz: $(VENV)/.development
+	$(BIN)/python -m tests.fuzz.run --time $(TIME)
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

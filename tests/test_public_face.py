@@ -107,7 +107,7 @@ def test_a_checkpoint_is_asked_by_name():
     assert weights["head.weight"] is weights["emb.weight"]
     assert moments.keys() == {one for one in opened.parameters if "exp_avg" in opened[one].slots}
     assert torch.equal(moments["fc1.weight"], opened.read("fc1.weight", "exp_avg"))
-    with refusing(zckpt.UsageError, "nothing has a slot momentum"):
+    with refusing(zckpt.UsageError, "there is no slot momentum"):
         opened.state_dict("momentum")
 
 

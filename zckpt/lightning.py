@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import Any
 
 from zckpt.errors import MissingPackageError, UsageError, require_torch
+from zckpt.state import without
 
 require_torch("zckpt.lightning")
 
@@ -151,7 +152,7 @@ class _Sharded(_Removing):
         place = place_of(strategy.broadcast(filepath))
         if strategy.is_global_zero and not isinstance(place, str):
             remove_leftovers(place.parent, OWNED)
-        rest = {key: one for key, one in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        rest = without(checkpoint, "state_dict", "optimizer_states")
         self._saving = save(
             place,
             model=strategy.model,

@@ -140,7 +140,7 @@ def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path):
     refused(2, "diff", SOURCE, SOURCE, "--atol", "nan", words=("atol",))
     refused(2, "diff", SOURCE, SOURCE, "--rename", "(=x", words=("--rename", "regular expression"))
     refused(2, "diff", SOURCE, SOURCE, "--rename", "x", words=("OLD=NEW",))
-    refused(2, "diff", SOURCE, SOURCE, "--rename", ".*=x", words=("--rename .*=x would give", "one"))
+    refused(2, "diff", SOURCE, SOURCE, "--rename", ".*=x", words=("--rename .*=x would give", "the same name"))
     refused(2, "diff", SOURCE, SOURCE, "--parameters", "nothing*", words=("nothing to compare",))
     refused(2, "diff", "--series", SOURCE, words=("two checkpoints or more",))
     refused(2, "diff", "--series", SOURCE, SOURCE, "--rtol", "1", words=("--series",))

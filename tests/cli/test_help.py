@@ -126,3 +126,11 @@ def test_the_page_of_errors_has_every_error():
     for name in zckpt.__all__:
         if name.endswith("Error") and name != "ZckptError":
             assert f"| `{getattr(zckpt, name).kind()}` | `{name}` |" in page()
+
+
+@pytest.mark.parametrize("verb", ["consolidate", "reshard", "convert", "strip"])
+def test_arguments_that_are_swapped_are_told(verb, tmp_path):
+    more = {"reshard": ("--world-size", 3), "convert": ("--to", "dcp"), "strip": ("--optimizer",)}.get(verb, ())
+    done = run(verb, tmp_path / "out", SOURCE, *more)
+    assert done.returncode == 3
+    assert done.stderr.endswith(f"; SOURCE comes first: zckpt {verb} {SOURCE} {tmp_path / 'out'} ...\n")

@@ -372,7 +372,7 @@ def test_name_too_long_for_a_file_is_one_line(tmp_path):
 
 
 def test_empty_directory_is_refused(tmp_path):
-    refused(3, "inspect", tmp_path, words=(str(tmp_path), "no checkpoint recognised"))
+    refused(3, "inspect", tmp_path, words=(str(tmp_path), "not recognised as a checkpoint"))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", b"\x80\x02}.", bytes(100)])

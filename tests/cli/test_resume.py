@@ -258,7 +258,7 @@ def test_what_other_processes_have_done_is_gone_on_with(source, out, monkeypatch
 def test_a_failed_write_keeps_what_is_done_and_says_how_to_go_on(number, source, out):
     said = failed_writing(source, out, number=number)
     assert f"cannot be written: found {os.strerror(number)}; " in said
-    assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume goes on with them" in said
+    assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume continues with them" in said
     assert names_in(out) == REMAINS
     said = refused(4, "consolidate", source, out / MODEL, words=("did not finish", "--resume", "--restart"))
     assert f"in .{MODEL}.zckpt-partial" in said
@@ -334,7 +334,7 @@ def test_a_source_that_has_changed_is_not_gone_on_with(name, out, tmp_path):
     file = next(source.rglob(name))
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     said = refused(4, "consolidate", source, out / MODEL, "--resume")
-    assert f"begun from a file that has changed since: {file}; --restart begins anew" in said
+    assert f"started from a file that has changed since: {file}; --restart starts over" in said
     assert names_in(out) == REMAINS
 
 
@@ -365,7 +365,7 @@ def test_a_source_that_changes_while_it_is_read(before_checks, source, out, monk
 def test_another_run_is_not_gone_on_with(options, word, source, out):
     failed_writing(source, out)
     said = refused(4, "consolidate", source, out / MODEL, "--resume", *options)
-    assert f"begun with other options: {word}; --restart begins anew" in said
+    assert f"started with other options: {word}; --restart starts over" in said
     assert names_in(out) == REMAINS
 
 

@@ -1,11 +1,10 @@
-"""State on a GPU, NCCL, copies to pinned memory and back; one GPU does, and `pytest -m cuda` runs it where there is one."""
+"""State on a GPU, NCCL, copies to pinned memory and back: `pytest -m cuda`, where there is a GPU."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,8 +250,8 @@ def engine(stage: int, seed: int) -> Any:
     torch.manual_seed(seed)
     config = {
         "train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}, "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True, "steps_per_print": 10**9,
     }  # fmt: skip
     return deepspeed.initialize(model=net(), config=config, dist_init_required=False)[0]
 

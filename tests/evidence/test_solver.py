@@ -263,7 +263,7 @@ def test_shape_is_that_of_the_largest_tensor_and_of_adafactors_two_together():
 def test_parameters_without_names_are_refused_where_names_are_needed():
     checkpoint = Checkpoint("run", "torch", param_groups=[ParamGroup({}, ["a", "1"])])
     checkpoint.parameters["a"] = Parameter("a", (1,), "float32")
-    with refusing(UnsupportedError, r"the names of some .* are not known, why: found 1; give --names"):
+    with refusing(UnsupportedError, r"the names of some .* are unknown, why: found 1; give --names"):
         refuse_unnamed(checkpoint, "why")
     checkpoint.param_groups = [ParamGroup({}, ["a"])]
     refuse_unnamed(checkpoint, "why")

@@ -179,7 +179,7 @@ def test_whole_files_are_read_and_the_shards_below_them_are_not():
 def test_shard_missing_before_the_last_is_refused(shard, tmp_path):
     path = copied("dcphf_sharded_dp3", tmp_path)
     (path / f"shard-0000{shard}-model-00001-of-00001.safetensors").unlink()
-    with refusing(ShardError, f"not the whole of it.*shard {shard} is not there"):
+    with refusing(ShardError, f"do not cover it.*shard {shard} is missing"):
         safetensors_shards.read(path)
 
 
@@ -356,7 +356,7 @@ def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_th
     }
     checkpoint = read(saved(tmp_path / "ckpt", state))
     assert checkpoint.warnings == [
-        "generator.model and discriminator are read as one model, with these names before those of their tensors"
+        "generator.model and discriminator are read as one model; tensor names begin with these names"
     ]
     assert_model(checkpoint, one, "generator.model.")
     assert_model(checkpoint, other, "discriminator.d.")
@@ -500,7 +500,7 @@ def test_tensor_in_several_pieces_that_is_no_part_of_the_model_is_told(small):
     checkpoint = read(changed(small, cut))
     assert list(checkpoint.parameters) == ["a"]
     assert checkpoint.warnings == [
-        "not carried, because they are in several pieces and belong to neither model nor optimizer: ema.b"
+        "not carried, because they are split and belong to neither model nor optimizer: ema.b"
     ]
 
 
@@ -515,7 +515,7 @@ def test_names_are_given_for_numbers(tmp_path):
     with refusing(UsageError, r"parameter 0 of the optimizer is not 0.bias"):
         read(path, [names[1], names[0], *names[2:]])
     usual = read(saved(tmp_path / "usual", FORMS["usual"](model, optimizer)), names)
-    assert usual.warnings == ["--names is not used: the directory has the names of the parameters"]
+    assert usual.warnings == ["--names is ignored: the directory has the names of the parameters"]
 
 
 def test_numbers_that_several_tensors_fit_stay_numbers(tmp_path):
@@ -744,7 +744,7 @@ def test_replica_that_is_listed_twice_is_one(small):
 
 def test_key_of_which_nothing_was_saved_is_told(small):
     checkpoint = read(changed(small, lambda m: m.planner_data.update({"model.lost": ("model", "lost")})))
-    assert checkpoint.warnings == ["no rank has saved anything of model.lost"]
+    assert checkpoint.warnings == ["no rank saved any part of model.lost"]
 
 
 def test_keys_without_paths_are_a_flat_dict(small):
@@ -883,7 +883,7 @@ def test_state_that_no_list_names_goes_into_the_only_group(tmp_path):
     model = {"a": torch.ones(2), "b": torch.ones(2)}
     checkpoint = read(saved(tmp_path / "ckpt", {"model": model, "optim": optimizer}))
     assert checkpoint.param_groups[0].parameters == ["a", "b"]
-    assert checkpoint.warnings == ["no list names b, which have state; they are put into the only param group"]
+    assert checkpoint.warnings == ["no param group lists b, which have state; they are added to the only group"]
 
 
 def test_other_directories_are_not_taken_for_one(tmp_path):

@@ -357,7 +357,7 @@ def test_missing_and_unknown_files_are_named(damage, error, said, tmp_path):
         ({"optimizer.state.exp_avg.other": counted(3)}, UnsupportedError, "for something that is not a model tensor"),
         ({f"optimizer.state.param.{FC2}": counted(2, 3, 4), f"optimizer.state.fp32_param.{FC2}": counted(2, 3, 4)},
          LayoutError, "two optimizers have"),
-        ({"decoder.layers.0.mlp.linear_fc2.weight": counted(3, 4)}, zckpt.SourceError, "two tensors are"),
+        ({"decoder.layers.0.mlp.linear_fc2.weight": counted(3, 4)}, zckpt.SourceError, "two tensors are named"),
         ({"x.linear_fc1.weight_w": counted(3, 4), "x.linear_fc1.weight_v": counted(3, 5)}, LayoutError, "fit together"),
         ({"x.linear_fc1.weight_w": counted(3), "x.linear_fc1.weight_v": counted(3),
           "optimizer.state.exp_avg.x.linear_fc1.weight_w": counted(3)}, LayoutError, "is not whole"),

@@ -173,7 +173,7 @@ def test_a_vocabulary_gets_rows_of_zeros_for_a_model_that_has_more(tmp_path):
     assert zckpt.diff(source, tmp_path / "out").equal
     zckpt.reshard(tmp_path / "out", tmp_path / "again", world_size=1, tensor_parallel_size=4)
     assert zckpt.open(tmp_path / "again").details["padded vocabulary"] == 20
-    with refusing(UsageError, "the 16 rows that SOURCE has, all of them trained, found 12"):
+    with refusing(UsageError, "SOURCE's 16 rows, which are all trained, found 12"):
         zckpt.reshard(source, tmp_path / "less", world_size=1, padded_vocab_size=12)
     with refusing(UsageError, r"embedding.*multiple of them"):
         zckpt.reshard(source, tmp_path / "odd", world_size=1, tensor_parallel_size=3)
@@ -191,9 +191,9 @@ def test_what_cannot_be_is_refused(tmp_path):
         zckpt.reshard(source, out, world_size=1, expert_parallel_size=2)
     with refusing(UsageError, "at least 1"):
         zckpt.reshard(source, out, world_size=1, tensor_parallel_size=0)
-    with refusing(UsageError, "--tensor-parallel-size is for legacy files"):
+    with refusing(UsageError, "--tensor-parallel-size only applies to legacy files"):
         zckpt.convert(source, out, to="megatron", tensor_parallel_size=2)
-    with refusing(UsageError, "size of buckets: expected at least 0, found -5"):
+    with refusing(UsageError, "unusable --ddp-bucket-size: expected at least 0, found -5"):
         zckpt.reshard(source, out, world_size=1, ddp_bucket_size=-5)
     for only in ({"optimizer": "flattened"}, {"layers": "apart"}):
         with refusing(UsageError, "only applies to torch_dist"):
@@ -226,7 +226,7 @@ def test_layers_go_to_chunks_that_take_turns_on_the_stages():
     assert [one.local for one in last] == ["decoder.layers.0.mlp.w", names[-1], "output_layer.weight"]
     assert [one.shared for one in last] == [False, False, True]
     assert bounds_of(None, 4, 2) == (0, 2, 4)
-    with refusing(UnsupportedError, "which pipeline stage has it is not known: found head"):
+    with refusing(UnsupportedError, "it is unknown which pipeline stage has it: found head"):
         dealt([*names, "head.x"], (0, 2, 4), stages=2, tied={})
 
 

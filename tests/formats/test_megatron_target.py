@@ -267,8 +267,8 @@ def test_models_that_cannot_be_written_are_named(names, said, tmp_path):
     ("groups", "of", "said"),
     [
         ([{"keys": lambda n: n == FC1.format(0), "lr": 0.5}, {"keys": lambda n: n != FC1.format(0), "lr": 0.25}], None,
-         "param groups that Megatron has as one differ.*lr 0.5 and 0.25"),
-        ([{"keys": lambda _: True}], torch.optim.NAdam, "no place for mu_product"),
+         "param groups that are one in Megatron differ.*lr 0.5 and 0.25"),
+        ([{"keys": lambda _: True}], torch.optim.NAdam, "cannot hold mu_product"),
         ([{"keys": lambda n: "layers.0" in n}], None, "layers that differ|has no exp_avg"),
     ],
     ids=["groups", "values", "frozen"],

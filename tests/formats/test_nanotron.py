@@ -67,7 +67,9 @@ def test_a_lost_file_of_a_scheduler_or_random_state_is_said(saved):
     gone = ["lr_scheduler/lr_scheduler_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt", "random/tp-0-of-2_dp-1-of-2_pp-0-of-1.pt"]
     for name in gone:
         (saved / name).unlink()
-    assert zckpt.open(saved).warnings == [f"{gone[0]}, {gone[1]}: not there, and other ranks' are: is it lost?"]
+    assert zckpt.open(saved).warnings == [
+        f"{gone[0]}, {gone[1]}: missing, although other ranks' files exist: was it lost?"
+    ]
 
 
 def part(saved, tp):
@@ -86,7 +88,7 @@ def test_a_part_that_lies_nowhere_or_where_another_does_is_refused(saved):
         with refusing(DamagedFileError, "does not state where its part lies"):
             zckpt.open(saved)
     save_file({"data": data}, path, metadata=part(saved, 0)[2])
-    with refusing(LayoutError, f"the parts of {QKV} are not the whole of it once"):
+    with refusing(LayoutError, f"the parts of {QKV} do not cover it exactly once"):
         zckpt.open(saved)
 
 
@@ -107,7 +109,7 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
     groups = [{**group, "lr": 0.5} for group in whole["param_groups"]]
     refused(LayoutError, "has another lr than rank 0's", param_groups=groups)
     torch.save(whole, path.with_name("optimizer_pp-0-of-1_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt"))
-    with refusing(LayoutError, "several numbers of ranks"):
+    with refusing(LayoutError, "different world sizes"):
         zckpt.open(saved)
 
 

@@ -116,7 +116,7 @@ def test_items_of_dcp_without_metadata(tmp_path):
 def test_parent_names_the_last_checkpoint_in_it(to, tmp_path):
     for step in (2, 9, 10):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / f"step-{step}", to=to)
-    refused(3, "inspect", tmp_path, words=("no checkpoint recognised", f"did you mean {tmp_path / 'step-10'}?"))
+    refused(3, "inspect", tmp_path, words=("not recognised as a checkpoint", f"did you mean {tmp_path / 'step-10'}?"))
 
 
 def test_parent_of_megatron_names_the_iteration_that_its_file_says(tmp_path):
@@ -161,8 +161,8 @@ def test_what_is_not_there_is_answered_with_what_may_be_meant(tmp_path, monkeypa
     (tmp_path / "checkpoint-500").mkdir()
     for path, words in {
         "checkpoint-50": "did you mean checkpoint-500?",
-        "runs/a/step": "there is ., and not runs in it",
-        str(tmp_path / "checkpoint-500" / "a" / "b"): f"there is {tmp_path}/checkpoint-500, and not a in it",
+        "runs/a/step": ". exists, but not runs in it",
+        str(tmp_path / "checkpoint-500" / "a" / "b"): f"{tmp_path}/checkpoint-500 exists, but not a in it",
         "gpt2": "hf download gpt2",
         "meta-llama/Llama-3-8B": "hf download meta-llama/Llama-3-8B",
     }.items():

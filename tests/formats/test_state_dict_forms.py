@@ -140,7 +140,7 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path):
     opened = zckpt.open(named_file(tmp_path, state, ["w", "v", "gone"]))
     assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
     assert opened.param_groups[0].parameters == ["w", "v", "gone"]
-    assert opened.warnings == ["the optimizer has state of gone, which the model has not; it is kept under these names"]
+    assert opened.warnings == ["the optimizer has state for gone, which the model lacks; it keeps these names"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_two_models_and_the_optimizer_of_each(tmp_path):
     for model, optimizer in zip(models, optimizers, strict=True):
         opened = assert_state(path, models[model], {optimizer: optimizers[optimizer]}, prefix=f"{model}.")
     assert opened.warnings == [
-        "several models (generator, discriminator); names of their tensors begin with their keys"
+        "there are several models (generator, discriminator); tensor names begin with their keys"
     ]
     assert opened.metadata == {"epoch": 4}
     again = nn.ModuleDict({name: body(5, 4, 4) if name[0] == "g" else body(5, 4, 1) for name in models})
@@ -282,7 +282,7 @@ def test_nothing_is_guessed_where_two_models_fit(tmp_path):
     path = gan_file(tmp_path / "c.pt", models, optimizers)
     opened = zckpt.open(path)
     assert len(opened.unnamed) == 4
-    assert any("one may be the optimizer of several models (left, right)" in text for text in opened.warnings)
+    assert any("one could be the optimizer of several models: left, right" in text for text in opened.warnings)
     names = [f"{side}.0.{kind}" for side in ("left", "right") for kind in ("weight", "bias")]
     given = zckpt.open(path, names=names)
     expected = optimizers["two"].state[models["right"][0].bias]["exp_avg"]

@@ -145,7 +145,7 @@ def test_optimizer_that_is_not_of_the_model_of_its_number_is_refused(tmp_path):
     shutil.move(state / "optimizer.bin", state / "o")
     shutil.move(state / "optimizer_1.bin", state / "optimizer.bin")
     shutil.move(state / "o", state / "optimizer_1.bin")
-    with pytest.raises(UnsupportedError, match=r"names=\[...\]"):
+    with pytest.raises(UnsupportedError, match="--names FILE"):
         zckpt.open(state)
     given = [f"model_1.{n}" for n in ("0.weight", "0.bias", "1.weight", "1.bias")]
     given += [f"model.{n}" for n in ("0.weight", "0.bias", "2.weight", "2.bias")]

@@ -203,7 +203,7 @@ def test_accelerate_makes_names_and_what_cannot_be_saved_is_refused(tmp_path):
     assert names == ["checkpoint_1", "checkpoint_2"]
     assert "registered hooks" in hooks
     assert "other objects" in objects
-    assert "2 that are prepared" in models
+    assert "2 prepared models" in models
 
 
 def trained(rank, world_size, output: Path, directory: Path | None) -> list[float]:

@@ -208,7 +208,7 @@ def test_a_base_of_few_bits_is_merged_as_the_numbers_that_it_stands_for(dtype, t
     for key in ("q", "experts"):
         path = adapter(tmp_path / key, {name: one for name, one in added.items() if name.startswith((key, "wte"))},
                        target_parameters=["experts.up"], target_modules=["q"], use_dora=key == "q")  # fmt: skip
-        with refusing(zckpt.UnsupportedError, f"{key}.*codes of few bits, to which nothing is added; --dequantize"):
+        with refusing(zckpt.UnsupportedError, f"{key}.*nothing can be added to low-bit codes; --dequantize"):
             zckpt.merge_adapter(base, path, tmp_path / "m")
         zckpt.consolidate(base, tmp_path / "plain", dequantize=True, dtype=dtype, overwrite=True)
         zckpt.merge_adapter(base, path, tmp_path / "one", dequantize=True, dtype=dtype, verify=True, overwrite=True)
@@ -455,7 +455,7 @@ def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out,
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ia3", "is no LoRA adapter: expected peft_type LORA, found IA3"),
+        ("ia3", "is not a LoRA adapter: expected peft_type LORA, found IA3"),
     ],
 )
 def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
@@ -467,11 +467,11 @@ def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"init_lora_weights": "pissa_niter_4"}, "began as 'pissa_niter_4' belongs to weights that this changed"),
+        ({"init_lora_weights": "pissa_niter_4"}, "began as 'pissa_niter_4' belongs to a base that this changed"),
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
         ({"lora_bias": True}, r"w has only lora_A, lora_B: expected lora_A, lora_B, lora_B\.bias"),
         ({"use_dora": True}, "w has only lora_A, lora_B"),
-        ({"use_qalora": True}, "use_qalora: not merged as weight"),
+        ({"use_qalora": True}, "use_qalora: does not merge as weight"),
         ({"something_new": "x"}, "something_new"),
         ({"r": 4}, r"the factors of w do not fit.*a rank of 4.*A \(2, 4\), B \(3, 2\)"),
         ({"rank_pattern": {"w": 8}}, "a rank of 8"),
@@ -488,8 +488,8 @@ def test_other_adapters_of_peft_are_refused_by_name(name, message, tmp_path):
         ({"alpha_pattern": 5}, "unusable alpha_pattern: expected an object"),
         ({"modules_to_save": 5}, "unusable modules_to_save: expected a list"),
         ({"alpha_pattern": {r"(w)\1": 8}}, r"unusable pattern, it has groupref.*\(w\)"),
-        ({"target_modules": ["q_proj"]}, "w is none of target_modules"),
-        ({"target_modules": "layers.*"}, "w is none of target_modules"),
+        ({"target_modules": ["q_proj"]}, "w is not in target_modules"),
+        ({"target_modules": "layers.*"}, "w is not in target_modules"),
     ],
 )
 def test_configurations_that_mean_something_else_are_refused(settings, message, tmp_path):
@@ -510,7 +510,7 @@ def test_configurations_that_mean_something_else_are_refused(settings, message, 
         ({"w.bias": torch.ones(4)}, r"w\.bias has another shape"),
         (factors("x", 3, 4), r"x: not in .*base\.safetensors"),
         (factors("v", 3, 4), r"the adapter of v does not fit"),
-        (factors("n", 2, 2), r"n\.weight is no weight that numbers are added to.*found int8"),
+        (factors("n", 2, 2), r"n\.weight is not a weight that numbers can be added to.*found int8"),
         ({"w.lora_A.other.weight": torch.ones(2, 4), "w.lora_A.default.weight": torch.ones(2, 4)}, "several adapters"),
         ({"w.lora_A.b.weight": torch.ones(2, 4)}, "several adapters: b, one without a name"),
         ({"w.bias": torch.ones(3), "w.base_layer.bias": torch.ones(3)}, r"has w\.bias twice"),

@@ -163,7 +163,7 @@ def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
 def test_a_directory_of_something_else_is_no_store_and_is_not_made_one(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "thesis.txt").write_text("mine")
-    with refusing(zckpt.TargetError, "something else in it"):
+    with refusing(zckpt.TargetError, "holds something else"):
         zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "x")
     assert names_in(tmp_path / "x") == ["thesis.txt"]
     with refusing(zckpt.SourceError, "is not a store"):

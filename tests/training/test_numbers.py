@@ -115,7 +115,7 @@ def test_groups_of_other_sizes_are_refused(tmp_path):
     step(model, optimizer)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
     its = torch.optim.AdamW(model.parameters(), lr=0.5)
-    with pytest.raises(UsageError, match="param groups are of other sizes: expected 6, found 4"):
+    with pytest.raises(UsageError, match="param groups have other sizes: expected 6, found 4"):
         zckpt.load(tmp_path / "f.pt", model=model, optimizer=its)
     assert zckpt.load(tmp_path / "f.pt", model=model, optimizer=its, strict=False).notes
     assert its.param_groups[0]["lr"] == 0.5

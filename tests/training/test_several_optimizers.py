@@ -163,7 +163,7 @@ def resume_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
         restored = zckpt.load(directory / kind, model=training.model, optimizer=given)
         assert (restored.step, restored.notes) == (
             STEPS,
-            [f"no random states of rank {rank}: 2 ranks have saved theirs"] * (rank > 1),
+            [f"no random states for rank {rank}: 2 ranks saved theirs"] * (rank > 1),
         )
         assert [g["lr"] for one in training.every for g in one.param_groups] == [0.02, 0.01, 0.01]
         assert differences(training.state(), torch.load(directory / f"{kind}.truth", weights_only=True)) == [], kind
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
         zckpt.save(tmp_path / "x", model=model, optimizer=[gen, disc], format="deepspeed")
     with pytest.raises(zckpt.UsageError, match="name"):
         zckpt.save(tmp_path / "x", model=model, optimizer={"": gen})
-    with pytest.raises(zckpt.UsageError, match="have the name weight"):
+    with pytest.raises(zckpt.UsageError, match="are named weight"):
         zckpt.save(tmp_path / "x", optimizer=[adam(model[name].named_parameters()) for name in ("gen", "disc")])
     assert not (tmp_path / "x").exists()
 

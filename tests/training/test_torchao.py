@@ -193,7 +193,7 @@ def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls, tmp_pa
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(found[last][key][:8], expected[last][key][:8])
     rounded = "exp_avg of last.weight, exp_avg_sq of last.weight"
-    assert notes == [f"rounded into blocks, which the checkpoint has as floats: {rounded}"]
+    assert notes == [f"quantised from the checkpoint's floats, which rounds: {rounded}"]
     assert then[0] == pytest.approx(losses[0], rel=1e-5)
 
 

@@ -132,7 +132,9 @@ def inspect_command(
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare only these parameters; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare only tensors.")
 @click.option(
-    "--series", is_flag=True, help="Compare several checkpoints of a run: how far each slot moved between them."
+    "--series",
+    is_flag=True,
+    help="Compare several checkpoints of a run: how far each slot moved between them. Of two runs: where they part.",
 )
 @json_option
 @page_options

@@ -95,7 +95,7 @@ EXAMPLES = {
     "strip": (
         "run/ small/ --optimizer",
         "run/ small/ --padding --unreferenced",
-        "run/ weights/ --keep-slots weight",
+        "run/ small/ --keep-slots exp_avg",
     ),
     "average": (
         "step400/ step500/ mean.safetensors",
@@ -177,7 +177,7 @@ SHELLS = ("bash", "zsh", "fish")
 RARE = frozenset({
     "roots", "names", "tp_rules", "tag_b", "roots_b", "names_b", "tp_rules_b", "strip_prefix", "rename", "map",
     "map_config", "add_prefix", "memory", "executor", "direct", "weight_check", "checksums", "resume", "restart",
-    "overflow", "fill_masters", "config", "tied", "max_shard_size", "hyperparameters", "exclude_frozen",
+    "overflow", "fill_masters", "tied", "max_shard_size", "hyperparameters", "exclude_frozen",
 })  # fmt: skip
 """Options that few need: a verb's help has them with --help-all."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,8 +30,9 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import json_text, reporter
 from zckpt.cli.verbs import Near, verb
-from zckpt.errors import UsageError, without_controls
+from zckpt.errors import SourceError, UsageError, without_controls
 from zckpt.operations.options import Filled, ReadWritten, Renamed
+from zckpt.storage.remote import is_url
 
 
 def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
@@ -43,7 +45,11 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
             from zckpt.report.text import written
 
             verb = getattr(import_module(f"zckpt.operations.{name}"), name)
-            done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+            try:
+                done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+            except SourceError as error:
+                error.advice = _swapped(name, **own) or error.advice
+                raise
             document = done.as_dict()
             if as_json:
                 click.echo(json_text(document))
@@ -55,6 +61,17 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
         return together(takes(group), json_option, quiet)(run)  # type: ignore[no-any-return]
 
     return running
+
+
+def _swapped(verb: str, *, source: Any = None, target: Any = None, **_others: Any) -> str | None:  # noqa: ANN401  # what click gives
+    """Say so where only the target exists."""
+    if (
+        any(one is None or is_url(one) for one in (source, target))
+        or Path(source).exists()
+        or not Path(target).exists()
+    ):
+        return None
+    return f"SOURCE comes first: zckpt {verb.replace('_', '-')} {target} {source} ..."
 
 
 def _dtype_option(text: str) -> Callable[[Any], Any]:

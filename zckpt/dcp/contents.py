@@ -24,7 +24,7 @@ from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.torch_files.tensors import TensorItem, encode
 from zckpt.optim.values import Values, as_stored
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, most_steps
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, most_steps, without
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.directory import Piece, entries
@@ -100,7 +100,7 @@ def tie(checkpoint: Checkpoint, first: str, other: str) -> None:
     owner, alias = checkpoint.parameters[first], checkpoint.parameters[other]
     if alias.group is not None and owner.group is None:
         owner, alias = alias, owner
-        owner.slots = {WEIGHT: alias.slots[WEIGHT], **{k: slot for k, slot in owner.slots.items() if k != WEIGHT}}
+        owner.slots = {WEIGHT: alias.slots[WEIGHT], **without(owner.slots, WEIGHT)}
     checkpoint.parameters[alias.name] = Parameter(alias.name, owner.shape, owner.dtype, tied_to=owner.name)
 
 

@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.target import Unpartitioned
 from zckpt.formats.deepspeed.trees import FUSED, PLAIN, UNFUSED
 from zckpt.optim.states.by_parameter import owner_of
 from zckpt.optim.states.expected import check_keys
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, without
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -223,7 +223,7 @@ def training_of(engine: Any) -> Training:
         unpartitioned=None if form is None else
         Unpartitioned(form, [[known[one] for one in group] for group in numbered], scaling),
         pipeline=pipeline,
-        hyperparameters=[{key: value for key, value in group.items() if key != "params"}
+        hyperparameters=[without(group, "params")
                          for group in getattr(optimizer, "param_groups", ())],
     )  # fmt: skip
 

@@ -15,7 +15,6 @@ A target states CRC-32s of itself. They come from what was written, and only wha
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
-from zckpt.storage.files import Sources
+from zckpt.storage.files import Sources, write_all
 
 STEP_NBYTES = 1 << 19
 """Read and summed at once: small enough for the cache of a core, large enough that threads seldom wait for a turn."""
@@ -368,7 +367,7 @@ def patch_checksums(path: Path, checksums: Iterable[Checksum], written: Iterable
             tiles = _tiles(each for each in seen[low:high] if end_of(each) <= checksum.end)
             crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)
             for offset in checksum.offsets:
-                os.pwrite(file.fileno(), crc.to_bytes(4, "little"), offset)
+                write_all(file.fileno(), memoryview(crc.to_bytes(4, "little")), offset)
 
 
 def _counted(some: Iterable[Overflowed]) -> str:

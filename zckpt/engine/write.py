@@ -265,7 +265,7 @@ class _Files:
                     advice="use a file system that distinguishes upper and lower case",
                 )
             self._known.add((found.st_dev, found.st_ino))
-            file.truncate(nbytes)
+            os.ftruncate(file.fileno(), nbytes)  # which goes on after a signal
             for literal in literals:
                 file.seek(literal.offset)
                 file.write(literal.data)

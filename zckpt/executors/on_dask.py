@@ -130,7 +130,7 @@ class DaskExecutor(Executor):
                 self._why = f"the scheduler {what} for {waited:.0f} s"
             elif waited > TOLD_SECONDS and not is_told:
                 is_told = True
-                warnings.warn(f"dask://{self._address} {what}; {self._patience:g} s are waited", stacklevel=1)
+                warnings.warn(f"dask://{self._address} {what}; waiting up to {self._patience:g} s", stacklevel=1)
 
     def settle(self) -> None:
         """Wait until no worker runs a task of this executor; without a scheduler, nobody can know."""

@@ -179,9 +179,7 @@ def holds_adapter(path: Path) -> bool:
     return any((path / one).is_file() for one in (CONFIG_NAME, VERL_NAME))
 
 
-def read_adapter(
-    path: Path, opened: Callable[[Path], Checkpoint], config: Path | None = None, name: str | None = None
-) -> Adapter:
+def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path | None, name: str | None) -> Adapter:
     """Read the structure of a LoRA adapter.
 
     Parameters

@@ -27,7 +27,19 @@ from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    Extent,
+    Parameter,
+    Slot,
+    SourceFile,
+    Span,
+    stated,
+    without,
+)
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
@@ -60,7 +72,7 @@ METADATA_ROLE = "metadata"
 """Of files that hold neither a model nor an optimizer."""
 
 
-def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Path] = ()) -> None:
+def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Path]) -> None:
     """Add what a directory holds besides what was read; a file that cannot be read is not added.
 
     `directory`: the one that was opened; `roots`: the same on other nodes, which keep what is of their ranks only.
@@ -200,7 +212,7 @@ def _note_copies(
         slots = {names.get(name, name): slot for _, its in files for name, slot in its.items()}
         copies = list(_duplicates(checkpoint, slots))
         named = {one.name for one in copies}
-        copies += _under_other_names(checkpoint, {name: one for name, one in slots.items() if name not in named}, named)
+        copies += _under_other_names(checkpoint, without(slots, *named), named)
         held = {span.path for one in copies for span in one.slot.spans}
         checkpoint.files += [file for file, _ in files if file.path in held]
         checkpoint.duplicates += copies
@@ -213,11 +225,11 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
     from zckpt.formats.rearranged import rearranged
 
     masters = any(MASTER in parameter.slots for parameter in checkpoint.parameters.values())
-    without = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
+    lacking = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
     copies = []
-    for dtype in sorted({slot.dtype for slot in slots.values()}) if without else ():
-        held = {one.name: _original(one, Slot(WEIGHT, dtype, one.shape, ()), widens=masters) for one in without}
-        originals = {name: slot for name, slot in held.items() if slot is not None}
+    for dtype in sorted({slot.dtype for slot in slots.values()}) if lacking else ():
+        held = {one.name: _original(one, Slot(WEIGHT, dtype, one.shape, ()), widens=masters) for one in lacking}
+        originals = stated(held)
         some = {name: slot for name, slot in slots.items() if slot.dtype == dtype}
         with suppress(SourceError):  # what cannot be read is a copy of nothing
             for name, slot in rearranged(some, originals):

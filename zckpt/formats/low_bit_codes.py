@@ -19,7 +19,7 @@ from zckpt.engine.computed import Computed
 from zckpt.engine.quantise import in_blocks
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.consolidated.model import Tensors
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.dtypes import is_floating, itemsize
 
 _LINEAR = re.compile(
@@ -49,7 +49,7 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
     """
     hidden = (config.get("text_config") or config).get("hidden_size")
     before = config.get("quantization_config")
-    short = isinstance(before, dict) and before.get("quant_method") == "fp8"
+    short = dict_of(before).get("quant_method") == "fp8"
     units = {name: _unit(name) for name in tensors}
     fits = {name: _fits(name, slot.shape, dtype, block, hidden, short=short) for name, (slot, dtype) in tensors.items()}
     left = {unit for name, unit in units.items() if not fits[name] and name != f"{unit}.bias"}

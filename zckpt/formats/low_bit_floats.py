@@ -31,11 +31,12 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.low_bit import codes_in, settings_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.spans import Extent
 from zckpt.state.views import transpose
 from zckpt.storage.files import Sources
+from zckpt.torchfile import MAX_ELEMENTS
 
 _BESIDE = (
     "weight_scale_inv", "weight_scale", "scale_weight", "weight_scale_2", "weight_global_scale", "weight_shape",
@@ -106,10 +107,6 @@ def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) 
     return json.dumps(found, indent=2).encode() + b"\n"
 
 
-def _as_read(slot: Slot) -> str:
-    return "float32" if is_floating(slot.dtype) else slot.dtype
-
-
 def _read(slot: Slot) -> Array:
     with Sources() as sources:
         return read_extent(slot, slot.whole, sources)
@@ -169,7 +166,7 @@ class _Model:
         if scale.dtype == "uint8" and self.settings.get("quant_method") == "compressed-tensors":
             dtype = "bfloat16"
         columns = slot.shape[-1]
-        grid = [(one, _as_read(one)) for one in (scale, zero) if one is not None]
+        grid = [(one, "float32" if is_floating(one.dtype) else one.dtype) for one in (scale, zero) if one is not None]
         codes = Part(slot, width=columns, dtype=slot.dtype)
         values = partial(scaled.multiplied, columns=columns, block=block, dtype=dtype)
         if scale.numel == 1:
@@ -194,7 +191,7 @@ class _Model:
             expected = (*stack, -(-rows // stated[0]), -(-columns // stated[1]))
             if scale.shape == expected:
                 return stated[0], stated[1]
-        if scale.shape[:-1] == (*stack, rows) and not columns % scale.shape[-1]:
+        if scale.shape[:-1] == (*stack, rows) and scale.numel and not columns % scale.shape[-1]:
             return 1, columns // scale.shape[-1]
         raise DamagedFileError(
             f"{name}: its scales do not fit any blocks", path=self.path, expected=f"one scale for each {stated} of "
@@ -205,7 +202,7 @@ class _Model:
     def _groups(self) -> list[Mapping[str, Any]]:
         """Return how compressed-tensors quantises weights, of each group of modules."""
         groups = self.settings.get("config_groups")
-        every = groups.values() if isinstance(groups, dict) else ()
+        every = dict_of(groups).values()
         return [one["weights"] for one in every if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
 
     def _int8(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
@@ -259,19 +256,20 @@ class _Model:
 
     def _words(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
         scale, stated = self.get(f"{of}weight_scale"), self.get(f"{of}weight_shape")
-        bits = {one.get("num_bits") for one in self._groups()}
+        bits = {one.get("num_bits") if type(one.get("num_bits")) is int else 0 for one in self._groups()}
         if scale is None or stated is None or slot.dtype != "int32" or len(bits) != 1:
             return None
-        if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed") or scale.dtype not in _FLOATS:
+        count, is_said = bits.pop(), (stated.shape, stated.dtype[:3]) == ((2,), "int")
+        if not is_said or not scale.numel or len(scale.shape) != 2 or scale.dtype not in _FLOATS:
             return None
-        count = bits.pop()
+        if f"{of}weight_g_idx" in self.slots or not name.endswith("weight_packed"):
+            return None
         rows, columns = (int(one) for one in _read(stated))
-        if type(count) is not int or slot.shape != (rows, -(-columns * count // 32)) or scale.shape[0] != rows:
+        if not 1 <= count <= 8 or slot.shape != (rows, -(-columns * count // 32)) or scale.shape[0] != rows:
             return None
         groups, zero = scale.shape[-1], self.get(f"{of}weight_zero_point")
-        if len(scale.shape) != 2 or columns % groups:
-            return None
-        if zero is not None and (zero.dtype, zero.shape) != ("int32", (-(-rows * count // 32), groups)):
+        wanted = "int32", (-(-rows * count // 32), groups)
+        if columns % groups or (zero is not None and (zero.dtype, zero.shape) != wanted):
             return None
         codes = Part(slot, width=slot.shape[1], dtype="int32")
         return self._integers(of, (rows, columns), count, codes, scale, zero, groups=columns // groups)
@@ -291,6 +289,8 @@ class _Model:
         if bits not in ((4,) if method == "awq" else (2, 3, 4, 8)) or told.get("dynamic"):
             return None
         if any(one.endswith(".act.scales") for one in self.slots):  # of AWQ: no plain model has these
+            return None
+        if len(scale.shape) != 2 or not slot.numel:
             return None
         groups, rows = scale.shape
         across = method == "awq"
@@ -333,6 +333,20 @@ class _Model:
         )  # fmt: skip
         return name, self._made(shape, matrices(shape, parts, values, least=128), dtype)
 
+    def _quant_state(self, name: str, state: Slot) -> tuple[Shape, int, str, int, float]:
+        """Return shape, block, element type, block of scales that are codes, and offset of these."""
+        try:
+            told = json.loads(bytes(_read(state)))
+            shape, block, nested = tuple(told["shape"]), told["blocksize"], told.get("nested_blocksize", 1)
+            offset, dtype = float(told.get("nested_offset", 0)), str(told["dtype"])
+            is_one = all(type(one) is int and 0 < one <= MAX_ELEMENTS for one in (*shape, block, nested))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            is_one = False
+        if not is_one:
+            expected = "shape, blocksize and dtype"
+            raise DamagedFileError(f"{name}: its quant_state is unreadable", path=self.path, expected=expected)
+        return shape, block, dtype, nested, offset
+
     def _bitsandbytes(self, name: str, _of: str, slot: Slot) -> tuple[str, Slot] | None:
         state = next(
             (one for kind in ("nf4", "fp4") if (one := self.get(f"{name}.quant_state.bitsandbytes__{kind}"))), None
@@ -340,21 +354,22 @@ class _Model:
         scale, qmap = self.get(f"{name}.absmax"), self.get(f"{name}.quant_map")
         if state is None or scale is None or qmap is None:
             return None
-        told = json.loads(bytes(_read(state)))
-        shape, block, dtype = tuple(told["shape"]), told["blocksize"], told["dtype"]
+        shape, block, dtype, nested_block, offset = self._quant_state(name, state)
         numel = math.prod(shape)
         if dtype not in _FLOATS or qmap.shape != (16,) or -(-numel // block) != scale.numel:
             return None
         if -(-numel // 2) > slot.nbytes or len(slot.spans) != 1:
             return None
         [span] = slot.spans
-        flat = Extent.whole((slot.nbytes,))
+        flat, block = Extent.whole((slot.nbytes,)), min(block, numel)  # scales are repeated so often
         codes = Slot(WEIGHT, "uint8", (slot.nbytes,), (Span(flat, span.path, span.offset, "uint8"),))
         nested, nested_map = self.get(f"{name}.nested_absmax"), self.get(f"{name}.nested_quant_map")
         if scale.dtype == "uint8":
-            if nested is None or nested_map is None or -(-scale.numel // told["nested_blocksize"]) != nested.numel:
+            if nested is None or nested_map is None or -(-scale.numel // nested_block) != nested.numel:
                 return None
-            every = coded(scale, nested, told["nested_blocksize"], nested_map, offset=told["nested_offset"])
+            if nested_map.shape != (256,):
+                return None
+            every = coded(scale, nested, min(nested_block, scale.numel), nested_map, offset=offset)
             scale = Computed("absmax", "float32", scale.shape, (), function=alone(scale.numel, *every))
         function = alone(numel, *coded(codes, scale, block, qmap, halves=True, dtype=dtype))
         return name, self._made(shape, function, dtype)

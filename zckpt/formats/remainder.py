@@ -58,7 +58,7 @@ def remainder_rules(*place: str) -> tuple[Rule, ...]:
         "dtypes",
         NUMBERS,
     )
-    return tuple(Rule((*place, key, "**"), IMPLIED, "what is said of parameters and of the source") for key in keys)
+    return tuple(Rule((*place, key, "**"), IMPLIED, "descriptions of parameters and of the source") for key in keys)
 
 
 def remainder(checkpoint: Checkpoint) -> dict[str, object]:

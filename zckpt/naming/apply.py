@@ -276,7 +276,7 @@ class Joined:
             slots = {key: self._slot(key, target) for key in self._keys}
             for key, value in self._state.items():
                 if holds_tensors(value):
-                    raise self._not_arranged(key, "dequantize it, and map what was written")
+                    raise self._not_arranged(key, "dequantize it, then map the result")
         return replace(first, name=name, shape=target.shape, slots=slots, state=dict(self._state))
 
     def check_equal(self, made: Parameter, copy: Arrangement) -> None:
@@ -294,7 +294,7 @@ class Joined:
         slots = [one.slots[key] for one in self._parts]
         first = slots[0]
         if any(isinstance(slot, Computed) for slot in slots):
-            raise self._not_arranged(key, "write it without the map, and map what was written")
+            raise self._not_arranged(key, "write it without the map, then map the result")
         if all(not slot.shape for slot in slots) and self._parts[0].shape:
             self._value(key, slots)
             return first

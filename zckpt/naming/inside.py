@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.torchfile import FromFile, children, each
 from zckpt.torchfile.nodes import DefaultMapping, OrderedMapping
 
@@ -28,7 +28,7 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
     """
     notes: list[str] = []
     if INFO_KEY in changed.metadata:
-        changed.metadata = {key: value for key, value in changed.metadata.items() if key != INFO_KEY}
+        changed.metadata = without(changed.metadata, INFO_KEY)
         notes.append(f"{INFO_KEY} has patterns for the source's names, and is left out")
     others = {one.name for one in before.tensors() if names.get(one.name) != one.name}
     new = {name: names[name] for name in others if name in names and "." in name}

@@ -14,7 +14,7 @@ from zckpt.naming.apply import Mapped, fits, mapped
 from zckpt.naming.document import Map, parse_map
 from zckpt.naming.installed import live_maps, transformers_map
 from zckpt.naming.sizes import read_config
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.state.names import is_number
 
 NO_SHAPE = {"step", "RMS"}
@@ -79,7 +79,7 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
     return replace(mapped, parameters=parameters, param_groups=named)
 
 
-def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: int | None = None) -> Mapped:
+def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: int | None) -> Mapped:
     """Return what the map of transformers makes of a checkpoint; errors are those of `mapped` and `named_as_live`."""
     found = _changing(document)
 
@@ -104,7 +104,7 @@ def _changing(document: Mapping[str, Any]) -> Map | None:
     """Return the map that a document of transformers' is, unless all names are the same."""
     if all(rule["file"] == rule["memory"] for rule in document["rules"]):
         return None
-    return parse_map({key: value for key, value in document.items() if key != "live"}, document["about"])
+    return parse_map(without(document, "live"), document["about"])
 
 
 def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.axes.gpt_model import JOINED
-from zckpt.formats.megatron.objects import arguments_of as attributes_of
+from zckpt.formats.torch_files.tensors import arguments_of as attributes_of
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint, Shape

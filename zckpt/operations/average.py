@@ -140,11 +140,12 @@ def average(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
     num_averaged, num_equal, num_from_last = mean.counts()
-    said = [f"the mean of {len(shares)} checkpoints, by {', '.join(f'{share:.6g}' for share in shares)}"]
+    weighted = "equal weights" if len(set(shares)) == 1 else "weights " + ", ".join(f"{share:.6g}" for share in shares)
+    said = [f"the mean of {len(shares)} checkpoints, with {weighted}"]
     if num_equal:
-        said.append(f"not averaged, for they are no numbers and the same in all: {num_equal}")
+        said.append(f"not averaged, because they are not floats and equal in all: {num_equal}")
     if num_from_last:
-        said.append(f"not averaged but the last one's: {num_from_last}")
+        said.append(f"not averaged, but taken from the last checkpoint: {num_from_last}")
     return Averaged(
         **{**done.fields(), "notes": (*notes, *done.notes, *left_out, *said)},
         num_tensors=num_tensors,

@@ -257,7 +257,7 @@ class _ModelProof(Proof):
             for hole in one.holes
             for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
         ]
-        self.verified = check_same(sets, "are not what is computed", self.how)
+        self.verified = check_same(sets, "differ from the computed values", self.how)
 
 
 def write_computed(

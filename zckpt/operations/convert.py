@@ -151,8 +151,8 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
         )
     if names and not written.keeps_optimizers:
         notes.append(
-            f"the param groups of {' and '.join(names)} follow each other as shards of one model optimizer; which "
-            "is of which, only zckpt's own metadata says"
+            f"the param groups of {' and '.join(names)} are written one after another as those of one optimizer; "
+            "only zckpt's metadata says which is whose"
         )
     return tuple(notes)
 

@@ -32,7 +32,6 @@ from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.files import opened
 from zckpt.storage.ownership import Owned, called, check_target
-from zckpt.storage.room import write_errors
 
 ALGORITHM = "xxh3-128"
 
@@ -89,7 +88,6 @@ def publish(
     if dry_run:
         return sorted(one.name for one in changes()), 0
     with (
-        write_errors(target),
         written([target], overwrite=overwrite, owned=_OWNED) as [made],
         closing(changes()) as some,
     ):
@@ -197,7 +195,6 @@ def apply_published(
         deque(changes(), maxlen=0)
     else:
         with (
-            write_errors(target),
             written([target], overwrite=overwrite, owned=owned) as [made],
             closing(changes()) as some,
         ):

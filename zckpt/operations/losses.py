@@ -106,7 +106,7 @@ def without_rank_values(
     ranks: dict[str, set[tuple[int, int]]] = {}
     for value in gone:
         ranks.setdefault(value.key, set()).add((value.mp_rank, value.rank))
-    named = tuple(f"{key} (a value of its own on each of {len(found)} ranks)" for key, found in ranks.items())
+    named = tuple(f"{key} (a different value on each of {len(found)} ranks)" for key, found in ranks.items())
     return replace(checkpoint, per_rank=kept), named, others
 
 

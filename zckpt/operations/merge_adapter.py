@@ -288,7 +288,7 @@ class _Merging:
         new = _values(rows)
         if len(owner.shape) != 2 or new.shape[1:] != owner.shape[1:] or max(indexes) >= owner.shape[0]:
             found = f"{rows.shape}, of rows up to {max(indexes)}"
-            raise self._misfit(f"what was trained of {owner.name}", owner.shape, found)
+            raise self._misfit(f"the trained part of {owner.name}", owner.shape, found)
         if isinstance(_values(owner), Computed):
             raise UnsupportedError(f"{owner.name} has codes, whose rows cannot be replaced", path=named(self.base),
                                    advice="merge into what `zckpt consolidate --dequantize` writes")  # fmt: skip
@@ -346,7 +346,7 @@ class _Merging:
         if (*lead, *rows, *columns) != slot.shape or any(size != 1 for size in b.shape[2:]):
             raise self._misfit(
                 f"the adapter of {product.module}",
-                f"B @ A of {slot.shape}, or of {slot.shape[::-1]} where it lies as (in, out)",
+                f"B @ A of {slot.shape}, or {slot.shape[::-1]} if it is (in, out)",
                 f"A {a.shape}, B {b.shape}",
             )
         dtype = "float64" if slot.dtype == "float64" else "float32"

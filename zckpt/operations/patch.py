@@ -37,7 +37,6 @@ from zckpt.storage.ownership import Owned, called, check_target
 from zckpt.storage.packed.chunks import Bytes
 from zckpt.storage.packed.store import GIVEN, PATCH, PackedStore
 from zckpt.storage.packed.write import Packing, files_of, writing
-from zckpt.storage.room import write_errors
 
 ZCKPT, SLIME = FORMS = ("zckpt", "slime")
 
@@ -152,7 +151,6 @@ def patch(
         cuts = cuts_of(own, tensors)
         details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
         with (
-            write_errors(path),
             written([path], overwrite=overwrite, owned=_OWNED) as [made],
             reporting(shared["reporter"], nbytes) as progress,
             writing(made, kind=PATCH) as store,

@@ -256,13 +256,13 @@ def _named_best(sound: Sequence[_Seen]) -> dict[Path, str]:
 def _kept(one: _Seen, run: Path, around: Around, settle: float) -> str | None:
     """Return why a checkpoint stays whatever the rule: it is in use, or nobody can know."""
     if one.unit.number is None or one.unit.path == run:
-        return "its name says no step"
+        return "its name has no step"
     trackers, links = around.naming(one.unit.path)
     if trackers or links:
         names = listed([path.relative_to(run).as_posix() for path in (*trackers, *links)], most=SHOWN)
         return f"named by {names}"
     if time.time() - max(one.record.saved, one.unit.path.stat().st_mtime) < settle:
-        return f"written to within {settle:g} s"
+        return f"changed less than {settle:g} s ago (--settle)"
     for path, about in files_of(one.unit.path):
         if path.is_symlink() or about.st_nlink > 1:
             return f"{path.name} is {'a link' if path.is_symlink() else 'linked'}"
@@ -286,7 +286,7 @@ def _strange(one: _Seen, also: Sequence[str]) -> str | None:
         beside = len(unit.states) > 1 and is_of_training(name)
         if not (path in known or beside or any(fnmatchcase(one, p) for one in (name, path.name) for p in also)):
             others.append(name)
-    return f"holds {listed(sorted(others), most=SHOWN)}, which may be yours: --also lets it go" if others else None
+    return f"holds {listed(sorted(others), most=SHOWN)}, which may be yours: --also removes it" if others else None
 
 
 def _as_others(one: _Seen, beside: Sequence[_Seen]) -> str | None:

@@ -168,6 +168,6 @@ def _said(noted: bytes) -> tuple[Purpose, Sent] | None:
     try:
         found = json.loads(noted)
         sent = found.pop("sent")
-        return purpose_of(found), sent
+        return (purpose_of(found), sent) if isinstance(sent, dict) else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -72,7 +72,6 @@ class SharedTarget:
         Raises TargetError: something is there that is not to be replaced, or nothing can be written.
         """
         with write_errors(self._target):
-            self._target.parent.mkdir(parents=True, exist_ok=True)
             made = written([self._target], overwrite=overwrite, owned=owned)
             [self.path], self._made = made.__enter__(), made
             if note is not None:

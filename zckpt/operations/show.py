@@ -13,7 +13,7 @@ import numpy as np
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.copy import read_extent
 from zckpt.engine.scan import refuse_endless
-from zckpt.errors import TargetError, UsageError
+from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.target import number
@@ -169,14 +169,10 @@ def _write(file: Path, part: Slot, shape: Shape, *, overwrite: bool) -> None:
     check_target(file, overwrite=overwrite)
     dtype = _plain(np.empty(0, numpy_dtype(part.dtype))).dtype
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    with written([file], overwrite=overwrite) as [partial]:
-        try:
-            with partial.open("wb") as into:
-                np.lib.format.write_array_header_1_0(into, header)
-                for _, block in _blocks(part):
-                    into.write(_plain(block).tobytes())
-        except OSError as error:
-            raise TargetError("cannot be written", path=file, found=error.strerror) from error
+    with written([file], overwrite=overwrite) as [partial], partial.open("wb") as into:
+        np.lib.format.write_array_header_1_0(into, header)
+        for _, block in _blocks(part):
+            into.write(_plain(block).tobytes())
 
 
 def _plain(values: Array) -> Array:

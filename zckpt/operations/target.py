@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,7 +31,7 @@ from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
-from zckpt.operations.foresight import Foresight, check_fits, foresee
+from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.brief import Brief
@@ -272,7 +273,8 @@ def write_from(
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
     if damaged:  # files that come lazily are not kept
         laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
-    planned = plan(laid.files)
+    reads: dict[str, Reads] = {}
+    planned = plan(laid.files, partial(note_reads, reads) if how.dry_run else None)
     for origin in origins:
         casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
         refuse_casts(origin, casts, "--dtype=keep writes them unchanged, --dequantize as floats")
@@ -280,7 +282,7 @@ def write_from(
     checked, foresight = Checked(), None
     if how.dry_run:
         every = [*names_in(planned.names, target, owned), *outside, *recorded]
-        foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
+        foresight = foresee(planned, reads, every, target, is_file=owned is None, memory=how.memory)
     else:
         from zckpt.formats.survey import source_checks
 
@@ -378,7 +380,7 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
     if how.memory < LEAST_MEMORY_NBYTES:
         yield f"parts for a store need up to {LEAST_MEMORY_NBYTES} bytes of memory, but --memory is {how.memory}"
     if how.executor not in (None, "threads"):
-        yield "what goes to a store is made and sent by this process, not by the executor's workers"
+        yield "this process makes and sends what goes to a store, not the executor's workers"
 
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:

@@ -17,7 +17,6 @@ from zckpt.storage.ownership import Owned, check_target
 from zckpt.storage.packed.chunks import CHUNK_NBYTES
 from zckpt.storage.packed.mount import place_in
 from zckpt.storage.packed.store import PackedStore
-from zckpt.storage.room import write_errors
 
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
@@ -120,18 +119,17 @@ def write_files(
     }
     owned = None if is_file else Owned(lambda name: name in every)
     nbytes = sum(one.nbytes for number in numbers.values() for one in store.index(number).files)
-    with write_errors(path):
-        check_target(path, overwrite=overwrite, owned=owned)
-        with (
-            written([path], overwrite=overwrite, owned=owned) as [partial],
-            reporting(reporter, nbytes) as progress,
-        ):
-            for front, number in numbers.items():
-                _write(store, number, partial / front if front else partial, progress.advance)
-            if prove is not None:
-                prove(partial)
-            for front, number in numbers.items():
-                _mark(store, number, partial / front if front else partial)
+    check_target(path, overwrite=overwrite, owned=owned)
+    with (
+        written([path], overwrite=overwrite, owned=owned) as [partial],
+        reporting(reporter, nbytes) as progress,
+    ):
+        for front, number in numbers.items():
+            _write(store, number, partial / front if front else partial, progress.advance)
+        if prove is not None:
+            prove(partial)
+        for front, number in numbers.items():
+            _mark(store, number, partial / front if front else partial)
 
 
 def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from zckpt.errors import UsageError
 from zckpt.optim.tensors import copied_like
+from zckpt.state import without
 from zckpt.state.names import bare_names
 
 SHOWN = 4
@@ -27,7 +28,7 @@ OWN_KEYS = ("params", "param_names")
 
 def hyperparameters(group: Mapping[str, Any]) -> Group:
     """Return what a group says besides its parameters."""
-    return {key: value for key, value in group.items() if key not in OWN_KEYS}
+    return without(group, *OWN_KEYS)
 
 
 def selected(group: Group, chosen: Sequence[int]) -> Group:

@@ -98,7 +98,7 @@ class Values:
         else:
             raise UnsupportedError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which only a pickle can hold",
-                advice="save what it consists of: its state_dict(), or its numbers and names",
+                advice="save its parts: its state_dict(), or its numbers and names",
             )
         self._open.remove(id(value))
         return found

@@ -6,6 +6,7 @@ from itertools import repeat
 from pathlib import Path
 
 from zckpt.report.text import Document, count, elements, printable, size, table
+from zckpt.state import without
 
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
@@ -91,7 +92,7 @@ def _heading(document: Document) -> list[str]:
     facts = [
         ("source", document["source"]),
         ("format", f"{document['format']}{version}{stage}"),
-        ("details", listed({key: value for key, value in document["details"].items() if key != "origin"})),
+        ("details", listed(without(document["details"], "origin"))),
         ("origin", listed(document["details"].get("origin", {}))),
         ("topology", f"{degrees} ({ranks})" if degrees else ranks),
         ("step", document["step"]),

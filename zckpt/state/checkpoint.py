@@ -19,6 +19,7 @@ from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
+from zckpt.state.mappings import dict_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 
 WEIGHT = "weight"
@@ -104,7 +105,7 @@ class Parameter:
     @property
     def optimizer_slots(self) -> dict[str, Slot]:
         """Its slots except the weight and the master."""
-        return {key: slot for key, slot in self.slots.items() if key not in (WEIGHT, MASTER)}
+        return without(self.slots, WEIGHT, MASTER)
 
 
 @dataclass(slots=True)
@@ -235,6 +236,9 @@ class SourceFile:
         Offset and length of the torch files within the file, where it is not one itself.
     tree : object
         What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
+        Of a torch file it is `read_torchfile(path).root`, of any other `{"layer.weight": slot, "epoch": 3}`. Each value
+        that is no slot is in `Checkpoint.metadata` under the same key, or has a rule. None: no value is looked at, and
+        the whole file is state, or what the checkpoint's claim says.
     records : sequence of (str, int, int, int)
         Name, byte offset, bytes and CRC-32 of each record of an archive that was read.
     rules : tuple of Rule
@@ -396,6 +400,11 @@ class Checkpoint:
         """Whether there is an optimizer without hyperparameters, as in DeepSpeed's elastic form."""
         return bool(self.param_groups) and not any(group.hyperparameters for group in self.param_groups)
 
+    @property
+    def converted_from(self) -> dict[str, Any]:
+        """What it says of where it was read from in the first place; empty where it was not converted."""
+        return dict_of(self.details.get("origin"))
+
     def optimizers(self) -> list[str]:
         """Return the names of the optimizers that were saved together; empty if there was one, or none."""
         names = dict.fromkeys(group.optimizer for group in self.param_groups)
@@ -406,8 +415,7 @@ class Checkpoint:
 
         Empty if there was one, or if some tensor's name begins with none of them.
         """
-        origin = self.details.get("origin")
-        names = self.details.get("models") or (origin.get("models") if isinstance(origin, Mapping) else None)
+        names = self.details.get("models") or self.converted_from.get("models")
         if not isinstance(names, list) or len(names) < 2:
             return []
         fronts = tuple(f"{name}." for name in names)

@@ -65,9 +65,12 @@ def line_of(content: object) -> bytes:
 
 
 def content_of(line: bytes) -> Any:  # noqa: ANN401  # whatever JSON has
-    """Return what a line of JSON says; None of one that is not whole."""
+    """Return what a line of JSON says; None of one that is not whole, or says nothing."""
     crc, _, text = line.rstrip(b"\n").partition(b" ")
-    return json.loads(text) if b"%08x" % crc32(text) == crc else None
+    try:
+        return json.loads(text) if b"%08x" % crc32(text) == crc else None
+    except (ValueError, RecursionError):
+        return None
 
 
 __all__ = ["combine", "content_of", "crc32", "line_of"]

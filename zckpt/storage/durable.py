@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.disk import exchange, rename_new, sync, sync_all
+from zckpt.storage.files import write_all
 from zckpt.storage.journal import Journal, forget, journal_name
 from zckpt.storage.ownership import (
     REMOVED,
@@ -45,6 +46,7 @@ from zckpt.storage.ownership import (
     is_named,
     partial_name,
 )
+from zckpt.storage.room import write_errors
 
 LIST_NBYTES = 1 << 16
 """Of a list of files; a longer one is none."""
@@ -82,11 +84,11 @@ def written(
         on with.
     """
     partials, held, last = [partial_name(target) for target in targets], list[tuple[int, Path]](), targets[-1]
-    for target in targets if owned is None else ():  # of a killed run that was naming them together
-        if os.path.lexists(_naming_name(target)):
-            with _list_of(target):
-                _naming_name(target).unlink()
-    with ExitStack() as stack:
+    with write_errors(last), ExitStack() as stack:
+        for target in targets if owned is None else ():  # of a killed run that was naming them together
+            if os.path.lexists(_naming_name(target)):
+                with _list_of(target):
+                    _naming_name(target).unlink()
         stack.enter_context(directories_above(last))
         try:
             for target, partial in zip(targets, partials, strict=True):
@@ -247,7 +249,7 @@ def interrupted(target: Path) -> str | None:
     if os.path.lexists(_naming_name(target)):
         return "a run was killed while it was naming this file and others: the next run to this target names the rest"
     if os.path.lexists(old_name(target)) and not os.path.lexists(target):
-        return f"a run was killed while it was replacing it: what was there is {old_name(target)}"
+        return f"a run was killed while replacing it: the old one is {old_name(target)}"
     return None
 
 
@@ -342,7 +344,7 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
     waiting = [_Waiting(t.name, one.st_size, one.st_ino) for t, one in zip(targets, found, strict=True)]
     with _list_of(last) as listed:
         try:
-            os.write(listed, json.dumps(waiting).encode())
+            write_all(listed, memoryview(json.dumps(waiting).encode()), 0)
             os.fsync(listed)
             sync(last.parent)
         except BaseException:
@@ -400,6 +402,6 @@ def _is_waiting(directory: Path, one: _Waiting) -> bool:
     """Tell whether the temporary name still is the file's that was to be named."""
     try:
         found = partial_name(directory / one.name).lstat()
-    except FileNotFoundError:
+    except (OSError, ValueError):  # it has its name, or can have none
         return False
     return (found.st_size, found.st_ino) == (one.nbytes, one.inode)

@@ -15,7 +15,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -58,11 +58,17 @@ def open_file(path: str) -> int:
             descriptor = os.open(path, flags)
             if S_ISREG(os.fstat(descriptor).st_mode):
                 return descriptor
-            os.close(descriptor)
+            close_read(descriptor)
     except (OSError, ValueError) as error:
         found = error.strerror if isinstance(error, OSError) else str(error)
         raise SourceError("cannot be opened", path=path, found=found) from error
     raise SourceError("is not a regular file", path=path)
+
+
+def close_read(descriptor: int) -> None:
+    """Close what was read: what a close can say is of writes, and the descriptor is gone all the same."""
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def read_head(path: str, nbytes: int) -> bytes:
@@ -255,7 +261,7 @@ class Sources:
             except OSError as error:
                 if error.errno not in NOT_DIRECT:
                     raise SourceError("cannot be read", path=path, found=error.strerror) from error
-                os.close(direct)
+                close_read(direct)
                 self._open[path] = self._open[path][0], None
                 return None
             if filled + count < needed and (count == 0 or (filled + count) % PAGE_NBYTES):
@@ -275,7 +281,7 @@ class Sources:
         for path in paths or tuple(self._open):
             for descriptor in self._open.pop(path):
                 if descriptor is not None:
-                    os.close(descriptor)
+                    close_read(descriptor)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -351,7 +357,10 @@ def opened(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None = N
     descriptor = open_file(name)
     try:
         with about(name):
-            size = os.fstat(descriptor).st_size
+            try:
+                size = os.fstat(descriptor).st_size
+            except OSError as error:
+                raise SourceError("cannot be read", found=error.strerror) from error
             length = size - offset if nbytes is None else nbytes
             if offset < 0 or length < 0 or offset + length > size:
                 raise DamagedFileError(
@@ -361,7 +370,7 @@ def opened(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None = N
                 )
             yield FileRange(descriptor, name, offset, length)
     finally:
-        os.close(descriptor)
+        close_read(descriptor)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
+from operator import index
 from pathlib import Path
 from threading import Lock
 
@@ -111,7 +112,7 @@ class Purpose:
     def other(self, begun: Purpose) -> str | None:
         """Return in what a run that was begun is another than this one; None: in nothing."""
         if begun.version != self.version:
-            return f"by zckpt {begun.version}, and this is {self.version}"
+            return f"by zckpt {begun.version}, but this is {self.version}"
         if begun.verb != self.verb:
             return f"by `zckpt {begun.verb}`"
         for key in sorted(begun.options.keys() | self.options.keys()):
@@ -408,18 +409,28 @@ def _read(name: Path) -> tuple[Purpose | None, dict[str, Work]]:
             if isinstance(content, dict) and begun is None:
                 begun = purpose_of(content)
             elif isinstance(content, list) and len(content) == 3:
-                key, written, read = content
-                found[key] = Work(
-                    tuple(map(tuple, written)), {path: tuple(map(tuple, some)) for path, some in read.items()}
-                )
+                with suppress(TypeError, ValueError, AttributeError):  # no run wrote it
+                    key, written, read = content
+                    found[str(key)] = Work(_ranges(written), {path: _ranges(some) for path, some in read.items()})
     return begun, found
+
+
+def _ranges(some: Iterable[tuple[int, int, int | None]]) -> tuple[Range, ...]:
+    """Return ranges as a line has them. Raises TypeError, ValueError: it has something else."""
+    return tuple((index(at), index(nbytes), None if crc is None else index(crc)) for at, nbytes, crc in some)
+
+
+_KINDS = {"version": str, "verb": str, "options": dict, "files": str, "nbytes": int, "sources": dict, "beside": list}
 
 
 def purpose_of(content: Mapping[str, object]) -> Purpose:
     """Return the purpose in a line; of a version whose lines are others, one that is no run's of this version."""
     try:
         found = Purpose(**content)  # type: ignore[arg-type]
+        is_one = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
+        sources = {path: tuple(one) for path, one in found.sources.items()} if is_one else {}
     except TypeError:
+        is_one = False
+    if not is_one or not all(isinstance(name, str) for name in found.beside):
         return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
-    sources = {path: tuple(one) for path, one in found.sources.items()}
     return replace(found, sources=sources)

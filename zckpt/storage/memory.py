@@ -113,7 +113,7 @@ def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, i
     yield from _of_groups(proc, groups)
     about = _fields(proc / "meminfo")
     if "MemAvailable" in about:
-        yield "what the machine has available", (about["MemAvailable"] + about.get("SwapFree", 0)) << 10
+        yield "the machine's available memory", (about["MemAvailable"] + about.get("SwapFree", 0)) << 10
 
 
 def address_space() -> int | None:

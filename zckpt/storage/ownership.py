@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
+from zckpt.storage.disk import sync
 
 try:
     import fcntl
@@ -110,11 +111,12 @@ def nearest(target: Path) -> Path:
 
 @contextmanager
 def directories_above(target: Path) -> Iterator[None]:
-    """Make the directories that a target is in; on failure remove those that were not there, if nothing is in them."""
+    """Make the directories that a target is in, on disk; on failure remove those made here that nothing is in."""
     made = [above for above in target.parents if not os.path.lexists(above)]
     try:
         for one in reversed(made):
             one.mkdir(exist_ok=True)
+            sync(one.parent)
         yield
     except BaseException:
         for one in made:
@@ -160,6 +162,12 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
             path=target,
             found=_some(others),
             advice="choose a new directory",
+        )
+    if not all(os.access(folder, os.W_OK | os.X_OK) for folder in {(target / name).parent for name, _ in names}):
+        raise TargetExistsError(
+            "holds files that this user may not remove",
+            path=target,
+            advice="let its owner remove it, or choose another name",
         )
 
 

@@ -192,7 +192,7 @@ def render_scalar(node: object) -> object:
     if isinstance(node, (bytes, bytearray)):
         return {"bytes": len(node), "hex": bytes(node[:SHOWN_BYTES]).hex()}
     if isinstance(node, nodes.Storage):
-        return {"storage": node.key, "dtype": node.dtype, "nbytes": node.nbytes}
+        return {"storage": node.dtype, "nbytes": node.nbytes}  # its key is its file's own
     return scalar_text(node)
 
 

@@ -533,6 +533,9 @@ class Machine:
                 elif opcode == 0x68:  # BINGET
                     push(memo[data[pos]])
                     pos += 1
+                elif opcode == 0x71:  # BINPUT
+                    memo[data[pos]] = stack[-1]
+                    pos += 1
                 elif opcode == 0x4B:  # BININT1
                     push(data[pos])
                     pos += 1
@@ -561,9 +564,6 @@ class Machine:
                         if made is None:
                             raise wrong(stack[-1], args)
                         stack[-1] = kept_call(stack[-1], args) if made is NotImplemented else made
-                elif opcode == 0x71:  # BINPUT
-                    memo[data[pos]] = stack[-1]
-                    pos += 1
                 elif opcode == 0x4D:  # BININT2
                     push(_uint2(data, pos)[0])
                     pos += 2

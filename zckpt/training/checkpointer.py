@@ -265,7 +265,7 @@ class Checkpointer:
                 self._place.prune(record, self.keep, self._told_of)
             except Exception as error:  # noqa: BLE001  # told by the thread that trains
                 self._told_of.append(
-                    f"{self._place.shown}: checkpoints that are no longer kept are still there: {error}"
+                    f"{self._place.shown}: could not remove checkpoints that are no longer kept: {error}"
                 )
 
         self._pruning = threading.Thread(target=prune, name="zckpt-prune")
@@ -343,7 +343,7 @@ class Checkpointer:
                         raise
                     why = str(error)
                 else:
-                    restored.notes += [f"passed over {one}" for one in passed]
+                    restored.notes += [f"skipped {one}" for one in passed]
                     return restored
             passed.append(f"{name}: {why}")
             if self._ranks.rank == 0:

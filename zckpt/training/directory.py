@@ -259,7 +259,6 @@ def save_workers(
     values, count = Values(), optimizer.num_workers
     part, storages = of_first(ModelState(), Optimizers(optimizer, {}).snapshot(), given, count, values)
     stored = [replace(one, data=bytes(one.data or b"")) for one in storages]  # which RPC can send
-    path.parent.mkdir(parents=True, exist_ok=True)
     with written([path], overwrite=overwrite, owned=OWNED) as [partial]:
         identity = identity or new_identity()
         every: list[RankState] = optimizer.call_each(

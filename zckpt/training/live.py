@@ -153,8 +153,8 @@ class Part:
 
 
 NOT_THE_SAME = (
-    "names must be those of the whole model; what ranks have alike, replicate: put it into the plan of "
-    "parallelize_module, or in DistributedDataParallel"
+    "names must be those of the whole model; replicate what all ranks share: put it into the plan of "
+    "parallelize_module, or use DistributedDataParallel"
 )
 
 

@@ -94,7 +94,8 @@ def assert_restored(
     SourceError
         The checkpoint cannot be read, or is damaged.
     """
-    model = _without_engine(model)
+    if any(one.__qualname__ == "DeepSpeedEngine" for one in type(model).__mro__):
+        model = cast("Any", model).module
     given = (model, optimizer, scheduler, grad_scaler)
     if all(one is None for one in given):
         raise UsageError("nothing was given to compare with the checkpoint", path=path, advice="give model=")
@@ -125,12 +126,6 @@ def assert_restored(
     if found:
         raise NotRestoredError([shown(one) for one in found], path=path)
     return held.reported()
-
-
-def _without_engine(model: Model) -> Model:
-    """Return the model that DeepSpeed's engine has, if it is one."""
-    is_engine = any(one.__qualname__ == "DeepSpeedEngine" for one in type(model).__mro__)
-    return cast("Any", model).module if is_engine else model
 
 
 def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
@@ -293,13 +288,13 @@ class _Held(Meeting):
         elif slot in expected and share.tensor.numel() == 1:
             self._compare(what, expected[slot], share.tensor.item())
         elif share.tensor.count_nonzero():
-            self.differences.append(f"{what} is not in the checkpoint, and the optimizer has some")
+            self.differences.append(f"{what} is not in the checkpoint, but the optimizer has some")
 
     def _hold_value(self, what: str, key: str, expected: Mapping[str, object], value: object) -> None:
         if key in expected:
             self._compare(what, expected[key], value)
         elif number_of(value):
-            self.differences.append(f"{what} is not in the checkpoint, and {number_of(value)!r} here")
+            self.differences.append(f"{what} is not in the checkpoint, but {number_of(value)!r} here")
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""
@@ -320,7 +315,7 @@ class _Held(Meeting):
                 if key in ours:
                     self._compare(f"{what}: {key}", value, ours[key])
                 else:
-                    self.differences.append(f"{what}: {key} is in the checkpoint, and not here")
+                    self.differences.append(f"{what}: {key} is in the checkpoint, but not here")
         elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
             for number, (value, its) in enumerate(zip(theirs, ours, strict=True)):
                 self._compare(f"{what}[{number}]", value, its)

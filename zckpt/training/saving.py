@@ -241,7 +241,7 @@ def save_given(
         return None
     if workers is not None:
         if async_:
-            raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
+            raise UsageError("a DistributedOptimizer cannot be saved while training goes on", advice="leave async_ out")
         save_workers(Path(path), workers, given, overwrite=overwrite, identity=identity)
         if then is not None:
             then()
@@ -285,7 +285,7 @@ def _save_as(form: str, path: Place, given: Mapping[str, Any], *, async_: bool, 
             f"tp_rules are for zckpt's own format, not {form}",
             "give universal_checkpoint_info in extra",
         ),
-        (async_, f"format {form} is not written while training goes on", "save as zckpt"),
+        (async_, f"format {form} cannot be written while training goes on", "save as zckpt"),
     ):
         if is_so:
             raise UsageError(message, advice=advice)

@@ -291,7 +291,11 @@ def test_file_is_used_instead_of_the_checkpoints_own(tmp_path):
 
 @pytest.mark.parametrize("degree", [None, 1, 2, 4])
 def test_without_rules_slices_are_refused(degree, tmp_path):
-    with refusing(UnsupportedError, r"17 parameters \(embedding.weight, layer.qkv.weight, .*no rules"):
+    with refusing(
+        UnsupportedError,
+        r"17 parameters have tensor-parallel slices \(embedding.weight, "
+        r"layer.qkv.weight, .*no rules",
+    ):
         zckpt.reshard(made(tmp_path, rules=None), tmp_path / "cut", world_size=3, tensor_parallel_size=degree)
     assert not (tmp_path / "cut").exists()
 
@@ -334,8 +338,8 @@ def test_copies_that_differ_are_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        ("{", "not a JSON document"),
+        ("[" * 100_000, "not a JSON document"),
         ("[]", "no tensor-parallel rules"),
         ('{"tp_replicated_patterns": []}', "unknown tensor-parallel rules"),
         ('{"tp_replicated_parameter_patterns": "x"}', "unreadable"),

@@ -184,7 +184,7 @@ def test_a_checkpointer_prunes_and_resumes_in_a_store(s3, settings):
     (s3.directory / "run" / "step-00000003" / "rank-00001-of-00002.safetensors").unlink()
     told = run(in_s3, 2, a_run, settings, 4, False)
     assert [one["first"] for one in told] == [2, 2]
-    assert "passed over step-00000003" in told[0]["warned"][0]
+    assert "skipped step-00000003" in told[0]["warned"][0]
     assert "s3://bucket/run/step-00000003" in told[0]["warned"][0]
     names = {name.partition("/")[0] for name in files(s3, "run")}
     assert names == {"checkpointer.json", "latest", "step-00000003", "step-00000004"}

@@ -35,7 +35,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
-from zckpt.state import Checkpoint, ParamGroup, Scalar
+from zckpt.state import Checkpoint, ParamGroup, Scalar, without
 from zckpt.state.names import renamed
 
 
@@ -64,7 +64,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     `paired`: whether each optimizer has to be of one model, as under FSDP, whose optimizers have names. Raises
     UnsupportedError: optimizers of some of the models only, or of several at once.
     """
-    refuse_unnamed(checkpoint, "so that it is not known whose state Accelerate is to find where")
+    refuse_unnamed(checkpoint, "so it is unknown where Accelerate should find whose state")
     models = checkpoint.models()
     if not models:
         if checkpoint.optimizers():
@@ -171,8 +171,7 @@ def _check_order(checkpoint: Checkpoint) -> None:
 
     Those are FSDP1's: it lists what is in each flat parameter, the root's first.
     """
-    origin = checkpoint.details.get("origin")
-    if (origin.get("format") if isinstance(origin, Mapping) else checkpoint.format) != DCP:
+    if checkpoint.converted_from.get("format", checkpoint.format) != DCP:
         return
     order = list(checkpoint.parameters)
     for group in checkpoint.param_groups:
@@ -190,7 +189,7 @@ def _own(checkpoint: Checkpoint, states: Mapping[str, object], *, sharded: bool)
     held = {Path(name).stem for name in states}
     if sharded:
         return {**own_tree(checkpoint, (), without=held), "dtypes": types_of_weights(checkpoint)}
-    metadata = {key: value for key, value in checkpoint.metadata.items() if key not in held}
+    metadata = without(checkpoint.metadata, *held)
     return {**remainder(checkpoint), "metadata": metadata, "dtypes": types_of_weights(checkpoint)}
 
 
@@ -280,5 +279,5 @@ def _scheduler(optimizer: Checkpoint, key: str, notes: list[str]) -> object:
     before = len(notes)
     found = scheduler(replace(optimizer, metadata=own), notes, name=f"{key}.bin")
     if len(notes) > before:
-        notes[-1] += "; with several processes Accelerate steps it once for each, unless it is told otherwise"
+        notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
     return found

@@ -137,6 +137,9 @@ class Foreign:
     written: bool = False
 
 
+ANOTHER_MODEL = "a model for another program"
+"""Not said of files whose names end as those of files that were read."""
+
 FOREIGN_RULES = (
     Foreign("a tokenizer", re.compile(
         r"(?:tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece|sentencepiece|chat_template|bpe)"
@@ -154,7 +157,7 @@ FOREIGN_RULES = (
         re.IGNORECASE)),
     Foreign("settings", re.compile(r".*\.(?:json|ya?ml|toml|cfg|ini|conf|jinja|env)", re.IGNORECASE)),
     Foreign("programs", re.compile(r".*\.(?:py|sh|ipynb|slurm|sbatch)", re.IGNORECASE)),
-    Foreign("a model for another program", re.compile(
+    Foreign(ANOTHER_MODEL, re.compile(
         ".*(?:" + "|".join(map(re.escape, MODELS)) + ")", re.IGNORECASE)),
     Foreign("marks and checksums of other programs", re.compile(
         r"_SUCCESS|\.?_?(?:complete|done|finished)|.*\.(?:lock|md5|sha(?:1|256|512)|crc32?|sum|chk)", re.IGNORECASE)),
@@ -203,6 +206,7 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
     claims = {os.path.realpath(path): Claim(FOREIGN, about) for path, about in checkpoint.leftovers.items()}
     claims |= {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
     outside = os.path.realpath(root) != own
+    ends = {os.path.splitext(path)[1] for path in read}  # noqa: PTH122  # of thousands
     for path, name, about in _below(root, read, own):
         real = _resolved(str(path), folders)
         if real in read:
@@ -213,7 +217,8 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
             claim = Claim(IMPLIED, "which checkpoint of the run is the newest")
         if claim is None and about is not None:
             claim = Claim(FOREIGN, about)
-        rule = None if claim else next((rule for rule in FOREIGN_RULES if rule.pattern.fullmatch(path.name)), None)
+        rules = (one for one in FOREIGN_RULES if not (one.about == ANOTHER_MODEL and path.suffix in ends))
+        rule = None if claim else next((rule for rule in rules if rule.pattern.fullmatch(path.name)), None)
         is_text = path.suffix == ".json" if real in claims else rule is not None and rule.written
         error = _damage(path, nbytes) if is_text and nbytes is not None else None
         if error is not None:

@@ -22,7 +22,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.torch_files.tensors import as_mapping
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.boxes import Box, is_within
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
@@ -209,7 +209,7 @@ def _paths(planner_data: object, keys: list[str]) -> tuple[dict[str, Keys], tupl
     `planner_data` has the whole dict in its order, while entries come rank by rank. A planner that does not flatten
     leaves it empty: keys are those of a flat dict then.
     """
-    known = planner_data if isinstance(planner_data, dict) else {}
+    known = dict_of(planner_data)
     needed = dict.fromkeys(keys)
     found: dict[str, Keys] = {}
     unsaved = []

@@ -152,7 +152,7 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Seque
         found = dict(state.names)
         if not one.state.names:
             own = {number: name for (at, number), name in given.items() if numbered[at] is one}
-            own = own or names_of(checkpoint, one.state, without=before)
+            own = own or names_of(checkpoint, one.state, taken=before)
             before |= set(own.values())
             pairs = zip(state.every_number, one.state.every_number, strict=True)
             found = {number: own[old] for number, old in pairs if old in own}

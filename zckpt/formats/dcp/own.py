@@ -113,7 +113,7 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
             if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
                 raise DamagedFileError("hyperparameters for a param group that does not exist")
             checkpoint.param_groups[index].hyperparameters.update(with_scalars(as_mapping(values), file.path))
-        restore_from(checkpoint, file, Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
+        restore_from(checkpoint, file, Rule((KEY, "**"), IMPLIED, "shapes and types of parameters without tensors"))
         keys = as_names(said.get("items", []))
         strange = next((key for key in keys if key not in root or key in checkpoint.metadata), None)
         if strange is not None:

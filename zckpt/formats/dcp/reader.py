@@ -36,7 +36,7 @@ from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
-from zckpt.state import WEIGHT, Checkpoint, SourceFile
+from zckpt.state import WEIGHT, Checkpoint, SourceFile, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
@@ -93,7 +93,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if own is None and directory.lightning is not None:
         file = read_torchfile(directory.lightning)
         checkpoint.files.append(describe(file, "metadata"))
-        content = file.root if isinstance(file.root, dict) else {}
+        content = dict_of(file.root)
         for key, value in content.items():
             checkpoint.metadata.setdefault(str(key), carried(file, value))
         counted = (content[key] for key in STEP_KEYS if type(content.get(key)) is int)
@@ -279,7 +279,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     checkpoint.details["serialization"] = "safetensors" if any(f.is_safetensors for f in used) else "torch_save"
     if list(trees) == [""]:
         only = trees[""]
-        return only if isinstance(only, dict) else {}, folders
+        return dict_of(only), folders
     checkpoint.details["folders"] = list(map(str, trees))
     return trees, folders
 
@@ -295,7 +295,7 @@ def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, fil
     """Add `.metadata` and the files of the items to those of a checkpoint."""
     size = Path(metadata.path).stat().st_size
     checkpoint.files.append(SourceFile(metadata.path, size, "metadata", globals={"pickle": metadata.globals}))
-    checkpoint.claims[metadata.path] = Claim(IMPLIED, "where each item is")
+    checkpoint.claims[metadata.path] = Claim(IMPLIED, "the place of each item")
     for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
         mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(

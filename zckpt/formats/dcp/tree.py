@@ -219,9 +219,7 @@ def _flat_names(node: Branch) -> list[str] | None:
     return [key.rpartition(".")[0] for key in found] or None
 
 
-def find_models(
-    root: Branch, optimizers: list[OptimizerPart], warnings: list[str], *, front: bool = True
-) -> list[ModelPart]:
+def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[str], *, front: bool) -> list[ModelPart]:
     """Return the models of a tree: one almost always, none where it holds only an optimizer.
 
     Parameters

@@ -31,7 +31,7 @@ from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
 from zckpt.torchfile import OrderedMapping, TorchFile, node_of
 
 VERSION = "0.19.8"
@@ -71,7 +71,7 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
             own = parameters[name]
-            slots = {key: slot for key, slot in own.slots.items() if key not in values}  # one value for each element
+            slots = without(own.slots, *values)  # one value for each element
             if MASTER not in slots:
                 slots[MASTER] = replace(weight_or_master(own), name=MASTER)
             parameters[name] = replace(own, slots=slots, state={})
@@ -99,8 +99,8 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         rest = [p.name for p in members if p.name not in stepped]
         if stepped and rest:
             found.append(
-                f"{listed(rest)} of param group {index} {'has' if len(rest) == 1 else 'have'} no optimizer state: "
-                f"ZeRO keeps one for the whole group, in which theirs is zero and as many steps old as the others'"
+                f"{listed(rest)} of param group {index} {('has' if len(rest) == 1 else 'have')} no optimizer state: "
+                "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step"
             )
         without_master += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
     if without_master:
@@ -108,8 +108,9 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     unsure = [p.name for p in checkpoint.parameters.values() if p.group is None and not (p.frozen or p.tied_to)]
     if stage == 3 and unsure:
         found.append(
-            f"{listed(unsure)}, which the optimizer does not have, {'is' if len(unsure) == 1 else 'are'} written as "
-            f"frozen parameters: where the training has buffers of these names DeepSpeed stops (ZeRO-1 and 2 load both)"
+            f"{listed(unsure)}, which the optimizer does not have, {('is' if len(unsure) == 1 else 'are')} written "
+            "as frozen parameters: DeepSpeed stops if the training has buffers with these names (ZeRO-1 and 2 load "
+            "both)"
         )
     return tuple(found)
 

@@ -141,8 +141,8 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     else:
         if training.tensor_parallel > 1:
             what = (
-                "an engine with tensor parallelism loads in place what ZeRO-1 to 3 saved of the same param groups, "
-                "optimizer included, for these files say how to slice it"
+                "a tensor-parallel engine can only load in place what ZeRO-1 to 3 saved with the same param groups "
+                "and the optimizer, because these files say how to slice it"
             )
             raise _not_in_place(what, checkpoint, training)
         if checkpoint.per_rank and optimizer:
@@ -183,7 +183,8 @@ def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions
         or origin.members[0].bf16_optimizer != training.bf16_optimizer
     ):
         what = (
-            "an engine of a pipeline loads in place what pipelines under ZeRO-1 saved, with the same kind of optimizer"
+            "a pipeline engine can only load in place what pipelines under ZeRO-1 saved, with the same kind of "
+            "optimizer"
         )
         raise _not_in_place(what, checkpoint, training)
     dealt = Stages(pipeline.bounds, uses_of(Layer("", key) for key in pipeline.tied))

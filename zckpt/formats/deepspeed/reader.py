@@ -224,8 +224,8 @@ class _Files:
         shards = [o for o in self.optimizers if o.mp_rank == mp_rank]
         if not own:
             advice = (
-                "DeepSpeed does not write it where experts are spread over fewer ranks than there are tensor-parallel "
-                "ones: what only it would hold is lost. Else give the directory that holds it with --root"
+                "DeepSpeed does not write it if experts are spread over fewer ranks than there are tensor-parallel "
+                "ranks: what only it would hold is lost. Otherwise give its directory with --root"
             )
             expected = f"mp_rank_{mp_rank:02d}_model_states.pt"
             raise ShardError(

@@ -42,7 +42,7 @@ from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.latest import LATEST_NBYTES
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of
 from zckpt.storage.files import read_head
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
@@ -228,14 +228,13 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[
                     else value is None or isinstance(value, (int, float, str))
                 )
                 if not is_loaded:
-                    return f"DeepSpeed does not load {key} from the lean form as it is"
+                    return f"DeepSpeed cannot load {key} without padding"
     return None
 
 
 def optimizer_content(file: TorchFile) -> dict[object, object]:
     """Return the optimizer's content of its file; empty where there is none."""
-    top = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
-    return top if isinstance(top, dict) else {}
+    return dict_of(dict_of(file.root).get("optimizer_state_dict"))
 
 
 def drop_padding(file: TorchFile, layout: Sequence[Padding], slots: Sequence[str] | None, edited: Edited) -> None:

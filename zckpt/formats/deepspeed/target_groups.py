@@ -27,7 +27,7 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.zenflow import transposed
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.state import Parameter, ParamGroup
+from zckpt.state import Parameter, ParamGroup, without
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order
 from zckpt.torchfile import Digests
@@ -50,7 +50,7 @@ class _Group(NamedTuple):
     @property
     def kind(self) -> object:
         """Return what groups have in common that the user made as one."""
-        named = {key: value for key, value in self.values.hyperparameters.items() if key != "name"}  # after its degree
+        named = without(self.values.hyperparameters, "name")  # after its degree
         return Digests().of((named, self.values.state))
 
 

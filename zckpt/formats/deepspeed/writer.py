@@ -107,7 +107,7 @@ def _without_clipping(written: TargetFiles, checkpoint: Checkpoint, stage: int) 
     """Add to the notes that ZeRO-3 does not keep `clip_grad`, where the source has one."""
     if stage != 3 or "clip_grad" not in checkpoint.optimizer_metadata:
         return written
-    note = "clip_grad is not kept by ZeRO-3, which clips as the training's configuration says"
+    note = "ZeRO-3 does not keep clip_grad; it clips as the training's configuration says"
     return replace(written, notes=[*written.notes, note], restated={*(written.restated or ()), "clip_grad"})
 
 
@@ -175,7 +175,7 @@ def _one_model(job: Job) -> TargetFiles:
         )
     if checkpoint.topology.tp > 1 and options.tensor_parallel_size != 1 and options.slice_rules is None:
         raise UnsupportedError(
-            "the rules for slices use a pipeline's names, not shards of one model model",
+            "the rules for slices use a pipeline's names, not those of one model",
             expected="--tensor-parallel-size 1, or --slice-rules FILE",
         )
     elastic = checkpoint.details.get("optimizer_form") == "elastic" if options.elastic is None else options.elastic

@@ -39,7 +39,7 @@ from zckpt.formats.torch_files.tensors import (
     identity_of,
     read_scalars,
 )
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, number_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, dict_of, number_of, stated, without
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import (
@@ -126,9 +126,9 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             reader = RankReader()
             nodes = by_name(root, file.path)
             held = {name: reader.held(node) for name, node in nodes.items()}
-            tensors = {name: one for name, one in held.items() if one is not None}
+            tensors = stated(held)
             if rank == model.files.there[0]:
-                rest = {name: value for name, value in nodes.items() if name not in tensors}
+                rest = without(nodes, *tensors)
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
                 if strange:
                     raise UnsupportedError("holds something other than tensors", expected="a model's state dict",
@@ -136,7 +136,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
                 # `state_dict` sets the names of modules on its result.
                 state = root.state if isinstance(root, OrderedMapping) else None
-                versions = state.get("_metadata") if isinstance(state, dict) else None
+                versions = dict_of(state).get("_metadata")
                 model.modules = tuple(map(str, versions)) if isinstance(versions, dict) else ()
                 model.held = {name: [] for name in tensors}
             elif tensors.keys() != model.held.keys():
@@ -232,7 +232,7 @@ class Optimizer:
         return {slot: held for slot, held in self.tensors.get(key, {}).items() if held[0][1].shape != ()}
 
 
-def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()) -> Optimizer:
+def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place) -> Optimizer:
     """Read the optimizer's files of all ranks, and hold against each other what they must agree on.
 
     `place`: as of `read_models`. Raises DamagedFileError: a file does not hold an optimizer's state dict;

@@ -17,6 +17,7 @@ from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.content import content_of
+from zckpt.state import dict_of
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import MetaTensor, Place, TorchFile, read_torchfile, value_at
 
@@ -101,7 +102,7 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
     Raises UnsupportedError: it has several of one of both, that ranks share, or none.
     """
     whole = _whole(root)
-    content = content_of(whole if isinstance(whole, dict) else {}, Path(path))
+    content = content_of(dict_of(whole), Path(path))
     base: Place = () if content.base_key is None else (content.base_key,)
     models = [base if key is None else (*base, key) for key in content.keys]
     models = [place for place in models if any(True for _ in shares(value_at(root, place)))] or models

@@ -220,7 +220,7 @@ PARAMETER = "torch._utils._rebuild_parameter"
 CLONED = "_has_been_cloned"
 """An attribute that FSDP1 leaves on parameters which it saves whole, and not on buffers."""
 
-_ABOUT = "where its elements belong, and on which ranks"
+_ABOUT = "the places of its elements, and their ranks"
 
 _PLACES = (
     ("attributes", CLONED),

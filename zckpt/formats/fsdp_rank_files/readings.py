@@ -26,7 +26,7 @@ from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, add
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.formats.torch_files.optimizer import shared_values
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import Checkpoint, PaddingSpan, Parameter, ParamGroup, Shape, Slot
+from zckpt.state import Checkpoint, PaddingSpan, Parameter, ParamGroup, Shape, Slot, without
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
 from zckpt.state.spans import CutSpans
@@ -326,7 +326,7 @@ def attach(
         members = [name for key in keys for name in reading.names.get(key) or (str(key),)]
         if reading.kind == FLAT:  # which has no order of parameters but the model's
             members.sort(key=lambda name: order.get(name, len(order)))
-        hyperparameters = {key: value for key, value in group.items() if key not in MEMBERS}
+        hyperparameters = without(group, *MEMBERS)
         common = shared_values([optimizer.values.get(key, {}) for key in keys if optimizer.has_state(key)])
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common))
     unnamed = [

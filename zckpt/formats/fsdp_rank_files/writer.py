@@ -40,7 +40,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.state.partition import check_world_size
 from zckpt.storage.files import is_file
 from zckpt.torchfile import OrderedMapping
@@ -177,7 +177,7 @@ class Ranks:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
         slots = self.checkpoint.optimizer_slot_names()
         tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots)
-        groups = [{k: v for k, v in one.items() if k != "param_names"} for one in tree["param_groups"]]
+        groups = [without(one, "param_names") for one in tree["param_groups"]]
         if self.units is not None:
             owners = [one.name for one in self.checkpoint.owners]
             members = members_of(self.units, owners)

@@ -83,7 +83,7 @@ class Place:
     kind: str = TORCH_DIST
 
 
-def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
+def find_place(path: Path, tag: str | None) -> Place | NearMiss | None:
     """Return where the checkpoint is that a path is or holds; None if it is none of Megatron-Core's.
 
     `tag`: which of a run: the name of a directory. Raises SourceError: it is one for certain, and a file that is needed

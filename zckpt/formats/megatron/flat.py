@@ -46,7 +46,7 @@ from zckpt.formats.megatron.optimizer import SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, dict_of
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
@@ -142,12 +142,12 @@ def with_flat(
         checkpoint.loss_scale = loss_scale_of(node, one.file.path)
     _explain(checkpoint, known)
     own = common.content.get(OPTIMIZER)
-    around = own if isinstance(own, dict) else {}
+    around = dict_of(own)
     if len(firsts) == 1:
         optimizer: object = {**around, OPTIMIZER: firsts[0]}
     else:
         every = {chain: around.get(chain) for chain in range(len(firsts))}
-        optimizer = {chain: {**(one if isinstance(one, dict) else {}), OPTIMIZER: firsts[chain]}
+        optimizer = {chain: {**dict_of(one), OPTIMIZER: firsts[chain]}
                      for chain, one in every.items()}  # fmt: skip
     return Common(common.file, {**common.content, OPTIMIZER: optimizer})
 

@@ -28,8 +28,8 @@ from zckpt.formats.megatron.cut import end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.keys import stored
 from zckpt.formats.megatron.names import by_itself, in_order
-from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, settle, topology_of
-from zckpt.formats.torch_files.tensors import TensorItem
+from zckpt.formats.megatron.objects import OPTIMIZER, settle, topology_of
+from zckpt.formats.torch_files.tensors import TensorItem, arguments_of
 from zckpt.state import Checkpoint, Duplicate, Shape
 from zckpt.torchfile import Digests
 

@@ -277,7 +277,7 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
             whole = names[at][name]
             if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
-        local.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules that keep no state of their own"))
+        local.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules without their own state"))
     local.optimizers = optimizers_of(one.content.get(OPTIMIZER), (OPTIMIZER,))
     flat = one.folder / OPTIMIZER_FILE
     if local.is_plain:

@@ -16,10 +16,11 @@ from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, arguments_of, size_of
+from zckpt.formats.megatron.objects import ARGUMENTS, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
-from zckpt.state import Checkpoint, Topology
+from zckpt.formats.torch_files.tensors import arguments_of
+from zckpt.state import Checkpoint, Topology, stated
 from zckpt.torchfile import Namespace, Object, node_of, put_back
 
 
@@ -68,7 +69,7 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
             raise UsageError("unusable number of ranks", expected="at least 1", found=value)
     if size is not None and size < 0:
         raise UsageError("unusable --ddp-bucket-size", expected="at least 0", found=size)
-    topology = replace(own, **{key: value for key, value in given.items() if value is not None})
+    topology = replace(own, **stated(given))
     known = checkpoint.details.get(CHUNKS, 1)
     chunks = chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
     if chunks > 1 and topology.pp == 1:

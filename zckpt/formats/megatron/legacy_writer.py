@@ -32,12 +32,13 @@ from zckpt.formats.megatron.legacy import BOUNDS, FUSED, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.legacy_target import Target, target_of, with_sizes
 from zckpt.formats.megatron.names import TIED
 from zckpt.formats.megatron.norms import live_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of, states_by
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.stages import Dealt, Sliced, dealt, expert_counts, on_expert_rank
 from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, Checkpoint, Slot
 from zckpt.torchfile import DType

@@ -22,8 +22,8 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedE
 from zckpt.formats.megatron.directory import FILE, FOLDER, folders
 from zckpt.formats.megatron.fused import is_fused
 from zckpt.formats.megatron.names import BLOCK, Name, is_expert
-from zckpt.formats.megatron.objects import arguments_of, size_of
-from zckpt.formats.torch_files.tensors import as_mapping
+from zckpt.formats.megatron.objects import size_of
+from zckpt.formats.torch_files.tensors import arguments_of, as_mapping
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 _CHUNK = re.compile(r"model([0-9]{0,18})")

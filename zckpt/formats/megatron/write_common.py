@@ -23,13 +23,14 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, RELEASE, TRACKER, folder_of
 from zckpt.formats.megatron.keys import check_names
 from zckpt.formats.megatron.names import is_expert
-from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER
 from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP, WEIGHT_DECAY, by_rule_decays
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, stated
 from zckpt.torchfile import node_of, put_back
 
 DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
@@ -169,7 +170,7 @@ class Source:
     def common_tree(self, but: Iterable[str]) -> dict[object, object]:
         """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
         tree: dict[object, object] = {}
-        formats = (self.checkpoint.format, origin_of(self.checkpoint).get("format"))
+        formats = (self.checkpoint.format, self.checkpoint.converted_from.get("format"))
         for key, value in self.checkpoint.metadata.items():
             own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
             if key not in but and key not in RESTATED and (own or key in OF_PROGRAM):
@@ -226,18 +227,12 @@ def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     return tensors
 
 
-def origin_of(checkpoint: Checkpoint) -> Mapping[str, object]:
-    """Return what a checkpoint says of where it is from."""
-    origin = checkpoint.details.get("origin")
-    return origin if isinstance(origin, Mapping) else {}
-
-
 def _kind(checkpoint: Checkpoint) -> str:
     """Return whose state a source has: as its arguments say, or else as its files do where they are Megatron-Core's."""
     said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
     if isinstance(said, bool):
         return DISTRIBUTED if said else PLAIN
-    facts = origin_of(checkpoint) or {"format": checkpoint.format}
+    facts = checkpoint.converted_from or {"format": checkpoint.format}
     flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
     distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
     return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
@@ -283,7 +278,7 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
         for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
             values = dict(group.hyperparameters)
             said = {key: _factor(values, key) for key in FACTORS}
-            factors = {**FACTORS, **{key: value for key, value in said.items() if value is not None}}
+            factors = {**FACTORS, **stated(said)}
             if name:
                 factors[EXPERTS] = chained and is_expert(name)
             if not own:

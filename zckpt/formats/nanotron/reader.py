@@ -24,7 +24,7 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
-from zckpt.state import MASTER, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Slot, Topology
+from zckpt.state import MASTER, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Slot, Topology, dict_of, without
 from zckpt.state.boxes import overlap
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, IMPLIED, Claim, Rule
 from zckpt.state.views import narrow, placed, plain, reshape
@@ -155,7 +155,7 @@ def _add_weight(
 ) -> None:
     """Add a tensor, or a rank's part of one."""
     slots, texts, nbytes = safetensors.read_header(file)
-    rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "where the part lies in the whole") for key in OF_SHARD]
+    rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "the place of the part in the whole") for key in OF_SHARD]
     checkpoint.files.append(safetensors.source_file(file, slots, texts, nbytes, rules))
     one = weights.setdefault(name, Weight())
     with about(file):
@@ -243,7 +243,7 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
             found=f"{len(found)}, none of pp {gone[0]}, dp {gone[1]}, tp {gone[2]}, exp {gone[3]}", code=MISSING_FILE,
         )  # fmt: skip
     said = checkpoint.metadata["nanotron"]
-    stated = said.get("dp") if isinstance(said, dict) else None
+    stated = dict_of(said).get("dp")
     dp = stated if type(stated) is int and stated > 0 else dp
     checkpoint.topology, checkpoint.world_size = Topology(dp, tp, pp, exp), dp * tp * pp
     config = folder / "optimizer_config.json"
@@ -328,13 +328,13 @@ def _groups(checkpoint: Checkpoint, ranks: Sequence[Rank]) -> None:
     digests = Digests()
     for rank in ranks:
         for group in rank.state.groups:
-            said = {key: value for key, value in group.items() if key != "params"}
+            said = without(group, "params")
             members = groups.setdefault(digests.of(said), (said, {}))[1]
             members |= {rank.names[number]: None for number in group["params"] if number in rank.names}
     steps: dict[str, object] = {}
     for rank in ranks:
         tensors = {rank.names[number]: slots.get("step") for number, slots in rank.state.state.items()}
-        steps |= scalars_in({name: one for name, one in tensors.items() if name not in steps}, rank.file.path)
+        steps |= scalars_in(without(tensors, *steps), rank.file.path)
     for index, (said, members) in enumerate(groups.values()):
         for name in members:
             checkpoint.parameters[name].group = index

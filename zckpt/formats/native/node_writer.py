@@ -126,7 +126,9 @@ class NodeWriter:
         if form is Form.VALUE:
             return self._value(value, level + 1, source)
         if field.own and form in (Form.LIST, Form.PAIRS) and type(value) is not tuple:
-            self._check_keys(value)
+            with _refusing():  # keys that the reader refuses
+                for key in value:
+                    self._context.check_key(value, key)
         if form in (
             Form.VALUES,
             Form.LIST,
@@ -137,12 +139,6 @@ class NodeWriter:
         if form is Form.STORAGE:
             return self._storage(value, source, node)
         return write_bytes(value) if form is Form.BYTES else list(value) if form is Form.SIZES else value
-
-    def _check_keys(self, container: Iterable[object]) -> None:
-        """Refuse keys that the reader refuses."""
-        with _refusing():
-            for key in container:
-                self._context.check_key(container, key)
 
     def _storage(self, storage: Storage, source: FromFile | None, tensor: object) -> int:
         """Return the number of a storage that a tensor, or the tree itself, mentions."""

@@ -124,7 +124,7 @@ class RankFile:
         """
         found = self.tensors.get(key)
         if found is None or key in self.taken:
-            message = f"{key} is not there" if found is None else f"{key} is used twice"
+            message = f"{key} is missing" if found is None else f"{key} is used twice"
             raise DamagedFileError(message, path=self.path)
         if found.dtype != dtype or found.shape != shape:
             raise DamagedFileError(

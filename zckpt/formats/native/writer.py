@@ -19,7 +19,7 @@ from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, st
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span, stated
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -201,7 +201,7 @@ def _parameter(parameter: Parameter, nodes: NodeWriter) -> dict[str, object]:
         "shape": list(parameter.shape),
         "dtype": parameter.dtype,
         "slots": [],
-        **{key: value for key, value in about.items() if value is not None},
+        **stated(about),
     }
 
 

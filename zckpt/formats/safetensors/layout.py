@@ -81,7 +81,7 @@ def check_names(names: Sequence[str]) -> None:
 
 def header_of(
     tensors: Sequence[tuple[str, str, Sequence[int]]],
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None,
     *,
     start: int | None = None,
     nbytes: int = 0,

@@ -22,7 +22,7 @@ from zckpt.formats.fsdp_rank_files.reader import read as read_ranks
 from zckpt.formats.lost import is_lost
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import with_scalars
-from zckpt.state import Checkpoint, SourceFile, number_of
+from zckpt.state import Checkpoint, SourceFile, dict_of, number_of
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import entries_of, is_file
 from zckpt.torchfile import Place, TorchFile, brief, node_of, read_pickle, read_torchfile
@@ -121,7 +121,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
         checkpoint.metadata[key] for key in STEP_PLACES if key in checkpoint.metadata
     ):  # as torchtitan has it
         inner = node_of(state)
-        step = inner.get("step") if isinstance(inner, dict) else None
+        step = dict_of(inner).get("step")
         found = number_of(with_scalars({"step": step}, getattr(state, "path", ""))["step"])
         checkpoint.step = found if type(found) is int else checkpoint.step
     index = directory.path / NAME

@@ -32,7 +32,7 @@ from zckpt.formats.torch_files.optimizer import (
     parse_either,
 )
 from zckpt.formats.torch_files.tensors import identity_of
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import Place, Tensor, is_tensor
@@ -140,7 +140,7 @@ def content_of(root: Node, path: Path) -> Content:
         below = [key for key, value in root.items() if isinstance(value, dict) and _models(value)]
         if len(below) == 1:
             inner = root[below[0]]
-            found.base = inner if isinstance(inner, dict) else {}
+            found.base = dict_of(inner)
             found.base_key = below[0]
             models, optimizers = _models(found.base), _optimizers(found.base, (below[0],), path)
     shapes = {key: shapes_of(model) for key, model in models.items()}
@@ -198,7 +198,7 @@ def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
         return {None: [_held(base, at, path)]}
     found: dict[object, list[Held]] = {}
     for key, value in base.items():
-        listed = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+        listed = enumerate(value) if isinstance(value, list) else dict_of(value).items()
         inside = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
         if inside and all(map(_is_optimizer, inside.values())):
             found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in inside.items()]

@@ -28,7 +28,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of
+from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
@@ -251,7 +251,7 @@ def unflattened(node: Mapping[str, object], path: str, names: Collection[str] = 
 def with_names(tree: Mapping[Any, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the state dict of an optimizer with the names of its parameters where it has their numbers."""
     groups = [
-        {**{k: v for k, v in one.items() if k != "param_names"}, "params": [names[number] for number in one["params"]]}
+        {**without(one, "param_names"), "params": [names[number] for number in one["params"]]}
         for one in tree[GROUPS_KEY]
     ]
     return {STATE_KEY: {names[number]: slots for number, slots in tree[STATE_KEY].items()}, GROUPS_KEY: groups}
@@ -340,7 +340,7 @@ def attach(
     if found is None:
         with about(path):
             found = names_of(checkpoint, optimizer, names, sample=sample, orders=orders)
-    labels |= {number: name for number, name in optimizer.names.items() if number not in found}
+    labels |= without(optimizer.names, *found)
     for group, numbers in zip(optimizer.groups, optimizer.numbers, strict=True):
         index, members = len(checkpoint.param_groups), []
         for number in numbers:
@@ -363,7 +363,7 @@ def attach(
             members.append(name)
         of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
         gone = known if of is None else (*known, OPTIMIZER)
-        hyperparameters = {key: value for key, value in group.items() if key not in gone}
+        hyperparameters = without(group, *gone)
         common = _common(optimizer, numbers, path)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
@@ -394,16 +394,16 @@ def names_of(
     optimizer: OptimizerState,
     names: Sequence[str] | None = None,
     *,
-    without: Collection[str] = (),
+    taken: Collection[str] = (),
     sample: Sample | None = None,
     orders: Orders = in_order_or_sorted,
 ) -> dict[int, str]:
-    """Return the names that are certain, by number; parameters are as of `attach`, those `without` are another's."""
+    """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's."""
     numbers = optimizer.every_number
     shapes = {number: optimizer.shape(number) for number in numbers}
     said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
-    if without:
-        said = replace(said, candidates={name: one for name, one in said.candidates.items() if name not in without})
+    if taken:
+        said = replace(said, candidates=without(said.candidates, *taken))
     if len(optimizer.names) == len(numbers):
         own = list(optimizer.names.values())
         if names is not None and said.known(names) != said.known(own):

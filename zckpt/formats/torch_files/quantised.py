@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.engine.computed import Computed
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.torch_files.tensors import TORCHAO, description, holds_tensors, slot_of
-from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot, without
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import FromFile, MetaTensor, Tensor
 
@@ -225,7 +225,7 @@ def moments_in(pieces: Mapping[str, Slot], of: str) -> tuple[dict[str, Moment], 
             )
         found[name] = Moment(key, codes, scale, qmap, block)
     used = {f"{kind}{key[-1]}" for key in keys for kind in ("state", "qmap", "absmax")}
-    return found, {key: slot for key, slot in pieces.items() if key not in used}
+    return found, without(pieces, *used)
 
 
 def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter) -> dict[str, Slot]:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, node_of, walk_tensors
+from zckpt.torchfile import FromFile, Mentioned, Object, PlainParts, Tensor, TorchFile, node_of, walk_tensors
 
 Value = TypeVar("Value")
 Key = TypeVar("Key")
@@ -187,6 +187,12 @@ def as_mapping(node: object, path: str | None = None, expected: str = "a dict") 
     if not isinstance(node, dict):
         raise DamagedFileError("unexpected content", path=path, expected=expected, found=type(node).__name__)
     return node
+
+
+def arguments_of(value: object) -> dict[object, object]:
+    """Return the attributes of a program's arguments; of anything else none."""
+    node = node_of(value)
+    return dict_of(node.state if isinstance(node, Object) else node)
 
 
 def as_names(node: object) -> list[str]:

@@ -32,7 +32,7 @@ from zckpt.formats.transformers_trainer.architectures import Architecture, archi
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, without
 from zckpt.storage.files import read_json
 from zckpt.torchfile import Object, node_of
 
@@ -81,7 +81,7 @@ def lay_out(job: Job) -> TargetFiles:
     rest = remainder(checkpoint)
     carried = {"trainer_state", *(Path(name).stem for name in own)}
     carried |= {"scheduler"} if checkpoint.param_groups else set()
-    rest["metadata"] = {key: value for key, value in checkpoint.metadata.items() if key not in carried}
+    rest["metadata"] = without(checkpoint.metadata, *carried)
     files.append(torch_writer.lay_out(OWN_NAME, rest))
     files += copies_of(assets)
     if not assets:

@@ -40,7 +40,7 @@ from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
 from zckpt.storage.files import entries_of
@@ -141,11 +141,11 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
         found.values[stem] = root
         return
     flat = isinstance(root, Tensor)
-    tensor = root if isinstance(root, Tensor) else root.get("param") if isinstance(root, dict) else None
+    tensor = root if isinstance(root, Tensor) else dict_of(root).get("param")
     if not isinstance(tensor, Tensor):
         raise DamagedFileError("unexpected content", path=path, expected="a tensor, or a dict that has one as `param`",
                                found=type(root).__name__)  # fmt: skip
-    content = root if isinstance(root, dict) else {}
+    content = dict_of(root)
     if stem == STEP_STEM and tensor.shape == ():
         (found.values[stem],) = read_scalars(path, [tensor])
         return

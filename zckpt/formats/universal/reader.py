@@ -55,6 +55,7 @@ from zckpt.state import (
     SourceFile,
     Topology,
     as_float,
+    without,
 )
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
@@ -70,10 +71,10 @@ OPTIMIZER_RULES = (
     *optimizer_rules(),
     *optimizer_rules("optimizer_state_dict")[1:],
     *remainder_rules(KEY),
-    *implied("what is said of parameters and of the source", "groups", "filled_in", "made", "without_master",
+    *implied("descriptions of parameters and of the source", "groups", "filled_in", "made", "without_master",
              where=[KEY]),
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
-    *(Rule((*where, "**"), IMPLIED, "the first rank's share of what the folders hold", tensors=True)
+    *(Rule((*where, "**"), IMPLIED, "the first rank's share of the folders' contents", tensors=True)
       for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
     *implied("how the state is cut", *sorted(CUT_KEYS - OWN_KEYS)),
     *implied(OF_THE_RUN, "zero_stage", "ds_version"),
@@ -358,10 +359,7 @@ class _Reading:
         apart.
         """
         digests = Digests()
-        forms = [
-            digests.of({key: value for key, value in group.hyperparameters.items() if key not in OF_A_GROUP})
-            for group in self.checkpoint.param_groups
-        ]
+        forms = [digests.of(without(group.hyperparameters, *OF_A_GROUP)) for group in self.checkpoint.param_groups]
         states = {(number, own): (name, needed) for number, name, own, needed in held}
         for number, name, own, _ in held:
             for (its, others), (other, needed) in states.items():
@@ -431,7 +429,7 @@ class _Reading:
             group.state |= common
             for parameter in present:
                 own = self.values[parameter.name]
-                parameter.state |= {key: value for key, value in own.items() if key not in common}
+                parameter.state |= without(own, *common)
 
     def carry(self) -> None:
         """Keep what the files hold besides parameters and groups, except what was only filled in for DeepSpeed."""

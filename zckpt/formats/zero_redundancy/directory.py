@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import ShardError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
+from zckpt.state import dict_of
 from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
 
@@ -101,7 +102,7 @@ def optimizer_key(root: object) -> object:
 
     if looks_like_optimizer(root):
         return None
-    found = [key for key, value in root.items() if looks_like_optimizer(value)] if isinstance(root, dict) else []
+    found = [key for key, value in dict_of(root).items() if looks_like_optimizer(value)]
     if len(found) != 1:
         raise KeyError
     return found[0]
@@ -111,13 +112,12 @@ def _metadata(path: Path) -> TorchFile | None:
     from zckpt.torchfile import read_torchfile
 
     file = read_torchfile(path / METADATA_NAME)
-    return file if isinstance(file.root, dict) and KEY in file.root else None
+    return file if KEY in dict_of(file.root) else None
 
 
 def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path, ...]:
     root = metadata.root
-    about = root.get(KEY) if isinstance(root, dict) else None
-    world_size = about.get("world_size") if isinstance(about, dict) else None
+    world_size = dict_of(dict_of(root).get(KEY)).get("world_size")
     if world_size is None:
         return ()
     found = {int(own[1]): path / own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
@@ -174,4 +174,4 @@ def _holds_optimizer(family: Mapping[int, Path]) -> bool:
         optimizer_key(root)
     except KeyError:
         return False
-    return len(family) > 1 or (isinstance(root, dict) and root.get("world_size") == 1)
+    return len(family) > 1 or dict_of(root).get("world_size") == 1

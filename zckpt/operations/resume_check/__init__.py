@@ -159,7 +159,9 @@ def resume_check(
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
     doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
     if program != "zckpt" and _scheme(checkpoint) is not None:
-        doubts.append("it is not on a file system, and whether it is read from there is not known: copy it first")
+        doubts.append(
+            "it is not on a file system, and it is unknown whether the program can read it there: copy it first"
+        )
     words = _words(facts)
     found = replace(found, call=way.call.format(**words), given=way.given.format(**words) or None)
     if reasons:
@@ -182,9 +184,9 @@ def _lost(facts: Facts) -> str | None:
     """Doubt what has files missing, or things that zckpt knows not."""
     one = facts.checkpoint
     if one.lost:
-        return f"{len(one.lost)} of its files are not there"
+        return f"{len(one.lost)} of its files are missing"
     left = [item.name for item in take_inventory(one).left_out if item.trained]
-    return f"nobody knows what is in {listed(left, most=SHOWN)}" if left else None
+    return f"the contents of {listed(left, most=SHOWN)} are unknown" if left else None
 
 
 def _words(facts: Facts) -> dict[str, object]:
@@ -222,7 +224,7 @@ def _divided(facts: Facts, program: Program, way: Way) -> tuple[list[dict[str, o
                 own = way.returns and not files.keys() & {*left}
                 gone.append({"part": part, "why": returned if own else f"{program.title} does not read {shown}"})
         elif part in way.keeps or part in TRAINING:
-            gone.append({"part": part, "why": "it is not in the checkpoint, and begins anew"})
+            gone.append({"part": part, "why": "it is not in the checkpoint, and starts over"})
     return back, gone
 
 
@@ -248,7 +250,7 @@ def _with_commands(
         refused.append(
             f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
         )
-    none = "no command of zckpt's makes what it resumes from"
+    none = "no zckpt command writes what it resumes from"
     lacks = [*(need(facts) for need in program.holds), *_of_model(facts, strict=True)]
     more = [program.advice] if program.advice and not any(lacks) else []
     return replace(found, advice="; ".join([none, *refused[-1:], *more]))
@@ -283,7 +285,7 @@ def _commands(
             shown = {**options, **{key: word for key, (_, word) in make.asked.items()}, **naming}
             shown = {"to": make.to, **shown} if make.to else shown
             flags = [f"--{key.replace('_', '-')} {quote(str(value))}" for key, value in shown.items()]
-            names = "names of tensors stay as they are; --model tells whether they are the model's"
+            names = "tensor names do not change; --model checks whether they are the model's"
             kept = names if facts.shapes is None and not only_size and not naming else None
             yield " ".join(["zckpt", make.verb, quote(one.named), "TARGET", *flags]), lost, kept
 
@@ -295,7 +297,9 @@ def _named(facts: Facts, config: Path | None, refused: list[str]) -> Iterator[tu
     one = facts.checkpoint
     strange = facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
     if strange and isinstance((facts.config or {}).get("model_type"), str):
-        naming: dict[str, Any] = {"map": TRANSFORMERS, **({"map_config": str(config)} if facts.config is facts.model_config else {})}
+        naming: dict[str, Any] = {"map": TRANSFORMERS}
+        if facts.config is facts.model_config:
+            naming["map_config"] = str(config)
         try:
             yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
         except ZckptError as error:
@@ -346,8 +350,8 @@ def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
     other = [name for name, shape in found.items() if shape != shapes[name]]
     said = (
-        ("the model has tensors that the checkpoint has not", [name.split("\0")[0] for name in missing]),
-        ("the checkpoint has tensors that the model has not", more),
+        ("the model has tensors that the checkpoint lacks", [name.split("\0")[0] for name in missing]),
+        ("the checkpoint has tensors that the model lacks", more),
         ("tensors have another shape in the model", other),
     )
     return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]

@@ -141,7 +141,7 @@ class Program:
 def lies(*names: str) -> Need:
     """Return a need: files in the directory."""
     return lambda facts: (
-        f"{missing[0]} is not there" if (missing := [one for one in names if not facts.has(one)]) else None
+        f"{missing[0]} is missing" if (missing := [one for one in names if not facts.has(one)]) else None
     )
 
 
@@ -159,7 +159,7 @@ def has_optimizer(facts: Facts) -> str | None:
 
 def of_few_bits(facts: Facts) -> str | None:
     """Doubt weights of few bits."""
-    return "its weights are codes of few bits, of which this is not known" if codes_in(facts.checkpoint) else None
+    return "its weights are low-bit codes, for which this is unknown" if codes_in(facts.checkpoint) else None
 
 
 def masters_beside(facts: Facts) -> str | None:
@@ -183,12 +183,8 @@ def odd_shapes(facts: Facts) -> str | None:
 # DeepSpeed
 
 
-def _zero(facts: Facts) -> bool:
-    return (facts.checkpoint.zero_stage or 0) > 0
-
-
 def _of_zero(facts: Facts) -> str | None:
-    return same_ranks(facts) if _zero(facts) else None
+    return same_ranks(facts) if (facts.checkpoint.zero_stage or 0) > 0 else None
 
 
 def _elastic(facts: Facts) -> str | None:
@@ -230,11 +226,6 @@ def _groups_of_first(facts: Facts) -> str | None:
 
 def _frozen_universal(_: Facts) -> str | None:
     return "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
-
-
-def _latest_universal(facts: Facts) -> str | None:
-    there = (Path(facts.checkpoint.source).parent / "latest_universal").is_file()
-    return None if there else "latest_universal does not lie beside it"
 
 
 _ENGINE: dict[str, Any] = {
@@ -279,7 +270,7 @@ DEEPSPEED = Program(
     holds=(has_optimizer, _lacks_frozen),
     makes=_OF_DEEPSPEED,
     advice="zckpt.deepspeed.load_checkpoint reads any of zckpt's formats into a live engine",
-    yours="random states and the position in the data, but for what the script gives as client_state",
+    yours="random states and the position in the data, except what the script gives as client_state",
 )
 
 # The Trainer
@@ -391,7 +382,7 @@ TRAINER = Program(
 
 def _states(facts: Facts) -> str | None:
     gone = [rank for rank in range(facts.ranks) if not facts.has(f"random_states_{rank}.pkl")]
-    return f"no random_states_{gone[0]}.pkl is there" if gone else None
+    return f"random_states_{gone[0]}.pkl is missing" if gone else None
 
 
 _ACCELERATE_REST = {
@@ -431,7 +422,7 @@ ACCELERATE = Program(
             call='accelerator.load_state("{path}")',
             given="a FullyShardedDataParallelPlugin of the same version and state_dict_type",
             needs=(lambda facts: None if facts.has("optimizer_0") or facts.has("optimizer.bin")
-                   else "no optimizer_0 is there",),
+                   else "optimizer_0 is missing",),
             doubts=(of_few_bits,),
             takes=CORE | _ACCELERATE_REST,
             lacks=((RANDOM, _states),),
@@ -488,7 +479,7 @@ def _stateless(facts: Facts) -> str | None:
 def _unnamed(facts: Facts) -> str | None:
     some = facts.checkpoint.unnamed
     return (
-        f"whose state {', '.join(list(some)[:1])} is, the optimizer's numbers do not say (give --names)"
+        f"whose state {', '.join(list(some)[:1])} is, the optimizer's numbers do not tell (give --names)"
         if some
         else None
     )
@@ -510,7 +501,7 @@ FSDP2 = Program(
     holds=(has_optimizer, _stateless, _unnamed),
     makes=(Make(to="dcp", options={"dtype": "float32"}, of_masters=True), Make(to="dcp")),
     advice="dcp.load with storage_reader=zckpt.dcp.Reader(PATH), or zckpt.load, brings back all of it, as it is",
-    yours="scheduler, random states and the position in the data, but for what the script puts beside model and "
+    yours="scheduler, random states and the position in the data, except what the script saves with model and "
     "optimizer",
 )
 
@@ -550,7 +541,7 @@ MEGATRON = Program(
     ),
     holds=(has_optimizer,),
     makes=(Make(to="megatron", sized=True, of=("megatron",)), Make(to="megatron", of=("megatron",))),
-    advice="Megatron-Core has names of its own: `zckpt convert SOURCE TARGET --to megatron --map NAME` (docs/maps.md)",
+    advice="Megatron-Core has its own names: `zckpt convert SOURCE TARGET --to megatron --map NAME` (docs/maps.md)",
     yours="the position in the data, but for the samples that args count",
 )  # fmt: skip
 
@@ -587,21 +578,16 @@ VERL = Program(
 # zckpt
 
 
-def _ours(facts: Facts) -> bool:
-    origin = facts.checkpoint.details.get("origin")
-    return isinstance(origin, Mapping) and str(origin.get("format_version", "")).startswith("zckpt ")
-
-
 def _random_of_others(facts: Facts) -> str | None:
-    states = facts.checkpoint.metadata.get("random_states")
-    if not _ours(facts) or states is None:
-        return "zckpt.load sets random states of zckpt.save alone, and returns others in `extra`"
+    ours = str(facts.checkpoint.converted_from.get("format_version", "")).startswith("zckpt ")
+    if not ours or facts.checkpoint.metadata.get("random_states") is None:
+        return "zckpt.load only restores random states of zckpt.save, and returns others in `extra`"
     return f"no random states of rank {facts.saved_ranks}" if facts.ranks > facts.saved_ranks else None
 
 
 def _each_ranks_own(facts: Facts) -> str | None:
     own = facts.checkpoint.per_rank
-    return f"each rank has a {own[0].key} of its own, of which this is not known" if own else None
+    return f"each rank has its own {own[0].key}, for which this is unknown" if own else None
 
 
 ZCKPT = Program(
@@ -611,7 +597,7 @@ ZCKPT = Program(
         Way(
             mark=lambda facts: True,  # noqa: ARG005
             call='zckpt.load("{path}", model=model, optimizer=optimizer)',
-            given="scheduler= and grad_scaler=, if there are any; an optimizer of the same order, where files only "
+            given="scheduler= and grad_scaler=, if there are any; an optimizer with the same order, if files only "
             "number its parameters",
             doubts=(_each_ranks_own, of_few_bits),
             takes=CORE
@@ -620,7 +606,7 @@ ZCKPT = Program(
         ),
     ),
     holds=(has_optimizer,),
-    yours="the position in the data, but for what the script gives as extra",
+    yours="the position in the data, except what the script gives as extra",
 )
 
 # Lightning
@@ -641,7 +627,7 @@ def _of_lightning(mark: Callable[[Facts], bool], given: str, **more: Any) -> Way
 
 LIGHTNING = Program(
     title="Lightning",
-    looks_for="a .ckpt of its own: one file, or a directory of FSDP or DeepSpeed",
+    looks_for="its own .ckpt: one file, or a directory of FSDP or DeepSpeed",
     ways=(
         _of_lightning(
             lambda facts: facts.checkpoint.format == "deepspeed",

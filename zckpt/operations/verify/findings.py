@@ -138,6 +138,8 @@ class Verification(Brief):
         Of the logical state, if computed.
     checkpoint : Checkpoint or None
         None if the source could not be opened.
+    looked_at : str or None
+        Where it is, which may be within the source.
     """
 
     source: str
@@ -147,6 +149,7 @@ class Verification(Brief):
     checked: Checked = field(default_factory=Checked)
     fingerprint: str | None = None
     checkpoint: Checkpoint | None = field(default=None, repr=False)
+    looked_at: str | None = None
 
     @property
     def sound(self) -> bool:
@@ -157,6 +160,7 @@ class Verification(Brief):
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": self.source,
+            "checkpoint": self.looked_at,
             "format": self.format,
             "sound": self.sound,
             "deep": self.deep,

@@ -95,8 +95,9 @@ def verify(
             findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
     return Verification(
-        name, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text, checkpoint
-    )
+        name, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text, checkpoint,
+        checkpoint.source,
+    )  # fmt: skip
 
 
 def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any]) -> tuple[str | None, list[Finding]]:

@@ -27,6 +27,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
 from zckpt.formats.remainder import BESIDE
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
+from zckpt.state import without
 from zckpt.torchfile import each
 
 STATE, GROUPS = "state", "param_groups"
@@ -207,7 +208,7 @@ def _without(tree: Mapping[str, Any], at: Sequence[str], others: Mapping[Any, An
     """Return a state dict without param groups, and without the state of parameters."""
     if at:
         return {**tree, at[0]: _without(tree[at[0]], at[1:], others)}
-    rest = {key: value for key, value in tree.items() if key not in (STATE, GROUPS)}
+    rest = without(tree, STATE, GROUPS)
     return {**rest, STATE: others} if others else rest
 
 

@@ -33,7 +33,7 @@ from zckpt.optim.param_groups import (
 )
 from zckpt.optim.ranks import Place
 from zckpt.optim.states.beside import Beside, Declared, declared
-from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
+from zckpt.optim.states.expected import STEP, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import as_stored, as_torch, like, value_of
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, number_of
@@ -357,10 +357,10 @@ class OptimizerState:
                 if self.is_here(parameter):
                     self._add(number, parameter, made)
             self.settings.append({**made, "params": list(numbers)})
-        origin = self.source.checkpoint.details.get("origin")
-        as_saved = isinstance(origin, Mapping) and origin.get("optimizer") == type(self.local).__name__
-        if self.without and self.source.checkpoint.step and not as_saved:
-            self.notes.append(begins_anew(self.holder, self.without))
+        source = self.source.checkpoint
+        if self.without and source.step and source.converted_from.get("optimizer") != type(self.local).__name__:
+            after = f"{type(self.holder).__name__} makes it in its next step"
+            self.notes.append(f"no state of {listed(self.without)}: {after}")
 
     def _find_beside(self) -> None:
         own, node = self._declared, self.source.metadata.get(BESIDE)

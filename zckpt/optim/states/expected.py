@@ -22,6 +22,7 @@ from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.optim.param_groups import Group, hyperparameters, parameters_of
 from zckpt.optim.states.beside import Beside
+from zckpt.state import without
 
 STEP = "step"
 """Which torch casts by rules of its own."""
@@ -123,11 +124,6 @@ def makes_state(optimizer: Optimizer, group: Group, dim: int) -> bool:
     return its is None or bool(its.required)
 
 
-def begins_anew(optimizer: Optimizer, names: Sequence[str]) -> str:
-    """Return the note about parameters of which a checkpoint has no state."""
-    return f"no state of {listed(names)}: {type(optimizer).__name__} makes it in its next step"
-
-
 def rehearse(
     optimizer: Optimizer,
     state: Mapping[torch.Tensor, Mapping[str, Any]],
@@ -188,7 +184,7 @@ def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     for one in vars(optimizer).values():
         if isinstance(one, Optimizer) and id(one) not in memo:
             _whole_copy(one, memo)
-    held = {key: value for key, value in vars(optimizer).items() if key not in HOOKS}
+    held = without(vars(optimizer), *HOOKS)
     vars(made).update(deepcopy(held, memo), **{hook: {} for hook in HOOKS})
     return made
 

@@ -178,8 +178,7 @@ class Optimizers:
         if len(ours) == 1 and len(theirs) <= 1:
             kept = metadata.get(ours[0], checkpoint.optimizer_metadata)
             return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
-        origin = checkpoint.details.get("origin")
-        had_one = isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)  # without a name
+        had_one = isinstance(checkpoint.converted_from.get("optimizer"), str)  # without a name
         in_turn = theirs.keys() <= {ALONE} and not had_one
         if self.is_one or (whole.asked.strict and not in_turn):
             _check_names(list(theirs), ours, path)
@@ -211,8 +210,8 @@ def _check_names(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
     advice = "give a mapping with the names that were saved, or a list if they are numbers"
     if len(ours) != len(theirs):
         what = (
-            f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
-            f"and {len(ours)} {'is' if len(ours) == 1 else 'are'} given"
+            f"the checkpoint has {len(theirs)} optimizer{('' if len(theirs) == 1 else 's')}, but {len(ours)} "
+            f"{('was' if len(ours) == 1 else 'were')} given"
         )
         advice = "give as many as were saved, or strict=False"
     raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
@@ -262,7 +261,7 @@ def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, st
             raise UsageError(
                 "parts of an optimizer have different classes",
                 found=f"{found[name]}, {cls}",
-                advice="give optimizers by name: shards of one model name are parts of one, on all ranks",
+                advice="give optimizers by name: on all ranks, those with one name are parts of one optimizer",
             )
     return {**found, **more}
 

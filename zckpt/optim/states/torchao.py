@@ -25,7 +25,7 @@ from zckpt.formats.torch_files.quantised import CLASSES, PACKED, Moment, is_quan
 from zckpt.formats.torch_files.tensors import TORCHAO
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot
 from zckpt.optim.tensors import Share, share_of
-from zckpt.state import Extent, Parameter, Slot
+from zckpt.state import Extent, Parameter, Slot, without
 
 LEAST_NUMEL = 4096
 """Elements of a share that torchao quantises."""
@@ -36,7 +36,7 @@ Range = tuple[int, int]
 SIGNED = "exp_avg"
 """The slot whose values have signs, for which maps are others."""
 
-ADVICE = "dequantize=True takes the floats that they stand for, of which torchao makes blocks anew"
+ADVICE = "dequantize=True loads the floats that they stand for, from which torchao makes new blocks"
 
 
 def _pieces(key: str, parameter: torch.Tensor, local: Any, blank: Any, floats: Sequence[Range]) -> dict[str, Share]:
@@ -185,7 +185,7 @@ class TorchaoState(OptimizerState):
         """Return what the checkpoint has of a parameter, without the pieces of quantised slots."""
         found = super().values(owner)
         pieces = {piece for key in owner.state for piece in slots_of(key, owner)}
-        return {key: value for key, value in found.items() if key not in pieces}
+        return without(found, *pieces)
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         is_codes = is_quantised(value)

@@ -30,7 +30,7 @@ from zckpt.optim.states.several import check_file_system
 from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, without
 from zckpt.storage.durable import written
 from zckpt.version import __version__
 
@@ -106,7 +106,7 @@ def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if found.beside.rest:
         found.refuse("files of this format have no place for it")
     state_dict = optimizer.state_dict()
-    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
+    groups = [without(group, "param_names") for group in state_dict["param_groups"]]
     return {"state": state_dict["state"], "param_groups": groups}
 
 

@@ -206,8 +206,8 @@ class BackwardOptimizer(FlatOptimizer):
         """
         if is_boundary is not None and self._join_config.enable:
             raise RuntimeError(
-                "ranks that have joined without inputs cannot know where a window ends: let the "
-                "optimizer count backwards"
+                "ranks that have joined without inputs cannot know where a window ends: let the optimizer count "
+                "passes instead"
             )
         self._boundary = is_boundary
 

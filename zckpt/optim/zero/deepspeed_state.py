@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.loss_scaling import scaler_of
 from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.stepping import LossScaler, Scaler
@@ -148,7 +149,6 @@ class States:
         into[values.numel() :].zero_()
 
 
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
@@ -159,7 +159,7 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     made["loss_scaler"] = scaler_object(made["loss_scaler"])
     made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
     made["param_slice_mappings"] = [
-        {name: _new(_FRAGMENT, {"numel": its.numel, "start": its.start}) for name, its in mapping.items()}
+        {name: Object(_FRAGMENT, how="newobj", state=dict(vars(its)), has_state=True) for name, its in mapping.items()}
         for mapping in made["param_slice_mappings"]
     ]
     return made
@@ -168,11 +168,5 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def scaler_object(scaler: Scaler) -> Object:
     """Return a loss scaler as an object of DeepSpeed's class."""
     if isinstance(scaler, LossScaler):
-        return _new(Global(_SCALERS, "LossScaler"), {"cur_scale": scaler.cur_scale, "dynamic": False})
-    state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}
-    state.update(vars(scaler))
-    return _new(Global(_SCALERS, "DynamicLossScaler"), state)
-
-
-def _new(cls: Global, state: dict[object, object]) -> Object:
-    return Object(cls, how="newobj", state=state, has_state=True)
+        return scaler_of({"cur_scale": scaler.cur_scale, "dynamic": False})
+    return scaler_of({"dynamic": True, "dtype": DType("float16")} | vars(scaler))

@@ -40,6 +40,7 @@ from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
+from zckpt.state import without
 from zckpt.storage.ownership import Owned
 from zckpt.torchfile import Tensor
 
@@ -84,7 +85,7 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
                 of_expert[experts.named(name)] = tensor.detach().clone()
         if optimizer.rank == 0:
             # what DeepSpeed gives back as the client's state; what it keeps itself goes before it
-            client = {key: value for key, value in beside.items() if key not in ("lr_scheduler", "extra")}
+            client = without(beside, "lr_scheduler", "extra")
             about = {**_model(optimizer, its, names, target.step, beside, dense), "ds_config": config}
             if experts.per_rank:
                 counts = experts.per_rank.items()

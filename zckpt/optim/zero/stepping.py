@@ -50,7 +50,7 @@ def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel) -> bool:
     return model_rank(model_parallel)[0] == 0
 
 
-def global_norm(optimizer: FlatOptimizer, *, failed: bool = False) -> torch.Tensor:
+def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
     """Return the norm of all gradients, as they are (scaled by the loss scale). All ranks call it together.
 
     `failed`: this rank has no gradients to speak of: the norm is infinite.

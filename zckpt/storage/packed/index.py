@@ -6,7 +6,9 @@ magic | XXH3-128 of the rest | number of bytes of what follows, each: header, ro
 from __future__ import annotations
 
 import json
+import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -138,7 +140,8 @@ def read_index(path: Path) -> Index:
             parts.append(zstandard.ZstdDecompressor().decompress(rest[at : at + packed], max_output_size=plain))
             at += packed
         header = json.loads(parts[0])
-        files = tuple(Filed(*one) for one in header["files"])
+        os.fsencode(header["name"])
+        files = tuple(map(_filed, header["files"]))
         found = Index(
             header["name"], header["is_file"], files, _table(parts[1], ROW), _table(parts[2], RANGE), header["details"]
         )
@@ -147,6 +150,15 @@ def read_index(path: Path) -> Index:
     except (zstandard.ZstdError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged_index(path) from error
     return found
+
+
+def _filed(said: Sequence[Any]) -> Filed:
+    """Return a file as a header says it. Raises TypeError, ValueError: it says what no file is."""
+    is_one = [*map(type, said)] == [str, str, int, int, int, str]
+    if not is_one or said[2] >> 16 or any(abs(one) >> 63 for one in said[3:5]):
+        raise TypeError
+    os.fsencode(said[0] + said[5])
+    return Filed(*said)
 
 
 def damaged_index(path: Path) -> DamagedFileError:

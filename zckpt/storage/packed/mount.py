@@ -86,6 +86,10 @@ class PackedMount:
         try:
             for name in wanted:
                 self._add(root, name, names[name])
+        except OSError as error:
+            self.close()
+            why = error.strerror
+            raise SourceError("this machine's files have no such names", path=store.path, found=why) from error
         except BaseException:
             self.close()
             raise

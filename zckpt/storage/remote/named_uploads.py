@@ -108,7 +108,7 @@ class NamedUploads(UploadsBase):
         """Read what is recorded of files that are there as they came."""
         found: dict[str, Finished] = {}
         for key in sorted(self.store.below(self.journal)):
-            with suppress(ValueError):  # of a name that is none of the record's
+            with suppress(ValueError, TypeError):  # of a name that is none of the record's, or not as it was put there
                 self._number = int(key.rpartition("/")[2])
                 for content in map(content_of, (self.store.read(key) or b"").splitlines()):
                     if content is not None:

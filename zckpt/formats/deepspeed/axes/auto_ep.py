@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SLICED, Rule, map_en
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
 from zckpt.formats.deepspeed.values import viewed
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, without
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import FromFile, node_of
 
@@ -85,7 +85,7 @@ def auto_experts(model: ModelShard) -> dict[str, AutoLayer]:
 
 def layer_from(entry: object) -> AutoLayer:
     """Return a layer as it is listed; errors are those of `auto_layers`."""
-    known = entry if isinstance(entry, dict) else {}
+    known = dict_of(entry)
     prefix, experts, degree = (known.get(key) for key in ("expert_key_prefix", "num_experts", "ep_size"))
     if (
         not isinstance(prefix, str)
@@ -99,7 +99,7 @@ def layer_from(entry: object) -> AutoLayer:
                                found=str(entry)[:80])  # fmt: skip
     number, placement = known.get("moe_layer_id"), known.get("expert_placement")
     layer = AutoLayer(prefix, experts, degree, number if isinstance(number, int) else 0)
-    ranks = placement.get("ranks") if isinstance(placement, dict) else None
+    ranks = dict_of(placement).get("ranks")
     held = {one.get("rank"): one.get("experts") for one in ranks or [] if isinstance(one, dict)}
     count = layer.per_rank
     if placement is not None and held != {r: list(range(r * count, (r + 1) * count)) for r in range(degree)}:
@@ -303,8 +303,9 @@ def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded
     found: dict[str, object] = {KEY: layers_for(model.content[KEY], places, world_size, sharded=sharded)}
     info = model.content.get(INFO_KEY)
     kept = info if isinstance(info, FromFile) else FromFile.of(model.file, info)
-    if isinstance(kept.node, dict) and KEY in kept.node:
-        found[INFO_KEY] = replace(kept, node={**kept.node, KEY: found[KEY]})
+    node = dict_of(kept.node)
+    if KEY in node:
+        found[INFO_KEY] = replace(kept, node={**node, KEY: found[KEY]})
     return found
 
 
@@ -313,7 +314,7 @@ def common(model: ModelShard) -> Mapping[str, object]:
     info = model.content.get(INFO_KEY)
     if not model.content.get(KEY) or not isinstance(info, dict):
         return model.content
-    return {**model.content, INFO_KEY: {key: value for key, value in info.items() if key != KEY}}
+    return {**model.content, INFO_KEY: without(info, KEY)}
 
 
 def with_layers(model: ModelShard) -> Mapping[str, object]:
@@ -349,9 +350,7 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
 
 
 def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
-    info = checkpoint.metadata.get(INFO_KEY)
-    node = node_of(info)
-    listed = node.get(KEY) if isinstance(node, dict) else None
+    listed = dict_of(node_of(checkpoint.metadata.get(INFO_KEY))).get(KEY)
     return list(listed) if isinstance(listed, list) else [listed] if isinstance(listed, dict) else []
 
 

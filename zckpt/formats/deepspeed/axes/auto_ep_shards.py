@@ -20,6 +20,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.axes.auto_ep import KEY, auto_experts, check_shapes, of_all
 from zckpt.formats.deepspeed.layouts.per_parameter import Cut, ShardedLayout, cut_parameters
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
+from zckpt.state import dict_of, without
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
@@ -45,7 +46,7 @@ class ExpertShardedLayout(ShardedLayout):
         check_shapes(experts, layers, len(sharing))
         _check_numbers(self.rank.model_files, sharing)
         own = [_only(member, of_experts, wanted=False) for member in members]
-        found = cut_parameters({name: shape for name, shape in shapes.items() if name not in layers}, own, keys)
+        found = cut_parameters(without(shapes, *layers), own, keys)
         found.degree, found.shapes = len(sharing), dict(shapes)
         parts = [cut_parameters(experts, [_only(members[rank], of_experts, wanted=True) for rank in ranks], keys)
                  for ranks in sharing]  # fmt: skip
@@ -66,7 +67,7 @@ def _sharing(members: Sequence[OptimizerShard]) -> tuple[list[bool], list[list[i
     every = list(range(len(members)))
     for rank, member in enumerate(members):
         listed, own = member.content.get(GROUPS_KEY), []
-        groups = [one if isinstance(one, dict) else {} for one in listed] if isinstance(listed, list) else []
+        groups = [dict_of(one) for one in listed] if isinstance(listed, list) else []
         if len(groups) != len(member.masters):
             raise LayoutError(f"{GROUPS_KEY} does not describe this file's sub-groups", path=member.path,
                               expected=len(member.masters), found=len(groups))  # fmt: skip

@@ -43,7 +43,7 @@ from zckpt.formats.deepspeed.layouts.stage0 import Numbered, keep_other_state, m
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
 from zckpt.formats.deepspeed.values import copies_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, without
 from zckpt.state.views import concat
 from zckpt.torchfile import TorchFile
 
@@ -174,7 +174,7 @@ class _Optimizer(Numbered):
 
     def slots(self, name: str) -> dict[str, Slot]:
         """Return what it has of a parameter."""
-        return {key: slot for key, slot in self.held[name].slots.items() if key != WEIGHT}
+        return without(self.held[name].slots, WEIGHT)
 
     @property
     def settings(self) -> list[object]:

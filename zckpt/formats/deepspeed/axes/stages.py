@@ -330,7 +330,7 @@ def stages_of(
             found.setdefault((len(one.bounds), *(tuple(one.of(name)) for name in names)), one)
     once = [key for key in seen.tied if any(len(one.uses.get(key, ())) < 2 for one in found.values())]
     if layers is None and count > 1 and once:
-        raise _unsure(f"tied layer {once[0]}, of which one use is known")
+        raise _unsure(f"tied layer {once[0]}, with one known use")
     if len(found) != 1:
         several = " or ".join(sorted(map(str, found.values()))[:4])
         raise _unsure(several or f"stages that are not by {method or f'{UNIFORM} or {PARAMETERS}'}")
@@ -431,7 +431,7 @@ def _misfits(layers: Sequence[Layer], seen: _Evidence) -> Iterator[tuple[str, ob
         if not set(numbers) <= set(uses.get(key, ())):
             yield f"{key} in layer {min(numbers)}", ", ".join(map(str, uses.get(key, ())))
     for layer in sorted(layer for its in uses.values() for layer in its if layer in seen.weights):
-        yield f"layer {layer} with parameters of its own", f"{layers[layer].kind}={layers[layer].tied}"
+        yield f"layer {layer} with its own parameters", f"{layers[layer].kind}={layers[layer].tied}"
 
 
 _BLOCK = "ParallelTransformerLayerPipe"

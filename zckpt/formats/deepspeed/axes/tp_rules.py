@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.boxes import row_major
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
@@ -212,9 +212,7 @@ class Rules:
                 self._by_pattern += [(one, entry) for one in self._compile([pattern])]
         unknown = info.get(UNKNOWN_KEY)
         self.unknown = [
-            (one, brief(reason))
-            for pattern, reason in (unknown.items() if isinstance(unknown, dict) else ())
-            for one in self._compile([pattern])
+            (one, brief(reason)) for pattern, reason in dict_of(unknown).items() for one in self._compile([pattern])
         ]
         self.named_by: list[tuple[re.Pattern[str], Named]] = []
         for key, (kind, dim) in _PATTERNS.items():
@@ -225,7 +223,7 @@ class Rules:
                 self.named_by += [(one, named) for one in self._compile(info.get(key))]
         self.vocabularies = self._compile(info.get(VOCABULARY_KEYS[0]))
         widths, size = info.get("sub_param_shard_widths"), info.get(VOCABULARY_KEYS[1])
-        self.widths = widths if isinstance(widths, dict) else {}
+        self.widths = dict_of(widths)
         self.vocabulary_size = size if type(size) is int else None
 
     @classmethod
@@ -325,8 +323,8 @@ class Rules:
                 subs = [shape[dim]]
             elif sum(subs) != shape[dim] or _of_subs(mapped, subs) != tuple(map(joined, mapped.shares)):
                 raise self._unusable(
-                    f"{name} is cut in an order of its own, which does not say how {ranks} tensor-parallel ranks have "
-                    f"it",
+                    f"{name} is cut in a special order, which does not say how to cut it for {ranks} "
+                    "tensor-parallel ranks",
                     f"{len(mapped.shares)} ranks",
                 )
             module = name.rpartition(".")[0]
@@ -451,9 +449,7 @@ class Rules:
         for pattern in patterns:
             quantifiers = len(re.findall(r"(?<!\\)[*+{]", pattern))
             if re.search(r"\)[*+{?]", pattern) or quantifiers > MAXIMUM_QUANTIFIERS:
-                raise self._unusable(
-                    "a tensor-parallel rule that is not matched, for it could take for ever", brief(pattern)
-                )
+                raise self._unusable("a tensor-parallel rule that could take forever to match", brief(pattern))
         try:
             return [re.compile(pattern) for pattern in patterns]
         except re.error as error:
@@ -530,7 +526,7 @@ def _of_subs(rule: Rule, widths: Sequence[int]) -> Shares | None:
 
 
 def _of(node: object, key: str) -> object:
-    return node.get(key) if isinstance(node, dict) else None
+    return dict_of(node).get(key)
 
 
 def _ints(node: object) -> Shape | None:

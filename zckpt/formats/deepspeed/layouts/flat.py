@@ -376,7 +376,7 @@ class FlatLayout(Layout):
             ]
             for index, shapes in enumerate(groups)
         ]
-        config, partition = model.config, members[0].bf16_optimizer
+        config, dtype, partition = model.config, model.dtype, members[0].bf16_optimizer
         for cut in (cut for of_group in cuts for cut in of_group):
             values = cut.members[0].group(cut.index)
             if keeps_whole_matrices(values, config, partition=partition) and is_whole(cut):
@@ -409,16 +409,17 @@ class FlatLayout(Layout):
                     if name in self.auto:
                         of_auto.setdefault(name, []).append(slots[name])
                     else:
-                        self._claim(renamed[name], shape, slots[name], index)
+                        self._claim(Parameter(renamed[name], shape, dtype, slots[name], index))
                 order = optimizer_order(list(shapes), model, members[0].partition_count[index])
                 names |= dict.fromkeys(renamed[name] for name in order)
             for name, parts in of_auto.items():
                 of_experts = of_all(parts)
-                self._claim(name, of_experts[MASTER].shape, of_experts, index)
+                self._claim(Parameter(name, of_experts[MASTER].shape, dtype, of_experts, index))
             self.add_group(index, [index], list(names))
         self.add_values({index: index for index in read}, read)
 
-    def _claim(self, name: str, shape: Shape, slots: dict[str, Slot], group: int) -> None:
-        if name in self.trained:
-            raise LayoutError(f"{name} is in two param groups", found=f"groups {self.trained[name].group} and {group}")
-        self.trained[name] = Parameter(name, shape, self.model.dtype, slots, group)
+    def _claim(self, one: Parameter) -> None:
+        if one.name in self.trained:
+            groups = f"groups {self.trained[one.name].group} and {one.group}"
+            raise LayoutError(f"{one.name} is in two param groups", found=groups)
+        self.trained[one.name] = one

@@ -104,10 +104,10 @@ def attach_to_ranks(
         alike = _members(one) == _members(found[number // tp * tp])
         if not (known and alike and (not layers or _follow(own, found[number % tp : number : tp]))):
             reasons = [
-                f"{held[one.mp_rank][0][1].path if of_experts else one.model.path}: which parameters the optimizer of "
-                f"{f'stage {number // tp}' if len(ranks) > tp else f'mp_rank {number}'} numbers is not certain; its "
-                f"state is not read, and `zckpt reshard` to the same stages and slices copies it "
-                f"({NAMES_BY_STAGE_ADVICE if len(ranks) > tp else NAMES_ADVICE})"
+                f"{(held[one.mp_rank][0][1].path if of_experts else one.model.path)}: which parameters the "
+                f"optimizer of {(f'stage {number // tp}' if len(ranks) > tp else f'mp_rank {number}')} numbers is "
+                "uncertain; its state is not read, and `zckpt reshard` to the same stages and slices copies it "
+                f"({(NAMES_BY_STAGE_ADVICE if len(ranks) > tp else NAMES_ADVICE)})"
             ]
             break
     else:

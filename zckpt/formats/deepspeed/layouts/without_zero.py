@@ -44,8 +44,8 @@ from zckpt.state.partition import check_world_size
 from zckpt.torchfile import FromFile
 
 COPIED_RANKS = (
-    "every rank loads the same files at stage 0: they say {} data-parallel ranks now, and else are what they were, "
-    "also in what zckpt leaves out elsewhere"
+    "at stage 0 every rank loads the same files: they now state {} data-parallel ranks, and are otherwise "
+    "unchanged, including what zckpt leaves out elsewhere"
 )
 
 

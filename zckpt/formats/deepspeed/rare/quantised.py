@@ -17,7 +17,7 @@ from zckpt.errors import UnsupportedError, about, listed
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.torch_files import quantised
 from zckpt.formats.torch_files.quantised import NESTED, Moment, moments_in, of_torchao, pieces_of
-from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span
+from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span, without
 from zckpt.state.checkpoint import RankValue, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import FromFile, MetaTensor
@@ -72,7 +72,7 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
             raise of_slices(f"the optimizer's state of {listed(sliced)}")
         several = origin is not None and len(origin.ranks) > 1
         groups = None if origin is None or several else {value.group for value in checkpoint.per_rank}
-        every = {name: one for name, one in checkpoint.parameters.items() if name not in sliced}
+        every = without(checkpoint.parameters, *sliced)
         parameters = {**checkpoint.parameters, **_with_floats(every, held, groups)}
         if origin is None or not keeps_files:
             return replace(checkpoint, parameters=parameters, per_rank=[], origin=None)
@@ -112,7 +112,7 @@ def _held(checkpoint: Checkpoint) -> Held:
     for value in checkpoint.per_rank:
         member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
         if member is None or value.part >= len(member.masters):
-            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, of which there is no master")
+            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
         found = moments_of(value, what, checkpoint.source)
         held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
     return held

@@ -88,7 +88,7 @@ def with_notes(written: TargetFiles, target: Target) -> TargetFiles:
     what = f"param group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
     if any(held[0].cls for form in forms.values() for held in form.kept.moments.values()):
         what += f", of partitions with whole blocks and {SMALLEST_NUMEL} elements at least (others are in float32),"
-    note = f"quantised state of {what} was quantised anew: blocks have other elements than in the source"
+    note = f"state of {what} was quantised again: blocks have other elements than in the source"
     return replace(written, notes=[*written.notes, note], rounded=rounded)
 
 
@@ -181,5 +181,5 @@ def _contents(moment: Tensor) -> list[SlotContent]:
     contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
     ordered = [one for one in contents if isinstance(one, SlotContent)]
     if len(ordered) < len(contents):
-        raise ValueError("a share of quantised state has contents that are no slots")
+        raise ValueError("a share of quantised state has contents that are not slots")
     return ordered

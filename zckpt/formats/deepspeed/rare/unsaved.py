@@ -68,6 +68,6 @@ def base_shards(parameters: Mapping[str, Parameter], path: str) -> list[str]:
     if not found:
         return []
     return [
-        f"{path}: {listed(found)}: of base weights that are sharded (`base_weight_sharding`) DeepSpeed saves the first "
-        f"rank's part alone; the whole ones are in the model that the training began with"
+        f"{path}: {listed(found)}: DeepSpeed only saves the first rank's part of sharded base weights "
+        "(`base_weight_sharding`); the whole ones are in the model that the training started from"
     ]
