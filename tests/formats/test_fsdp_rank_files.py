@@ -420,7 +420,7 @@ def test_copies_of_what_ranks_share_are_left_out_and_said_to_be(nested, free, tm
     found = zckpt.open(free)
     for name in expected.parameters:
         assert_same_slots(found, expected, name)
-    assert any("ema, of which each rank has a part, are neither the model" in said for said in found.warnings)
+    assert any("ema, are sharded, but belong to neither the model" in said for said in found.warnings)
     with refusing(LeftOutError, r"would be lost: .*ema"):
         zckpt.convert(free, tmp_path / "dcp", to="dcp")
     zckpt.convert(free, tmp_path / "dcp", to="dcp", drop=["*:ema/*", "*:ema/**"])
@@ -541,7 +541,7 @@ def test_what_cannot_be_written_is_said(tmp_path):
     ):
         with refusing(zckpt.UsageError, said):
             zckpt.convert(FIXTURES / LLAMA, target, to="fsdp-rank-files", **options)
-    with refusing(UnsupportedError, "several param groups, and FSDP1 has one state"):
+    with refusing(UnsupportedError, "several param groups, but FSDP1 has one state"):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", target, to="fsdp-rank-files", fsdp_version=1, units="big.*")
     assert not target.exists()
 

@@ -193,7 +193,7 @@ def test_what_cannot_be_is_refused(tmp_path):
         zckpt.reshard(source, out, world_size=1, tensor_parallel_size=0)
     with refusing(UsageError, "--tensor-parallel-size only applies to legacy files"):
         zckpt.convert(source, out, to="megatron", tensor_parallel_size=2)
-    with refusing(UsageError, "size of buckets: expected at least 0, found -5"):
+    with refusing(UsageError, "unusable --ddp-bucket-size: expected at least 0, found -5"):
         zckpt.reshard(source, out, world_size=1, ddp_bucket_size=-5)
     for only in ({"optimizer": "flattened"}, {"layers": "apart"}):
         with refusing(UsageError, "only applies to torch_dist"):

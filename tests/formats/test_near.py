@@ -161,8 +161,8 @@ def test_what_is_not_there_is_answered_with_what_may_be_meant(tmp_path, monkeypa
     (tmp_path / "checkpoint-500").mkdir()
     for path, words in {
         "checkpoint-50": "did you mean checkpoint-500?",
-        "runs/a/step": "there is ., and not runs in it",
-        str(tmp_path / "checkpoint-500" / "a" / "b"): f"there is {tmp_path}/checkpoint-500, and not a in it",
+        "runs/a/step": ". exists, but not runs in it",
+        str(tmp_path / "checkpoint-500" / "a" / "b"): f"{tmp_path}/checkpoint-500 exists, but not a in it",
         "gpt2": "hf download gpt2",
         "meta-llama/Llama-3-8B": "hf download meta-llama/Llama-3-8B",
     }.items():

@@ -65,14 +65,14 @@ def test_help_of_convert_has_every_option_and_format():
 @pytest.mark.parametrize(
     ("to", "options", "said"),
     [
-        ("dcp", {"stage": 2}, "stage does not apply to dcp: expected world-size, dtype"),
-        ("universal", {"world_size": 2}, "world-size does not apply to universal: expected no option"),
-        ("deepspeed", {"frobnicate": 1}, "frobnicate does not apply to deepspeed"),
-        ("deepspeed", {"stage": 4}, "unusable stage: expected 1 or 2 or 3, found 4"),
-        ("deepspeed", {"elastic": "yes"}, "unusable elastic: expected a value of type bool"),
-        ("zckpt", {"world_size": True}, "unusable world-size: expected a value of type int"),
+        ("dcp", {"stage": 2}, "--stage does not apply to dcp: expected --world-size, --dtype"),
+        ("universal", {"world_size": 2}, "--world-size does not apply to universal: expected no option"),
+        ("deepspeed", {"frobnicate": 1}, "--frobnicate does not apply to deepspeed"),
+        ("deepspeed", {"stage": 4}, "unusable --stage: expected 1 or 2 or 3, found 4"),
+        ("deepspeed", {"elastic": "yes"}, "unusable --elastic: expected a value of type bool"),
+        ("zckpt", {"world_size": True}, "unusable --world-size: expected a value of type int"),
         ("zckpt", {"world_size": 0}, "world size"),
-        ("dcp", {"dtype": "int8"}, "unusable dtype: expected float32 or bfloat16 or float16 or keep"),
+        ("dcp", {"dtype": "int8"}, "unusable --dtype: expected float32 or bfloat16 or float16 or keep"),
         ("torch", {}, "torch can be read, but not written"),
         ("nothing", {}, "unknown format: expected zckpt, universal"),
     ],
@@ -202,7 +202,7 @@ zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alig
 try:
     zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alignment=3)
 except zckpt.UsageError as error:
-    assert str(error) == "unusable alignment: expected 1 or 64 or 4096, found 3"
+    assert str(error) == "unusable alignment=: expected 1 or 64 or 4096, found 3"
 else:
     raise AssertionError
 """

@@ -139,7 +139,7 @@ def test_another_optimizer_goes_on_or_is_refused_before_anything_changes(saved, 
     assert said.keys() == set(pairs) - goes_on
     for (_, other), text in said.items():
         named = {"momentum": "SGD", "centered": "RMSprop"}.get(other, other)
-        assert f"is not one that {named} goes on with" in text or saved == 0 or (other == "Adagrad" and stage == 3)
+        assert f"{named} cannot continue from " in text or saved == 0 or (other == "Adagrad" and stage == 3)
 
 
 # --- frozen parameters that were left out

@@ -235,7 +235,7 @@ def test_parts_of_one_tensor_must_be_alike(tmp_path):
         mapped(trained(tmp_path / "steps.pt", steps="qvn"))
     with refusing(LayoutError, "not all have exp_avg"):
         mapped(trained(tmp_path / "slots.pt", steps="qn"))
-    with refusing(UnsupportedError, r"row_var of q\.weight is not one number for each element"):
+    with refusing(UnsupportedError, r"row_var of q\.weight does not have one number per element"):
         mapped(trained(tmp_path / "factored.pt", optimizer=torch.optim.Adafactor))
     assert not (tmp_path / "out").exists()
     mapped(trained(tmp_path / "sound.pt"))
@@ -301,7 +301,7 @@ def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path):
     done = zckpt.convert(tmp_path / "d", tmp_path / "back", to="zckpt", map=document, map_config={"vocab_size": 5})
     assert "rows 5 to 7 of emb are left out as padding" in done.notes[1]
     assert zckpt.diff(tmp_path / "c.pt", tmp_path / "back").equal
-    with refusing(UsageError, "not so many rows"):
+    with refusing(UsageError, "not that many rows"):
         zckpt.convert(tmp_path / "d", tmp_path / "more", to="zckpt", map=document, map_config={"vocab_size": 9})
 
 

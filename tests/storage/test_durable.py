@@ -375,7 +375,7 @@ def test_what_a_run_may_have_left_in_its_directory_is_removed_and_all_else_is_re
     (partial / "below/it").mkdir(parents=True)
     (partial / "file").write_bytes(OLD)
     (partial / ".other.zckpt-partial").write_bytes(OLD)
-    with pytest.raises(TargetError, match=r"holds files that no run has left there.* found file; move it away"):
+    with pytest.raises(TargetError, match=r"holds files that zckpt did not write.* found file; move it away"):
         write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=Owned(lambda name: name == "new"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/keep").write_bytes(OLD)

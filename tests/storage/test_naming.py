@@ -292,7 +292,7 @@ def test_files_of_several_directories_are_not_named_together(tmp_path):
 
 def test_opening_a_target_that_a_kill_left_nameless_says_where_it_is(tmp_path):
     (tmp_path / ".t.zckpt-old").mkdir()
-    with pytest.raises(SourceError, match=rf"what was there is {tmp_path}/\.t\.zckpt-old"):
+    with pytest.raises(SourceError, match=rf"the old one is {tmp_path}/\.t\.zckpt-old"):
         open_checkpoint(tmp_path / "t")
 
 

@@ -332,9 +332,9 @@ def test_what_only_has_a_temporary_name_of_ours_stays_and_is_named(tmp_path):
     every = [".step-00000002.zckpt-partial", ".step-00000003.zckpt-old", ".step-00000001.zckpt-removed"]
     for name in every:
         notes(tmp_path / name)
-    with pytest.raises(TargetError, match=r"-partial: holds files that no run has left there.* found notes\.txt"):
+    with pytest.raises(TargetError, match=r"-partial: holds files that zckpt did not write.* found notes\.txt"):
         saved(tmp_path, 2)
-    with pytest.raises(TargetError, match=r"-old: holds files that no run has left there.* found notes\.txt"):
+    with pytest.raises(TargetError, match=r"-old: holds files that zckpt did not write.* found notes\.txt"):
         zckpt.save(tmp_path / "step-00000003", model=model_of(1), overwrite=True)
     assert resumed(tmp_path) == 3
     saved(tmp_path, 4)

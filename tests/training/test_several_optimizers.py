@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
         zckpt.save(tmp_path / "x", model=model, optimizer=[gen, disc], format="deepspeed")
     with pytest.raises(zckpt.UsageError, match="name"):
         zckpt.save(tmp_path / "x", model=model, optimizer={"": gen})
-    with pytest.raises(zckpt.UsageError, match="have the name weight"):
+    with pytest.raises(zckpt.UsageError, match="are named weight"):
         zckpt.save(tmp_path / "x", optimizer=[adam(model[name].named_parameters()) for name in ("gen", "disc")])
     assert not (tmp_path / "x").exists()
 

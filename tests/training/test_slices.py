@@ -164,7 +164,7 @@ def two_ranks(rank, world_size, path: Path) -> tuple[Found, list[float], list[fl
     copies = {**again.rules, "tp_replicated_parameter_patterns": [r".*adapter_in\.", *plain, r".*input_norm"]}
     refused(
         LayoutError,
-        "adapter_in.* has other values on other ranks.*give tp_rules that say how it is cut",
+        "adapter_in.* has different values on ranks.*give tp_rules that say how it is cut",
         tp_rules=copies,
     )
     refused(UsageError, "rules_1.json", tp_rules=path / f"rules{'_1' * rank}.json")  # of rank 0 it is there

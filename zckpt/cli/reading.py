@@ -21,7 +21,7 @@ from zckpt.cli.options import (
     takes,
 )
 from zckpt.cli.streams import check_file, json_text, paint, reporter, width, write_file
-from zckpt.cli.verbs import verb
+from zckpt.cli.verbs import Near, verb
 from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
@@ -216,7 +216,7 @@ def _no_page() -> str:
     "--for",
     "program",
     required=True,
-    type=click.Choice(["deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning", "zckpt"]),
+    type=Near(["deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning", "zckpt"]),
     help="The program that will resume it.",
 )
 @click.option("--world-size", type=int, metavar="N", help="Data-parallel ranks. Default: as many as saved it.")

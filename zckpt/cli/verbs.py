@@ -90,7 +90,7 @@ EXAMPLES = {
         "run/ run6/ --world-size 6 --dry-run",
     ),
     "convert": (
-        "run/ dcp/ --to dcp",
+        "run/ dcp/ --to dcp --dtype float32",
         "dcp/ run/ --to deepspeed --world-size 8 --stage 2",
         "run/ universal/ --to universal",
     ),
@@ -169,11 +169,20 @@ EXAMPLES = {
 
 ALIASES = {"ls": "list", "info": "inspect", "compare": "diff", "merge": "consolidate"}
 
-VALUES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+VALUES = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "trainer": "transformers-trainer", "fsdp2": "dcp", "verl": "fsdp-rank-files",
+}  # fmt: skip
 """What people call values that an option has under another name."""
 
 MODELS = frozenset({"hf", "huggingface", "safetensors", "torch", "pt", "pytorch"})
 """What people call a model by itself, which `consolidate` writes."""
+
+OTHERWISE = {
+    "fsdp": "not one format: use dcp (torch.distributed.checkpoint), fsdp-rank-files (verl) or accelerate with --fsdp",
+    "lightning": "not a format that can be written; zckpt.lightning has strategies that read any format",
+}
+"""What `--to` is told of programs that have several formats, or none."""
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -197,7 +206,8 @@ def chosen_format(ctx: click.Context) -> str | None:
     found += [word.removeprefix("--to=") for word in words if word.startswith("--to=")]
     known = next((one.type for one in ctx.command.params if one.name == "to"), None)
     choices = known.choices if isinstance(known, click.Choice) else ()
-    return next((one for one in choices if found and str(one) == found[-1].lower()), None)
+    word = found[-1].lower() if found else None
+    return next((one for one in choices if str(one) in (word, VALUES.get(word or ""))), None)
 
 
 class Verb(click.Command):
@@ -330,6 +340,8 @@ class Near(_Choice):
             said = f"not one of {', '.join(self.choices)}"
             if param is not None and param.name == "to" and word in MODELS:
                 said = "not a format for a whole training; for the model alone, use zckpt consolidate"
+            elif param is not None and param.name == "to" and word in OTHERWISE:
+                said = OTHERWISE[word]
             elif near:
                 said += f". Did you mean {' or '.join(near)}?"
             self.fail(f"{value!r} is {said}", param, ctx)

@@ -221,10 +221,13 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
     every = checkpoint.grouped
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(name for name in every if name not in checkpoint.parameters)]))
     if unknown:
+        mapped = (
+            "add --map=transformers, or " if any("--map=transformers" in one for one in checkpoint.warnings) else ""
+        )
         raise UnsupportedError(
             f"the names of some of the optimizer's parameters are unknown, {why}",
             found=listed(unknown, most=MOST_SHOWN),
-            advice=NAMES_ADVICE,
+            advice=f"{mapped}{NAMES_ADVICE}",
         )
 
 

@@ -122,6 +122,16 @@ def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:
     return followed[0].source if followed else None
 
 
+def has_names_of_files(checkpoint: Checkpoint, config: Mapping[str, object]) -> bool | None:
+    """Tell whether tensors have the names that transformers gives them in files only; None: others than it gives.
+
+    Errors are those of `transformers_map`; and UsageError: they may be of either.
+    """
+    document = transformers_map(config)
+    side = _side_of(document, checkpoint)
+    return None if side is None and _changing(document) is not None else side == FILE
+
+
 def _is_of(version: str, checkpoint: Checkpoint) -> bool:
     """Tell whether transformers of a version, but for its last number, saved a checkpoint."""
     said = read_config(None, checkpoint)[0].get("transformers_version")

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.assets import CONFIG_NAME
+from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
-from zckpt.naming import Naming
+from zckpt.naming import AS_IT_IS, Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
@@ -109,12 +110,12 @@ def convert(
         found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
         sources=left.sources(found),
     )  # fmt: skip
-    notes = (*notes, *left_out, *done.notes, *_of_optimizers(checkpoint, written))
+    notes = (*notes, *left_out, *done.notes, *_of_optimizers(checkpoint, written, getattr(chosen, "dtype", None)))
     return replace(done, notes=notes, missing=left.missing, filled=left.filled)
 
 
-def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
-    """Return a checkpoint as `convert` would lay it out in a format, given no options.
+def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) -> Checkpoint:
+    """Return a checkpoint as `convert` would lay it out in a format, given no options but those of names.
 
     Raises
     ------
@@ -124,14 +125,20 @@ def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
         It has what no other format can hold.
     """
     check_nothing_lost([found], ())
-    if not written.keeps_ranks:
+    if naming.changes or not written.keeps_ranks:
         round_means(found)
-    return _as_expected(found, written)
+    return _as_expected(under_names(found, naming)[0], written)
 
 
-def _of_optimizers(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
-    """Say what becomes of several optimizers, and of one without hyperparameters, in formats of other programs."""
+def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -> tuple[str, ...]:
+    """Say what becomes of several optimizers, of masters, and of no hyperparameters, in formats of other programs."""
     notes, names = [], checkpoint.optimizers()
+    if dtype not in (None, "float32") and MASTER in optimizer_slots(checkpoint, dtype):
+        reader = ", and zckpt.dcp.Reader reads them from here" if written.name == "dcp" else ""
+        notes.append(
+            f"other programs read the weights, and not the masters, which the optimizer's state holds: "
+            f"--dtype float32 writes the masters as the weights{reader}"
+        )
     if checkpoint.is_bare and written.name != checkpoint.format:
         notes.append(
             "the source has no hyperparameters for its param groups, so the target has none; torch's optimizers "

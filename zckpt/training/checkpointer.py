@@ -343,7 +343,7 @@ class Checkpointer:
                         raise
                     why = str(error)
                 else:
-                    restored.notes += [f"passed over {one}" for one in passed]
+                    restored.notes += [f"skipped {one}" for one in passed]
                     return restored
             passed.append(f"{name}: {why}")
             if self._ranks.rank == 0:

@@ -181,7 +181,7 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
     with refusing(UnsupportedError, r"found 0,1,4,6 with embed in layers 0 and 5 or .*--partition-method"):
         cut(run_of(PLAIN), tmp_path / "cut", 1, pipeline_parallel_size=3)
     one = cut(run_of(PLAIN), tmp_path / "one", 1, **ONE).parent
-    with refusing(UnsupportedError, "embed, of which one use is known"):
+    with refusing(UnsupportedError, "embed, with one known use"):
         cut(one, tmp_path / "cut", 1, pipeline_parallel_size=2, partition_method="uniform")
     tag = cut(one, tmp_path / "two", 2, pipeline_parallel_size=2, partition_method="uniform", pipeline_layers=LAYERS)
     for path in tag_of(run_of(PLAIN)).glob("zero_*"):
@@ -490,8 +490,8 @@ def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path):
     ("name", "options", "words"),
     [
         (PLAIN, {"rename": UNSTAGED[1:]}, "tied_modules.embed.weight: only a pipeline has such names"),
-        (PLAIN, {"rename": UNSTAGED, "pipeline_parallel_size": 2}, "pipeline_parallel_size does not apply"),
-        (PLAIN, {"rename": UNSTAGED, "stage_bounds": "0,6"}, "stage_bounds does not apply"),
+        (PLAIN, {"rename": UNSTAGED, "pipeline_parallel_size": 2}, "--pipeline-parallel-size does not apply"),
+        (PLAIN, {"rename": UNSTAGED, "stage_bounds": "0,6"}, "--stage-bounds does not apply"),
         (SLICED, {"add_prefix": "layers."}, "expected --tensor-parallel-size 1"),
         ("pp2_s0_fp32_dp2", {"add_prefix": "layers."}, "would be lost"),
         ("s1_fp32_dp2", {"add_prefix": "model."}, "--pipeline-layers as a pipeline"),

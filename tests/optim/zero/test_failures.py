@@ -374,7 +374,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "several element types": (
         partial(ZeroOptimizer, [one(), one(dtype=torch.bfloat16)], SGD, lr=1.0),
-        ValueError, r"of several element types, torch\.bfloat16, torch\.float32, which one flat buffer cannot hold",
+        ValueError, r"has several element types \(torch\.bfloat16, torch\.float32\), which one flat buffer cannot hold",
     ),
     "several devices": (
         partial(ZeroOptimizer, [one(), torch.nn.Parameter(torch.ones(2, device="meta"))], SGD, lr=1.0),

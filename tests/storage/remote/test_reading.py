@@ -290,7 +290,7 @@ def test_a_server_that_stalls_is_told_of_and_given_up(served, proxies, monkeypat
     proxy.released.set()
     told, line = done.stderr.splitlines()
     assert "Timeout" in told
-    assert told.startswith(f"zckpt: {url} is waited for: ")
+    assert told.startswith(f"zckpt: waiting for {url}: ")
     assert "cannot be read" in line
     assert " times in " in line
     assert done.returncode == quiet.returncode == 3
@@ -341,7 +341,7 @@ def test_how_often_something_is_asked_for(monkeypatch):
     assert clock.asked(refused_) == (1, 0)  # and is known to be gone
     clock.sleep(attempts.GONE_SECONDS)
     assert clock.asked(None) == (1, 0)
-    with pytest.warns(UserWarning, match="s3://bucket is waited for: ConnectionRefusedError"):
+    with pytest.warns(UserWarning, match="waiting for s3://bucket: ConnectionRefusedError"):
         times, seconds = clock.asked(refused_)  # of who has answered
     assert times == attempts.ATTEMPTS
     assert 10 < seconds < 40

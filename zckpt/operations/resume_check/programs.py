@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.formats.low_bit import codes_in
-from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.operations.resume_check.parts import (
     CUSTOM,
     DATA,
@@ -64,6 +63,8 @@ class Way:
         What a training in this program has in any case, and begins anew where it is not there.
     strict : bool
         Whether it raises where the model has tensors that are not there, or there are others.
+    returns : str
+        Where its caller gets what it does not read itself.
     """
 
     mark: Callable[[Facts], bool]
@@ -75,6 +76,7 @@ class Way:
     lacks: tuple[tuple[str, Need], ...] = ()
     keeps: tuple[str, ...] = ()
     strict: bool = True
+    returns: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ class Make:
         Whether the number of ranks is an option.
     of : tuple of str
         Formats that it is made of; empty: any.
+    of_masters : bool
+        Whether it is for what has masters that weights of their type do not hold.
     """
 
     verb: str = "convert"
@@ -102,6 +106,7 @@ class Make:
     asked: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     sized: bool = False
     of: tuple[str, ...] = ()
+    of_masters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +160,16 @@ def has_optimizer(facts: Facts) -> str | None:
 def of_few_bits(facts: Facts) -> str | None:
     """Doubt weights of few bits."""
     return "its weights are low-bit codes, for which this is unknown" if codes_in(facts.checkpoint) else None
+
+
+def masters_beside(facts: Facts) -> str | None:
+    """Say that weights come back rounded: only zckpt puts masters where stock optimizers look for none."""
+    if facts.planned is None and facts.rounded is not None and "origin" in facts.checkpoint.details:
+        return f"nothing there looks for them, and weights come back rounded to {facts.rounded}"
+    return None
+
+
+BESIDE = (MASTERS, masters_beside)
 
 
 def odd_shapes(facts: Facts) -> str | None:
@@ -222,9 +237,6 @@ _ENGINE: dict[str, Any] = {
 
 _STAGE = "ZeRO stage {stage}, as it was trained"
 
-_RETURNED = r"(?!random_states_|rng_state_).*"
-"""What `load_checkpoint` returns to its caller: all but files that others have put beside."""
-
 _OF_DEEPSPEED = (
     Make(verb="reshard", sized=True, of=("deepspeed",)),
     Make(to="deepspeed", sized=True),
@@ -241,7 +253,8 @@ DEEPSPEED = Program(
             given=_STAGE,
             needs=_ENGINE["needs"],
             doubts=_ENGINE["doubts"],
-            takes=_ENGINE["takes"] | {RANDOM: _RETURNED},
+            takes=_ENGINE["takes"],
+            returns="client_state",
         ),
         Way(
             mark=lambda facts: facts.checkpoint.format == "universal",
@@ -249,7 +262,8 @@ DEEPSPEED = Program(
             given='"checkpoint": {{"load_universal": true}} in the configuration, ZeRO stage {stage}',
             needs=(_universal_empty, _universal_slots),
             doubts=(_universal_experts, of_few_bits),
-            takes=_ENGINE["takes"] | {RANDOM: _RETURNED},
+            takes=_ENGINE["takes"],
+            returns="client_state",
             lacks=((FROZEN, _frozen_universal), (SETTINGS, _groups_of_first)),
         ),
     ),
@@ -288,14 +302,18 @@ def _pair(facts: Facts) -> str | None:
     return f"{gone[0]} is not there, and the Trainer then loads neither an optimizer nor a scheduler" if gone else None
 
 
-def _converted(facts: Facts) -> str | None:
-    if facts.shapes is None and is_converted(facts.config):
-        return (
-            "transformers has other names for this model in memory than in its files, and the Trainer's resuming "
-            "converts none: such tensors stay as the model was made (load it with from_pretrained first, or "
-            "`zckpt convert --to transformers-trainer --map transformers`)"
-        )
-    return None
+_CONVERTED = (
+    "transformers has other names for this model in memory than in its files, and the Trainer's resuming converts "
+    "none: such tensors stay as the model was made, unless from_pretrained has loaded them"
+)
+
+
+def _in_files(facts: Facts) -> str | None:
+    return _CONVERTED if facts.shapes is None and facts.in_files else None
+
+
+def _maybe_in_files(facts: Facts) -> str | None:
+    return _CONVERTED if facts.shapes is None and facts.in_files is None else None
 
 
 _TRAINER_REST = {SCHEDULER: "scheduler", RANDOM: "rng_state(_[0-9]+)?", DATA: "trainer_state", SCALE: "scaler"}
@@ -343,10 +361,10 @@ TRAINER = Program(
             call='trainer.train(resume_from_checkpoint="{path}")',
             given="no deepspeed= and no fsdp=",
             needs=(_ACCOUNT,),
-            doubts=(of_few_bits, _converted),
+            doubts=(of_few_bits, _maybe_in_files),
             takes=CORE | _TRAINER_REST,
-            lacks=((STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair), (RANDOM, _rng),
-                   (DATA, _batches)),
+            lacks=((WEIGHTS, _in_files), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair),
+                   (RANDOM, _rng), (DATA, _batches)),
             keeps=_TRAINER_KEEPS,
             strict=False,
         ),
@@ -417,7 +435,7 @@ ACCELERATE = Program(
             needs=(_sharded_index, lies("optimizer.bin")),
             doubts=(of_few_bits,),
             takes=CORE | _ACCELERATE_REST,
-            lacks=((RANDOM, _states),),
+            lacks=(BESIDE, (RANDOM, _states)),
             keeps=_ACCELERATE_KEEPS,
         ),
     ),
@@ -468,7 +486,7 @@ def _unnamed(facts: Facts) -> str | None:
 
 
 FSDP2 = Program(
-    title="torch.distributed.checkpoint, of state dicts of FSDP2",
+    title="FSDP2 with torch.distributed.checkpoint",
     looks_for='a DCP directory of {"model": ..., "optimizer": ...} as get_state_dict returns them',
     ways=tuple(
         Way(
@@ -476,12 +494,13 @@ FSDP2 = Program(
             call='dcp.load({{"model": model, "optimizer": optimizer}}, checkpoint_id="{path}"), then set_state_dict',
             given=options + "the dicts of get_state_dict, at any number of ranks",
             doubts=(of_few_bits,),
+            lacks=(BESIDE,),
         )
         for flat, options in ((False, ""), (True, "flatten_optimizer_state_dict=True, "))
     ),
     holds=(has_optimizer, _stateless, _unnamed),
-    makes=(Make(to="dcp"),),
-    advice="zckpt.dcp.Reader and zckpt.load read it",
+    makes=(Make(to="dcp", options={"dtype": "float32"}, of_masters=True), Make(to="dcp")),
+    advice="dcp.load with storage_reader=zckpt.dcp.Reader(PATH), or zckpt.load, brings back all of it, as it is",
     yours="scheduler, random states and the position in the data, except what the script saves with model and "
     "optimizer",
 )
@@ -522,7 +541,7 @@ MEGATRON = Program(
     ),
     holds=(has_optimizer,),
     makes=(Make(to="megatron", sized=True, of=("megatron",)), Make(to="megatron", of=("megatron",))),
-    advice="Megatron-Core has its own names: `zckpt convert --to megatron --map NAME` (docs/maps.md)",
+    advice="Megatron-Core has its own names: `zckpt convert SOURCE TARGET --to megatron --map NAME` (docs/maps.md)",
     yours="the position in the data, but for the samples that args count",
 )  # fmt: skip
 
@@ -539,7 +558,7 @@ def _rank_files(facts: Facts) -> str | None:
 
 
 VERL = Program(
-    title="verl, with FSDP",
+    title="verl with FSDP",
     looks_for="model_world_size_W_rank_R.pt, optim_... and extra_state_... of each rank",
     ways=(
         Way(
@@ -618,11 +637,11 @@ LIGHTNING = Program(
             takes=_ENGINE["takes"] | _LIGHTNING_REST | {SCALE: "loss_scaler"},
         ),
         _of_lightning(
-            lambda facts: facts.checkpoint.format == "dcp",
+            lambda facts: facts.checkpoint.format == "dcp" and facts.has("meta.pt"),
             "FSDPStrategy or ModelParallelStrategy, as it was saved",
         ),
         _of_lightning(
-            lambda facts: not facts.place.is_dir(),
+            lambda facts: not facts.place.is_dir() and "origin" not in facts.checkpoint.details,
             "SingleDeviceStrategy or DDPStrategy; for the same batches, as many ranks as saved it",
         ),
     ),
