@@ -96,7 +96,8 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (
         SGD,
         (Own, {}),
-        "Own cannot continue from the state of 0.weight: expected its load_state_dict raises KeyError: 'step', found momentum_buffer",
+        "Own cannot continue from the state of 0.weight: expected its load_state_dict raises KeyError: 'step', "
+        "found momentum_buffer",
     ),
 ]
 

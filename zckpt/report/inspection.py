@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
 
 
-def render_several(documents: list[Document]) -> str:
+def render_several(documents: Sequence[Document]) -> str:
     """Return a table of several documents, with a line for each."""
     rows = [
         (one["source"], one["format"], one["zero_stage"], one["world_size"], one["step"], one["num_parameters"],
