@@ -12,7 +12,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.state import without
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -275,7 +274,7 @@ def only(group: type, given: Mapping[str, object]) -> dict[str, Any]:
 
 def others(given: Mapping[str, object]) -> dict[str, Any]:
     """Return those of the options given that only a format knows."""
-    return without(given, *Filled.__annotations__)
+    return {key: value for key, value in given.items() if key not in Filled.__annotations__}
 
 
 def how_read(shared: Mapping[str, object]) -> dict[str, Any]:
