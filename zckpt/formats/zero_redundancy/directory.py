@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import ShardError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.state import dict_of
 from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
 
@@ -99,6 +98,7 @@ def optimizer_key(root: object) -> object:
     Raises KeyError: there is none, or several.
     """
     from zckpt.formats.torch_files.optimizer import looks_like_optimizer
+    from zckpt.state import dict_of
 
     if looks_like_optimizer(root):
         return None
@@ -109,6 +109,7 @@ def optimizer_key(root: object) -> object:
 
 
 def _metadata(path: Path) -> TorchFile | None:
+    from zckpt.state import dict_of
     from zckpt.torchfile import read_torchfile
 
     file = read_torchfile(path / METADATA_NAME)
@@ -116,6 +117,8 @@ def _metadata(path: Path) -> TorchFile | None:
 
 
 def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path, ...]:
+    from zckpt.state import dict_of
+
     root = metadata.root
     world_size = dict_of(dict_of(root).get(KEY)).get("world_size")
     if world_size is None:
@@ -164,6 +167,7 @@ def _families(path: Path, names: list[str]) -> list[dict[int, Path]]:
 def _holds_optimizer(family: Mapping[int, Path]) -> bool:
     """Tell by its first file whether a set of files is what it seems; a file by itself has to say that it is whole."""
     from zckpt.formats.fsdp_rank_files.held import is_share
+    from zckpt.state import dict_of
     from zckpt.torchfile import read_torchfile
 
     file = read_torchfile(family[min(family)])
