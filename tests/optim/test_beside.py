@@ -277,7 +277,8 @@ NOT_LOADED: dict[str, Case] = {
         MAKE["turning"], lambda model: Raising(model.parameters(), lr=0.1, momentum=0.9), "RuntimeError: not today",
     ),
     "without what a wrapper keeps": (
-        lambda model: AdamW(model.parameters(), lr=0.1), MAKE["ahead"], "Ahead cannot continue from the state of .*KeyError: 'slow_state'",
+        lambda model: AdamW(model.parameters(), lr=0.1), MAKE["ahead"],
+        "Ahead cannot continue from the state of .*KeyError: 'slow_state'",
     ),
     "without a counter": (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), MAKE["turning"], "'turn'"),
     "another class": (
