@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import signal
@@ -15,6 +17,7 @@ import pytest
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, run
 from tests.refusals import refusing
+from zckpt.errors import TargetError
 from zckpt.operations.unpack import unpack
 
 MADE = {
@@ -328,3 +331,15 @@ def test_the_command_line_packs_unpacks_patches_and_applies(made, tmp_path):
     assert run("apply", tmp_path / "s" / "step-1", tmp_path / "p", tmp_path / "two").returncode == 0
     assert contents(tmp_path / "two") == contents(made / "run" / "step-2")
     assert run("inspect", tmp_path / "s" / "step-2").returncode == 0
+
+
+def test_a_first_pack_that_a_disk_ends_leaves_nothing(tmp_path, monkeypatch):
+    from zckpt.storage import durable
+
+    def failing(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(durable, "rename_new", failing)
+    with refusing(TargetError, "cannot be written: found Disk quota exceeded"):
+        zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "new" / "store")
+    assert list(tmp_path.iterdir()) == []
