@@ -193,14 +193,10 @@ def run_all(args: argparse.Namespace) -> int:
     names = args.target or list(TARGETS)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "finds").mkdir(exist_ok=True)
-    shares = {name: TARGETS[name].share for name in names}
-    part = args.time * args.jobs / sum(shares.values())
-    counts: dict[str, list[Counter]] = {name: [] for name in names}
-    waiting: list[tuple[str, Counter, float]] = []
-    for name, share in sorted(shares.items(), key=lambda one: -one[1]):
-        several = math.ceil(part * share / args.time)  # processes, none of which has longer than there is
-        counts[name] = [Counter() for _ in range(several)]
-        waiting += [(name, one, part * share / several) for one in counts[name]]
+    part = args.time * args.jobs / len(names)
+    several = math.ceil(part / args.time)  # processes of a target, none of which has longer than there is
+    counts = {name: [Counter() for _ in range(several)] for name in names}
+    waiting = [(name, one, part / several) for name, each in counts.items() for one in each]
     running: dict[int, tuple[str, Counter, float]] = {}
     number = 0
     while waiting or running:

@@ -53,15 +53,12 @@ class Target:
         Of an input.
     mends : bool
         Whether inputs are files, half of whose mutations are edits of their trees.
-    share : float
-        Of the time, what others have being 1.
     """
 
     run: Callable[[bytes], object]
     seeds: Callable[[], Iterable[bytes]]
     most: int = 4096
     mends: bool = True
-    share: float = 4
 
 
 # --- small files to begin with
@@ -159,7 +156,7 @@ class Checkpoints(Target):
     """
 
     def __init__(self, bases: Callable[[], list[Base]], verbs: Sequence[Callable[[Path], object]]) -> None:
-        super().__init__(self._read, self._scripts, 2 + 6 * EDIT.size, mends=False, share=1)
+        super().__init__(self._read, self._scripts, 2 + 6 * EDIT.size, mends=False)
         self._make, self._verbs = bases, verbs
 
     @cached_property
@@ -724,8 +721,8 @@ TARGETS: dict[str, Target] = {
     "stores": Checkpoints(_stores, (store_mounted, store_mounted, store_unpacked)),
     "patches": Checkpoints(_patches, (patch_applied,)),
     "documents": Checkpoints(_documents, (document_read,)),
-    "web": Target(web_listed, lambda: [PAGE], 1024, mends=False, share=1),
-    "bucket": Target(bucket_listed, lambda: [BUCKET], 1024, mends=False, share=1),
+    "web": Target(web_listed, lambda: [PAGE], 1024, mends=False),
+    "bucket": Target(bucket_listed, lambda: [BUCKET], 1024, mends=False),
 }  # fmt: skip
 
 

@@ -256,8 +256,7 @@ class _Model:
 
     def _words(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
         scale, stated = self.get(f"{of}weight_scale"), self.get(f"{of}weight_shape")
-        stated_bits = [one.get("num_bits") for one in self._groups()]
-        bits = {one if isinstance(one, int) and one is not True else 0 for one in stated_bits}
+        bits = {int(n) if type(n := one.get("num_bits")) is int else 0 for one in self._groups()}
         if scale is None or stated is None or slot.dtype != "int32" or len(bits) != 1:
             return None
         count, is_said = bits.pop(), (stated.shape, stated.dtype[:3]) == ((2,), "int")
