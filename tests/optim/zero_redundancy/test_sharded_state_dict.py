@@ -95,10 +95,7 @@ def refuses_what_would_be_lost(rank, world_size, path: Path) -> None:
     into = fresh.sharded_state_dict()
     assert not into["state"]
     dcp.load(into, checkpoint_id=path)
-    with pytest.raises(
-        ValueError,
-        match=r"state of .* differs from what was read: exp_avg, exp_avg_sq, step; read into sharded_state_dict",
-    ):
+    with pytest.raises(ValueError, match=r"state of .* differs from what was read: exp_avg, exp_avg_sq, step; read into sharded_state_dict"):
         fresh.load_sharded_state_dict(into)
     unnamed = make("adamw", model)
     metadata = dcp.FileSystemReader(path).read_metadata()
