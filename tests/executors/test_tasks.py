@@ -61,7 +61,7 @@ def test_worker_that_sees_another_file_stops(tmp_path):
 
 def test_worker_with_another_version_stops():
     (task,) = tasks_of(len, ["abc"], Portions(), 1)
-    with pytest.raises(WorkerError, match=r"has another zckpt: expected 0\.0"):
+    with pytest.raises(WorkerError, match=r"has another version of zckpt: expected 0\.0"):
         results_of(replace(task, version="0.0"))
 
 

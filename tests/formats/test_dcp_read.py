@@ -379,7 +379,7 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(t
             assert_model(checkpoint, model, key)
             assert_optimizer(checkpoint, model, optimizer, key)
     unclear = {"a": weights[0], "b": weights[1], "optimizer": states[0]}
-    with refusing(UnsupportedError, r"may be the optimizer of several models.* found a and b"):
+    with refusing(UnsupportedError, r"could be the optimizer of several models.* found a and b"):
         read(saved(tmp_path / "unclear", unclear))
 
 

@@ -348,7 +348,7 @@ def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_pat
     for name in expected.parameters:
         assert_same_slots(nodes, expected, name)
     assert nodes.metadata.keys() == found.metadata.keys()
-    with refusing(zckpt.UsageError, "--root: is for a directory"):
+    with refusing(zckpt.UsageError, "--root: only applies to a directory"):
         zckpt.open(node / "checkpoint-500.rank0.pt", roots=[node])
     with refusing(ShardError, "the model file of rank 2 is missing: expected 3 files, found 2"):
         zckpt.open(free)

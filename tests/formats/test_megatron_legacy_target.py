@@ -289,7 +289,7 @@ def test_a_rank_has_rows_columns_or_a_part_of_each_half():
     assert sliced((5, 2), Cut(0), 1, 2, 8) == each_once(np.array([8, 9, 0, 0, 0, 0, 0, 0]))
     shapes = {"l.mlp.linear_fc1.weight": (8, 3), "l.mlp.linear_fc2.weight": (3, 4), "l.norm.weight": (3,)}
     assert list(cuts_of(shapes, 2, None).values()) == [Cut(0, 2), Cut(1), KEPT]
-    with refusing(UsageError, "not cut evenly for 3"):
+    with refusing(UsageError, "cannot be cut evenly for 3"):
         cuts_of(shapes, 3, None)
 
 

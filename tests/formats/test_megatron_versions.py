@@ -94,7 +94,7 @@ def test_gathered_buffers_of_other_values_are_left_out(tmp_path):
         ('"<f4"', '">f4"', "type that is unknown.*>f4"),
         ('"shape": [', '"shape": [ -1,', "does not describe an array"),
         ("{", "", "expected JSON"),
-        ("        4,", "        2,", "chunks of an array are missing|not of the size"),
+        ("        4,", "        2,", "chunks of an array are missing|does not have the size"),
     ],
 )
 def test_an_array_of_zarr_that_is_not_as_megatron_writes_it(old, new, message, tmp_path):

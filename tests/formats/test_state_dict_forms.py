@@ -374,7 +374,7 @@ def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
     (tmp_path / "step-10" / ".metadata").unlink()
     opened = zckpt.open(tmp_path)
     assert opened.step == 9
-    assert any("not saved to their end: step-10" in one for one in opened.warnings)
+    assert any("later steps are incomplete: step-10" in one for one in opened.warnings)
     (tmp_path / "step-9").rename(tmp_path / "ep0-ba9")
     assert zckpt.open(tmp_path).step == 9
     shutil.copytree(tmp_path / "ep0-ba9", tmp_path / "step-9")

@@ -239,9 +239,11 @@ def test_a_map_of_another_order_or_another_age_is_refused(made, tmp_path):
     joined = made(FEW[1].source)
     (tmp_path / "config.json").write_text(json.dumps(config_of(FEW[1].source).to_dict()))
     for config in (None, tmp_path / "config.json"):
-        with pytest.raises(UnsupportedError, match=r"not about models with this query_key_value: .* found end to end"):
+        with pytest.raises(
+            UnsupportedError, match=r"does not apply to models with this query_key_value: .* found end to end"
+        ):
             zckpt.consolidate(joined, tmp_path / "out", map=OLDER, map_config=config)
-    with pytest.raises(UnsupportedError, match="not about models with this query_key_value"):
+    with pytest.raises(UnsupportedError, match="does not apply to models with this query_key_value"):
         zckpt.consolidate(made(LLAMA), tmp_path / "out", map=f"{LLAMAS}-joined")
     bare = edited(joined, tmp_path / "bare", lambda content: content.pop("args"))
     with pytest.raises(UsageError, match=r"names contain .*layers.*, whose values are unknown.* --map-config FILE"):

@@ -181,7 +181,7 @@ def refused(rank, world_size, folder: Path) -> None:
 
     torch.manual_seed(rank)
     save(r"weight of 0\.bias has different values on ranks", LayoutError, [nn.Sequential(nn.Linear(2, 2))])
-    save("is another tensor on rank 1", LayoutError, [nn.Sequential(nn.Linear(2, 2 + rank))])
+    save("on rank 1 differs from earlier ranks", LayoutError, [nn.Sequential(nn.Linear(2, 2 + rank))])
     save("two parts of the model have a parameter bias", UsageError, [nn.Linear(2, 2), nn.Linear(2, 2)])
     part = Part([rank])
     adam = torch.optim.Adam(part.parameters(), lr=0.1 + rank)

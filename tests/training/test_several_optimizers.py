@@ -247,12 +247,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
     for parameter in model.parameters():
         parameter.data.add_(1)
     for name, given, said in (
-        ("named", both, r"the checkpoint has 2 optimizers, and 1 is given"),
+        ("named", both, r"the checkpoint has 2 optimizers, but 1 was given"),
         ("named", [gen, disc, sgd([torch.zeros(1, requires_grad=True)])], "no name"),
         ("named", [gen, disc], r"optimizers of other names: expected gen, disc, found 0, 1"),
         ("named", {"gen": gen, "dis": disc}, r"other names: expected gen, disc, found gen, dis"),
         ("named", {"gen": disc, "disc": gen}, r"param group 0 has other parameters"),
-        ("one", [gen, disc], r"the checkpoint has 1 optimizer, and 2 are given"),
+        ("one", [gen, disc], r"the checkpoint has 1 optimizer, but 2 were given"),
     ):
         with pytest.raises(zckpt.UsageError, match=said):
             zckpt.load(tmp_path / name, model=model, optimizer=given)  # type: ignore[arg-type]

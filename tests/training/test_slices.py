@@ -160,7 +160,7 @@ def two_ranks(rank, world_size, path: Path) -> tuple[Found, list[float], list[fl
         zckpt.load(path / "slices", **given)
     plain = [one for one in again.rules["tp_replicated_parameter_patterns"] if "input_norm" not in one]
     twice = {**again.rules, "tp_replicated_parameter_patterns": plain}
-    refused(LayoutError, "input_norm.weight is the same on ranks of all slices, though no rule", tp_rules=twice)
+    refused(LayoutError, "input_norm.weight is the same on ranks of all slices, although no rule", tp_rules=twice)
     copies = {**again.rules, "tp_replicated_parameter_patterns": [r".*adapter_in\.", *plain, r".*input_norm"]}
     refused(
         LayoutError,

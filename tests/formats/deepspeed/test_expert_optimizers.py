@@ -109,7 +109,7 @@ def test_degree_is_what_the_groups_say(tmp_path):
                 name=value, **others))  # fmt: skip
 
     name(1, "ep_size_4")
-    with refusing(zckpt.ShardError, "missing, or too many: expected 4 ranks, found 0, 1"):
+    with refusing(zckpt.ShardError, "missing, or there are too many: expected 4 ranks, found 0, 1"):
         zckpt.open(tag)
     name(1, "mine")
     with refusing(zckpt.UnsupportedError, "does not say over how many ranks"):

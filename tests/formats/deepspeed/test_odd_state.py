@@ -89,7 +89,7 @@ def test_a_key_may_be_in_full_in_some_groups_only(tmp_path):
     with refusing(UnsupportedError, "exp_avg: each rank has its own"):
         cut(run, tmp_path / "cut", 3)
     edit(optimizer_file(tag_of(run), 0), lambda content: state_in(content)[0].update(exp_avg=torch.zeros(5)))
-    with refusing(zckpt.LayoutError, "rank 0, group 0: exp_avg does not have a value for each"):
+    with refusing(zckpt.LayoutError, "rank 0, group 0: exp_avg does not have one value per element"):
         zckpt.open(run)
 
 

@@ -156,7 +156,7 @@ def _first_master(tag: Path, mp_rank: int) -> float:
 def test_the_training_can_deal_layers_in_any_way(options, stages, tmp_path):
     if stages is None:  # a heavy embedding at both ends
         stages = [[0], [1, 3, 4], [0]]
-        with refusing(UnsupportedError, "waits for ever"):
+        with refusing(UnsupportedError, "waits forever|then waits"):
             cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
         return
     tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **options)

@@ -228,7 +228,7 @@ def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
         (changed(state={**whole["state"], 99: {}}), "state for parameter 99, which is in none"),
         (changed(state={**whole["state"], 0: None}), "state of parameter 0 is NoneType"),
         (changed(state={**whole["state"], 0: {"exp_avg": torch.ones(4, 5)}}), r"shape \(4, 5\).*\(13, 7\)"),
-        (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99] * 9}), "that are not there"),
+        (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99] * 9}), "ranks that do not exist"),
         (changed(partition=3), "no usable 'partition'"),
         (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99]}), "no usable"),
     ]  # fmt: skip

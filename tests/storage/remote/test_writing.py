@@ -194,7 +194,7 @@ def test_a_store_that_goes_away_is_named_and_what_it_has_is_kept(s3, s3_proxy, t
     target = f"{s3.url}/gone.pt"
     gone_after(3, s3_proxy)
     line = refused(4, "consolidate", tmp_path / "a.safetensors", target, "-q", words=(f"{target}: cannot be written",))
-    assert f"of {32 << 20} bytes are sent and kept in unfinished uploads: --resume goes on" in line
+    assert f"of {32 << 20} bytes are sent and kept in unfinished uploads: --resume continues" in line
     assert capfd.readouterr().err == ""
     s3_proxy.fault = lambda _method, _path: None
     zckpt.consolidate(tmp_path / "a.safetensors", target, resume=True)

@@ -170,7 +170,7 @@ def rehearse(
         copy.load_state_dict(beside.state_dict(given, groups))
     except Exception as error:
         keys = list(dict.fromkeys(key for its in given.values() for key in its))
-        why = f"its load_state_dict raises {type(error).__name__}: {error}"
+        why = f"what its load_state_dict accepts ({type(error).__name__}: {error})"
         name = next((called[one] for one in state if one in called), "its parameters")
         raise _another(optimizer, name, keys, expected=why) from error
 
