@@ -255,7 +255,13 @@ def test_a_command_has_the_map_of_transformers(model, vit, tmp_path):
     found = zckpt.resume_check(source, program="deepspeed", world_size=4, model=config if model else None)
     assert found.commands[0].endswith("--map transformers")
     assert lost(follow(found, tmp_path / "four")) == {"scheduler", "random states", "data position"}
-    with pytest.raises(zckpt.UnsupportedError, match='map="transformers"'):
+    if model:  # of what has no configuration with it, that of the model says the map
+        zckpt.convert(tmp_path / "four", tmp_path / "files", to="dcp", map="transformers", map_config=config)
+        found = zckpt.resume_check(tmp_path / "files", program="deepspeed", model=config)
+        assert found.commands[0].endswith(f"--map transformers --map-config {config}")
+        follow(found, tmp_path / "named")
+        assert zckpt.resume_check(tmp_path / "named", program="deepspeed", model=config).verdict == "partly"
+    with pytest.raises(zckpt.UnsupportedError, match='add .*map=.?transformers'):
         zckpt.convert(source, tmp_path / "unnamed", to="deepspeed", world_size=4, stage=2)
 
 
