@@ -261,7 +261,7 @@ def test_a_command_has_the_map_of_transformers(model, vit, tmp_path):
         assert found.commands[0].endswith(f"--map transformers --map-config {config}")
         follow(found, tmp_path / "named")
         assert zckpt.resume_check(tmp_path / "named", program="deepspeed", model=config).verdict == "partly"
-    with pytest.raises(zckpt.UnsupportedError, match='add .*map=.?transformers'):
+    with pytest.raises(zckpt.UnsupportedError, match=r"add .*map=.?transformers"):
         zckpt.convert(source, tmp_path / "unnamed", to="deepspeed", world_size=4, stage=2)
 
 
