@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig, save_optimizer_distributed
 
+import zckpt
 from tests.hf_training.training import CONFIGS
 
 
@@ -30,10 +31,26 @@ def train_and_save(rank: int, world_size: int, sizes: dict[str, int], folder: Pa
         optimizer.zero_grad()
     model.save_pretrained(folder, distributed_checkpoint=True)
     save_optimizer_distributed(model, optimizer, str(folder / "optimizer"))
+    found = _state(model, optimizer)
+    return found if not rank else None
+
+
+def load_elsewhere(rank: int, world_size: int, sizes: dict[str, int], source: Path) -> Any:
+    """Load what others saved into a model that is distributed in this way; rank 0 returns what it holds then."""
+    base = source.with_name("base")
+    model = AutoModelForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, foreach=False)
+    assert zckpt.load(source, model=model, optimizer=optimizer).step == 2
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+    found = _state(model, optimizer)
+    return found if not rank else None
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = {f"weight/{name}": _whole(one) for name, one in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         found |= {f"{slot}/{name}": _whole(one) for slot, one in optimizer.state[parameter].items()}
-    return found if not rank else None
+    return found
 
 
 def _whole(value: Any) -> torch.Tensor:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import zckpt
 from tests import gloo
-from tests.hf_training.distributed import train_and_save
+from tests.hf_training.distributed import load_elsewhere, train_and_save
 from tests.interop.test_fsdp_rank_files import assert_is
 from tests.pairwise import some
 from tests.refusals import refusing
@@ -51,3 +51,13 @@ def test_shards_and_the_optimizer_beside_them_are_one_checkpoint(ranks, sizes, t
     shutil.rmtree(beside / "model")
     with refusing(UnknownFormatError, f"did you mean {beside / 'optim'}"):
         zckpt.open(beside)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"), some([(3, {"fsdp_size": 3})], [(1, {"fsdp_size": 1}), (2, {"tp_size": 2})])
+)
+def test_it_resumes_at_another_number_of_ranks(ranks, sizes, tmp_path):
+    truth = gloo.run(train_and_save, 2, {"fsdp_size": 2}, tmp_path / "saved")[0]
+    found = gloo.run(load_elsewhere, ranks, sizes, tmp_path / "saved")[0]
+    assert found.keys() == truth.keys()
+    assert [name for name, one in truth.items() if not torch.equal(one, found[name])] == []

@@ -169,7 +169,7 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         members.append([])
     if not _are_the_trainers(checkpoint, members, known):
         members = _parted(checkpoint, known)
-        count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
+        count = f"{len(groups)} param groups" if len(groups) > 1 else "the param group"
         notes.append(f"{count} became the Trainer's two: one with weight decay, one with norms and biases")
     _check_order(members, known)
     return _regrouped(checkpoint, members)
