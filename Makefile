@@ -21,7 +21,7 @@ test: $(VENV)/.development
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: $(VENV)/.development
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly or not nightly" --hypothesis-profile nightly
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cuda" --hypothesis-profile nightly
 
 # Every reader, each its part of TIME seconds; what is found, and what it goes on from the next time, is in build/fuzz.
 TIME ?= 60

@@ -36,14 +36,14 @@ YES = "yes"
 BLOCKED = "blocked"  # an earlier column of the same cell failed
 REASON_LENGTH = 300
 
-# Causes that were looked for, by version: kinds, and what was found in DeepSpeed.
+# By version: kinds that fail, and the cause that was found in DeepSpeed.
 _LOSSES = (
-    "What was loaded is bit-equal, and at the same number of ranks (tried) losses are, too: what differs is the"
-    " rounding of 16 bits in another order."
+    "The loaded state is bit-equal, and so are the losses at the same number of ranks (tried): only the order of"
+    " 16-bit rounding differs."
 )
 _SLICES = (
-    "What was loaded is bit-equal, and in fp32 (`tp2_s2_fp32_dp2`) losses are within 2e-5: what differs is the rounding"
-    " of 16 bits in another order."
+    "The loaded state is bit-equal, and in fp32 (`tp2_s2_fp32_dp2`) losses are within 2e-5: only the order of 16-bit"
+    " rounding differs."
 )
 CAUSES = {
     **{version: [("tp2_s1_bf16_dp2", _SLICES)] for version in VERSIONS},
@@ -52,21 +52,22 @@ CAUSES = {
         (
             "s1_fp32_dp2, s2_bf16_dp2, s2_bf16_dp2_elastic_fused, s2_fp16_dp2, s2_bf16_dp2_rr",
             "DeepSpeed's `get_flat_partition` raises on a rank that holds nothing of a group; here one group has one"
-            " element. With two groups, which these have as well, it trains.",
+            " element. With two groups (also listed), it trains.",
         ),
         (
             "s0_bf16_dp2, s1_bf16_dp2_bf16opt",
-            "DeepSpeed saves no optimizer: the model file has None in its place, and there is no other file. Weights"
-            " are read, and at stage 0 copied for other ranks; DeepSpeed itself loads no such checkpoint.",
+            "DeepSpeed saves no optimizer: the model file has None in its place, and there is no other file. zckpt"
+            " reads the weights, and at stage 0 copies them for other ranks; DeepSpeed itself cannot load"
+            " the checkpoint.",
         ),
     ],
     "0.18.9": [
         ("tp2_s1_bf16_dp2", _SLICES),
         (
             "pp2_s1_bf16_dp1",
-            "DeepSpeed's step gathers what gradients are recorded of, and gloo's `all_gather_into_tensor` refuses that"
-            " (with torch 2.7.1, too, tried on `s1_fp32_dp2_2groups`). The steps of this kind and all others are under"
-            " `torch.no_grad()` here, with which they run.",
+            "DeepSpeed's step gathers tensors that require gradients, and gloo's `all_gather_into_tensor` refuses them"
+            " (also with torch 2.7.1, tried on `s1_fp32_dp2_2groups`). The bench runs all steps under"
+            " `torch.no_grad()`, which works.",
         ),
         ("s1_bf16_dp2_bf16opt", _LOSSES),
     ],
@@ -261,18 +262,18 @@ def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
         "# Versions of DeepSpeed",
         "",
         "`make compatibility` makes this page. Each cell is a checkpoint that this version's real engine made on CPU",
-        "ranks (gloo), five steps of a small model, and says which of four things held:",
+        "ranks (gloo) in five steps of a small model. Four things are checked:",
         "",
         "- **read**: what `zckpt consolidate` writes, optimizer included, is bit for bit what the live optimizer held;",
-        "- **reshard**: `zckpt reshard` cuts it for the other number of data-parallel ranks that the table names;",
+        "- **reshard**: `zckpt reshard` writes it for another number of data-parallel ranks, given in the table;",
         "- **resumed**: *that version's* `load_checkpoint` then holds bit-equal masters, slots, weights, steps and",
-        "  hyperparameters on those ranks, and its next five losses are those of the run that was not interrupted",
+        "  hyperparameters on those ranks, and its next five losses equal those of the uninterrupted run",
         "  (within 2e-5 in fp32, 3e-3 in 16 bits);",
-        "- **convert**: `zckpt convert --to zckpt`, read again, is still what the live optimizer held.",
+        "- **convert**: `zckpt convert --to zckpt`, read again, is still bit-equal to the live optimizer.",
         "",
-        f"All ran with torch {' and '.join(torches) or '(none)'}, and with `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`: torch",
-        "2.6 and newer refuse what old versions of DeepSpeed load without it, whoever wrote the checkpoint. `all`: all",
-        f"four hold; `not run`: not looked at. {ran} of {len(KINDS) * len(VERSIONS)} cells ran.",
+        f"All cells ran with torch {' and '.join(torches) or '(none)'} and `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`.",
+        "Without it, torch 2.6 and newer refuse what old versions of DeepSpeed load, whoever wrote the checkpoint.",
+        f"`all`: all four hold; `not run`: not tried. {ran} of {len(KINDS) * len(VERSIONS)} cells ran.",
         "",
         head,
         *rows,
@@ -281,7 +282,7 @@ def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
         "",
         *(failures or ["Nothing that ran."]),
         "",
-        "What was found when it was looked for:",
+        "Causes:",
         "",
         *(f"- {v}, `{names.replace(', ', '`, `')}`: {cause}" for v, found in CAUSES.items() for names, cause in found),
         "",

@@ -1,18 +1,27 @@
 """Measure what opening, inspecting, planning, verifying and copying cost as the number of ranks grows.
 
-    python bench/plan_scale.py [--kinds zero2,zero3] [--ranks 8,64,256] [--parameters N] [--verbs open,inspect] [--keep]
+    python bench/plan_scale.py [--kinds zero2,zero3] [--ranks 8,64,256] [--parameters N,...] [--verbs open,map] [--keep]
     python bench/plan_scale.py --kinds zero2,zero3 --ranks 1024 --verbs ends --work DIR --keep   # verbs to their end
+    python bench/plan_scale.py --kinds zero2,zero3 --ranks 1024,4096 --verbs dry --descriptors 256   # the goals
+    python bench/plan_scale.py --kinds zero2 --ranks 1024 --factor 47 --verbs dry                # 1 TB of sparse files
 
-Every checkpoint has the same small parameters (10,000 of about 3,000 elements), cut for so many ranks. The files are
-genuine: a fixture that DeepSpeed wrote, its tensors, shapes and mappings replaced, saved by torch; ranks whose files
-say the same are copies of one of them, under their own names. Our own format and DCP are converted from ZeRO-2, and
-`reshard` converts them to themselves. `ends` are verbs that read or write all elements: `restage` writes ZeRO-2 as
-ZeRO-3 and the other way round, for as many ranks, and `diff` compares a checkpoint with that. Each verb is a child
-process; its CPU time is that of all its threads, and its memory the most that it had resident, and of that the most
-that is no file's (`anon`: sampled, of Linux). `floor` reads the structure of each file and keeps none, of DCP and our
-own that of the one file which lists all, and `start` starts the program and does nothing. The exponent is that of CPU
-time, less `start`, in the number of ranks, between one row and the one above. `--keep` leaves the checkpoints in
-bench/cache for the next time.
+Every checkpoint has the same small parameters (10,000 of about 3,000 elements; `--factor` makes each of both sizes so
+many times as large), cut for so many ranks. The files are genuine: a fixture that DeepSpeed wrote, its tensors, shapes
+and mappings replaced, saved by torch; ranks whose files say the same are copies of one of them, under their own names.
+All other kinds (our own format, DCP, FSDP's rank files, Megatron's torch_dist) are converted from ZeRO-2, and `reshard`
+converts them to themselves. With a factor, files are sparse: torch saves them without their elements, and of what is
+converted all is written but these. `ends` are verbs that read or write all elements: `restage` writes ZeRO-2 as ZeRO-3
+and the other way round, for as many ranks, and `diff` compares a checkpoint with that. `dry` are those that read and
+write none.
+
+Each verb is a child process; its CPU time is that of all its threads, and its memory the most that it had resident, and
+of that the most that is no file's (`anon`: sampled, of Linux; so is `fds`, the most descriptors that were open). CPU
+time is no more comparable than machines are, and what else runs on one counts too: `loop` is the CPU time of a loop of
+2 million additions, just before. `floor` reads the structure of each file and keeps none, of DCP and our own that of
+the one file which lists all, and `start` starts the program and does nothing. The exponents are those of CPU time, less
+`start`, in the number of ranks and in that of parameters, between one row and the one above with as many of the other.
+`--descriptors` is a limit on open files, as `ulimit -n`. Goals are listed last, if what they are of was measured.
+`--keep` leaves the checkpoints in bench/cache for the next time.
 """
 
 from __future__ import annotations
@@ -20,15 +29,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +46,21 @@ HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 TAG = "global_step5"
 KINDS = ("zero1", "zero2", "zero3", "own", "dcp")
-CONVERTED = {"own": "zckpt", "dcp": "dcp"}
+CONVERTED = {"own": "zckpt", "dcp": "dcp", "fsdp": "fsdp-rank-files", "torch_dist": "megatron"}
 CONVERTED_FROM = 8
+LAYER = "decoder.layers.{}.mlp.linear_fc1.weight"
+"""Of Megatron, whose names say what they are."""
 VERBS = ("start", "floor", "open", "inspect", "reshard", "verify")
+DRY = ("inspect", "reshard", "convert", "merge", "verify", "map")
 ENDS = ("inspect", "map", "consolidate", "fingerprint", "strip", "restage", "diff", "universal", "dcp", "deep")
 SAMPLED_S = 0.02
+LOOP = 2_000_000
 WEIGHT_DECAY = 0.1
+
+GOALS = {"inspect": (2.0, 200), "reshard": (8.0, 200)}
+"""At 1,024 ranks and 10,000 parameters of ZeRO-2 and ZeRO-3: seconds of CPU, and MB."""
+TIMES_AS_MUCH = 4
+"""At most, at 4,096 ranks."""
 
 START = "import zckpt.cli"
 FLOOR = """
@@ -61,31 +80,77 @@ OPEN = "import sys, zckpt.cli, zckpt; zckpt.open(sys.argv[1])"
 COMMAND = "import sys; from zckpt.cli import main; sys.exit(main())"
 
 
-Measured = tuple[float, float, float, int]
-"""CPU time in seconds, peak of all memory and of what is no file's in MB, exit status."""
+Measured = tuple[float, float, float, int, int]
+"""CPU time in seconds, peak of all memory and of what is no file's in MB, most descriptors, exit status."""
+
+Shapes = dict[str, tuple[int, int]]
 
 
-def shapes(count: int) -> dict[str, tuple[int, int]]:
+def shapes(count: int, factor: int, name: str = "model.layers.{}.block.{}.weight") -> Shapes:
     """Return the parameters: a few sizes, none a multiple of any number of ranks."""
-    return {f"model.layers.{i // 10}.block.{i % 10}.weight": (61 + i % 7, 47 + i % 5) for i in range(count)}
+    numbers = (divmod(i, 10) if name.count("{}") == 2 else (i,) for i in range(count))
+    return {name.format(*at): (factor * (61 + i % 7), factor * (47 + i % 5)) for i, at in enumerate(numbers)}
 
 
-def make(kind: str, ranks: int, count: int, target: Path) -> None:
+def make(kind: str, ranks: int, parameters: Shapes, target: Path, *, sparse: bool) -> None:
     """Write a run directory, or a checkpoint of another format."""
     if kind in CONVERTED:
+        import zckpt
+        import zckpt.operations.target as written
+
         source = target.with_name(f"{target.name}.source")
-        make("zero2", CONVERTED_FROM, count, source)
-        arguments = ["convert", source, target, "--to", CONVERTED[kind], "--world-size", str(ranks), "--quiet"]
-        subprocess.run([sys.executable, "-m", "zckpt", *arguments, "--no-fingerprint"], check=True)
+        make("zero2", CONVERTED_FROM, parameters, source, sparse=sparse)
+        if sparse:
+            written.write = write_hollow
+        own = {"layers": "apart"} if kind == "torch_dist" else {}
+        zckpt.convert(source, target, to=CONVERTED[kind], world_size=ranks, fingerprint=False, **own)
         shutil.rmtree(source)
         return
     folder = target / TAG
     folder.mkdir(parents=True)
+    save = Saving(target.with_name(f"{target.name}.elements"), sparse=sparse)
     if kind == "zero3":
-        parameterwise(folder, ranks, shapes(count))
+        parameterwise(folder, ranks, parameters, save)
     else:
-        flat(folder, int(kind[-1]), ranks, shapes(count))
+        flat(folder, int(kind[-1]), ranks, parameters, save)
     (target / "latest").write_text(TAG)
+
+
+def write_hollow(plan: Any, names: Sequence[Path], **_: object) -> Any:  # in the place of `engine.write.write`
+    """Write all of a plan's files but the elements of tensors."""
+    from zckpt.engine.checking import Checked
+
+    for one, name in zip(plan.files, names, strict=True):
+        with name.open("wb") as file:
+            for literal in one.file.literals:
+                file.seek(literal.offset)
+                file.write(literal.data)
+            file.truncate(one.file.nbytes)
+    return Checked()
+
+
+class Saving:
+    """How torch saves tensors: with elements that are one, or sparse, with holes for them."""
+
+    def __init__(self, elements: Path, *, sparse: bool) -> None:
+        self.elements, self.sparse = elements, sparse
+
+    def tensor(self, numel: int, dtype: str = "float32") -> Any:
+        """Return a tensor; a sparse one lies in a sparse file, which is gone."""
+        import torch
+
+        if not self.sparse:
+            return torch.ones(numel, dtype=getattr(torch, dtype))
+        found = torch.from_file(str(self.elements), shared=True, size=numel, dtype=getattr(torch, dtype))
+        self.elements.unlink()
+        return found
+
+    def __call__(self, content: object, path: Path) -> None:
+        """Save what may have tensors."""
+        import torch
+
+        with torch.serialization.skip_data() if self.sparse else nullcontext():
+            torch.save(content, path)
 
 
 def template(name: str, pattern: str) -> dict[str, Any]:
@@ -101,13 +166,11 @@ def one_group(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**groups[0], "params": [0]}]
 
 
-def state(numel: int, like: dict[Any, Any]) -> dict[int, dict[str, Any]]:
-    import torch
-
-    return {0: {"step": like[0]["step"], "exp_avg": torch.ones(numel), "exp_avg_sq": torch.ones(numel)}}
+def state(numel: int, like: dict[Any, Any], save: Saving) -> dict[int, dict[str, Any]]:
+    return {0: {"step": like[0]["step"], "exp_avg": save.tensor(numel), "exp_avg_sq": save.tensor(numel)}}
 
 
-def flat(folder: Path, stage: int, ranks: int, parameters: dict[str, tuple[int, int]]) -> None:
+def flat(folder: Path, stage: int, ranks: int, parameters: Shapes, save: Saving) -> None:
     """Write the files of ZeRO-1 or 2: one for the model, and one for each rank with its partition."""
     import torch
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -117,7 +180,7 @@ def flat(folder: Path, stage: int, ranks: int, parameters: dict[str, tuple[int, 
     numels = [math.prod(shape) for shape in parameters.values()]
     starts = [0, *accumulate(numels)]
     partition = 2 * -(-starts[-1] // (2 * ranks))
-    buffer = torch.ones(partition * ranks, dtype=torch.bfloat16)
+    buffer = save.tensor(partition * ranks, "bfloat16")
     module = {
         name: buffer[at : at + math.prod(shape)].view(shape)
         for (name, shape), at in zip(parameters.items(), starts, strict=False)
@@ -134,7 +197,7 @@ def flat(folder: Path, stage: int, ranks: int, parameters: dict[str, tuple[int, 
     }
     if stage == 1:
         model["frozen_param_shapes"] = model["frozen_param_fragments"] = None
-    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    save(model, folder / "mp_rank_00_model_states.pt")
     like = template("s2_bf16_dp4", "*zero_pp_rank_0_*optim_states.pt")
     z, names = like["optimizer_state_dict"], list(parameters)
     for rank in range(ranks):
@@ -149,20 +212,20 @@ def flat(folder: Path, stage: int, ranks: int, parameters: dict[str, tuple[int, 
         base = z["base_optimizer_state"]
         z |= {
             "base_optimizer_state": {
-                "state": state(partition, base["state"]),
+                "state": state(partition, base["state"], save),
                 "param_groups": one_group(base["param_groups"]),
             },
-            "single_partition_of_fp32_groups": [torch.ones(partition - padding)],
+            "single_partition_of_fp32_groups": [save.tensor(partition - padding)],
             "zero_stage": ZeroStageEnum(stage),
             "group_paddings": [padding],
             "partition_count": [ranks],
             "param_slice_mappings": [mapping],
         }
         z.pop("param_alignment_paddings", None)
-        torch.save(like, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        save(like, folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def parameterwise(folder: Path, ranks: int, parameters: dict[str, tuple[int, int]]) -> None:
+def parameterwise(folder: Path, ranks: int, parameters: Shapes, save: Saving) -> None:
     """Write the files of ZeRO-3: for each rank its shards, and a model file with all names and shapes."""
     import torch
 
@@ -183,13 +246,18 @@ def parameterwise(folder: Path, ranks: int, parameters: dict[str, tuple[int, int
     z |= {
         "partition_count": ranks,
         "optimizer_state_dict": {
-            "state": state(numel, z["optimizer_state_dict"]["state"]),
+            "state": state(numel, z["optimizer_state_dict"]["state"], save),
             "param_groups": one_group(z["optimizer_state_dict"]["param_groups"]),
         },
-        "fp32_flat_groups": [torch.ones(numel)],
+        "fp32_flat_groups": [save.tensor(numel)],
     }
     same(model, folder, "zero_pp_rank_{}_mp_rank_00_model_states.pt", ranks)
-    same(like, folder, "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", ranks)
+    name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+    if save.sparse:  # too large to be copied
+        for rank in range(ranks):
+            save(like, folder / name.format(rank))
+    else:
+        same(like, folder, name, ranks)
 
 
 def same(content: object, folder: Path, name: str, ranks: int) -> None:
@@ -206,10 +274,18 @@ def same(content: object, folder: Path, name: str, ranks: int) -> None:
             (folder / name.format(rank)).write_bytes(data.replace(old, new))
 
 
+def loop() -> float:
+    """Return the CPU time of a loop."""
+    start, number = time.process_time(), 0
+    for at in range(LOOP):
+        number += at
+    return time.process_time() - start
+
+
 def measured(code: str, *arguments: str) -> Measured:
-    """Run a child; return its CPU time in seconds, its peak memory in MB, all and anonymous, and its exit status."""
+    """Run a child; return what it took."""
     child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, cwd=HERE / "cache")
-    anonymous = 0
+    anonymous = most = 0
     while True:
         pid, status, usage = os.wait4(child.pid, os.WNOHANG)
         if pid:
@@ -217,9 +293,10 @@ def measured(code: str, *arguments: str) -> Measured:
         with suppress(OSError):  # no Linux, or it has ended
             lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
             anonymous = max(anonymous, *(int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
+            most = max(most, sum(1 for _ in Path(f"/proc/{child.pid}/fd").iterdir()))
         time.sleep(SAMPLED_S)
     peaks = usage.ru_maxrss * 1024 / 1e6, anonymous * 1024 / 1e6
-    return usage.ru_utime + usage.ru_stime, *peaks, os.waitstatus_to_exitcode(status)
+    return usage.ru_utime + usage.ru_stime, *peaks, most, os.waitstatus_to_exitcode(status)
 
 
 def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], Measured]]:
@@ -228,6 +305,8 @@ def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], Measured
     world = str(max(ranks * 3 // 4, 1))
     verb = ("convert", "--to", CONVERTED[kind]) if kind in CONVERTED else ("reshard",)
     dry = (*verb, path, f"{path}-to-{world}", "--world-size", world, "--dry-run", "--quiet", "--json")
+    merged = ("consolidate", path, f"{path}.out/m.safetensors", "--dry-run", "--quiet", "--json")
+    whole = ("convert", path, f"{path}.out/whole", "--to", "consolidated", "--dry-run", "--quiet", "--json")
     restaged, restage = f"{path}.out/restaged", ("--world-size", str(ranks), "--stage", "2" if kind == "zero3" else "3")
     return {
         "start": lambda: measured(START),
@@ -235,6 +314,8 @@ def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], Measured
         "open": lambda: measured(OPEN, path),
         "inspect": lambda: measured(COMMAND, "inspect", path, "--json"),
         "reshard": lambda: measured(COMMAND, *dry),
+        "convert": lambda: measured(COMMAND, *whole),
+        "merge": lambda: measured(COMMAND, *merged),
         "verify": lambda: measured(COMMAND, "verify", path, "--quiet", "--json"),
         "deep": lambda: measured(COMMAND, "verify", path, "--deep", "--quiet", "--json"),
         "consolidate": lambda: measured(COMMAND, "consolidate", path, f"{path}.out/m.safetensors", "--quiet"),
@@ -248,46 +329,71 @@ def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], Measured
     }
 
 
+Key = tuple[str, str, int, int]
+"""Verb, kind, ranks, parameters."""
+
+
 def rows(options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the table."""
-    heads = f"{'CPU s':>9}{'peak MB':>9}{'anon':>7}{'x floor':>9}{'exponent':>10}{'exit':>5}"
-    yield f"{'kind':<8}{'ranks':>6}  {'verb':<12}{heads}"
+    heads = f"{'CPU s':>9}{'loop':>7}{'peak MB':>9}{'anon':>7}{'fds':>5}{'x floor':>9}{'ranks^':>8}{'params^':>8}"
+    yield f"{'kind':<11}{'ranks':>6}{'params':>8}  {'verb':<12}{heads}{'exit':>5}"
     start = measured(START)[0]
-    for kind in options.kinds.split(","):
-        before: dict[str, tuple[int, float]] = {}
-        for ranks in map(int, options.ranks.split(",")):
-            source = options.work / f"scale-{kind}-{ranks}-{options.parameters}"
-            if not source.exists():
-                part = source.with_name(f"{source.name}.part")
-                shutil.rmtree(part, ignore_errors=True)
-                arguments = ["--make", str(part), "--kinds", kind, "--ranks", str(ranks)]
-                arguments += ["--parameters", str(options.parameters)]  # in a child: the peak of ours would be theirs
-                subprocess.run(
-                    [sys.executable, __file__, *arguments],
-                    check=True,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-                part.rename(source)
-            verbs = runs(kind, source, ranks)
-            floor = 0.0
-            out = source.with_name(f"{source.name}.out")
-            shutil.rmtree(out, ignore_errors=True)
-            out.mkdir()
-            for verb in ENDS if options.verbs == "ends" else options.verbs.split(","):
-                cpu, peak, anonymous, code = verbs[verb]()
-                floor = cpu - start if verb == "floor" else floor
-                share = f"{(cpu - start) / floor:.2f}" if floor > 0 else ""
-                exponent = ""
-                if verb in before and cpu > start:
-                    others, other = before[verb]
-                    exponent = f"{math.log((cpu - start) / other) / math.log(ranks / others):.2f}"
-                before[verb] = (ranks, max(cpu - start, 1e-3))
-                figures = f"{cpu:>9.2f}{peak:>9.0f}{anonymous:>7.0f}{share:>9}{exponent:>10}{code:>5}"
-                yield f"{kind:<8}{ranks:>6}  {verb:<12}{figures}"
-            shutil.rmtree(out)
-            if not options.keep:
-                shutil.rmtree(source)
+    found: dict[Key, Measured] = {}
+    sizes = (map(int, one.split(",")) for one in (options.parameters, options.ranks))
+    verbs = {"ends": ENDS, "dry": DRY}.get(options.verbs, tuple(options.verbs.split(",")))
+    for kind, count, ranks in product(options.kinds.split(","), *sizes):
+        source = options.work / f"scale-{kind}-{ranks}-{count}{'' if options.factor == 1 else f'-{options.factor}'}"
+        if not source.exists():
+            part = source.with_name(f"{source.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            arguments = ["--make", str(part), "--kinds", kind, "--ranks", str(ranks), "--factor", str(options.factor)]
+            arguments += ["--parameters", str(count)]  # in a child: the peak of ours would be theirs
+            command = [sys.executable, __file__, *arguments]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            part.rename(source)
+        if options.verbs == "none":
+            continue
+        how = runs(kind, source, ranks)
+        floor = 0.0
+        out = source.with_name(f"{source.name}.out")
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        for verb in verbs:
+            unit = loop()
+            found[verb, kind, ranks, count] = cpu, peak, anonymous, most, code = how[verb]()
+            floor = cpu - start if verb == "floor" else floor
+            share = f"{(cpu - start) / floor:.2f}" if floor > 0 else ""
+            row = f"{cpu:>9.2f}{unit:>7.2f}{peak:>9.0f}{anonymous:>7.0f}{most:>5}{share:>9}"
+            row += f"{exponent(found, (verb, kind, ranks, count), 2, start):>8}"
+            row += f"{exponent(found, (verb, kind, ranks, count), 3, start):>8}"
+            yield f"{kind:<11}{ranks:>6}{count:>8}  {verb:<12}{row}{code:>5}"
+        shutil.rmtree(out)
+        if not options.keep:
+            shutil.rmtree(source)
+    yield from goals(found)
+
+
+def exponent(found: dict[Key, Measured], key: Key, at: int, start: float) -> str:
+    """Return the slope of CPU time since an earlier row with less of one number, on paper with logarithms as axes."""
+    before = [one for one in found if one[at] < key[at] and (*one[:at], key[at], *one[at + 1 :]) == key]
+    if not before or min(found[before[-1]][0], found[key][0]) <= start:
+        return ""
+    slope = math.log((found[key][0] - start) / (found[before[-1]][0] - start))
+    return f"{slope / math.log(int(key[at]) / int(before[-1][at])):.2f}"
+
+
+def goals(found: dict[Key, Measured]) -> Iterator[str]:
+    """Yield which goals are reached."""
+    for verb, (most, memory) in GOALS.items():
+        for kind in ("zero2", "zero3"):
+            one, four = (found.get((verb, kind, ranks, 10_000)) for ranks in (1024, 4096))
+            if one is not None:
+                said = f"{verb} of {kind}, 1,024 ranks: {one[0]:.1f} s of {most:.0f}, {one[1]:.0f} MB of {memory}"
+                yield f"{'reached' if one[0] <= most and one[1] <= memory else 'NOT reached'}: {said}"
+            if one is not None and four is not None:
+                times = four[0] / one[0]
+                said = f"{verb} of {kind}, 4,096 ranks: {times:.1f} times as much of {TIMES_AS_MUCH}"
+                yield f"{'reached' if times <= TIMES_AS_MUCH else 'NOT reached'}: {said}"
 
 
 def main() -> None:
@@ -295,15 +401,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--ranks", default="8,64,256")
-    parser.add_argument("--parameters", type=int, default=10_000)
+    parser.add_argument("--parameters", default="10000")
+    parser.add_argument("--factor", type=int, default=1)
+    parser.add_argument("--descriptors", type=int)
     parser.add_argument("--verbs", default=",".join(VERBS[1:]))
     parser.add_argument("--work", type=Path, default=HERE / "cache")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make is not None:
-        make(options.kinds, int(options.ranks), options.parameters, options.make)
+        name = (LAYER,) if options.kinds == "torch_dist" else ()
+        parameters = shapes(int(options.parameters), options.factor, *name)
+        make(options.kinds, int(options.ranks), parameters, options.make, sparse=options.factor > 1)
         return
+    if options.descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (options.descriptors, options.descriptors))
     options.work = options.work.resolve()  # verbs run in the cache
     for folder in (options.work, HERE / "cache"):
         folder.mkdir(parents=True, exist_ok=True)

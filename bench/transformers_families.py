@@ -45,18 +45,17 @@ FAILED = "FAILED"
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 PAGE = """# Families of transformers
 
-What `--map transformers`, `consolidate` and `zckpt.load` make of {number} families of transformers {version}, by tiny
-models of random weights that were trained two steps. `bench/transformers_families.py` makes this page: a row says what
-it has just seen.
+How `--map transformers`, `consolidate` and `zckpt.load` handle {number} families of transformers {version}.
+`bench/transformers_families.py` makes this page with tiny models of random weights, trained for two steps.
 
-- **in file / in memory**: tensors that `save_pretrained` writes, and that the model has; "the same names" where nothing
-  differs.
-- **loads**: what is in memory (`torch.save` of model and optimizer), consolidated into a directory, has all that
-  `save_pretrained` writes, bit-equal; `from_pretrained` finds all of it and nothing else, and outputs are equal.
-- **there and back**: weights and both moments of AdamW under the file's names are what transformers' own code makes of
-  them, and under the names in memory again what they were, in the model's order.
-- **trains on**: a fresh model and optimizer that `zckpt.load` has filled from a Trainer's directory, whose optimizer
-  only numbers its parameters, go on with the losses of the run that went on.
+- **in file / in memory**: the number of tensors that `save_pretrained` writes / that the model has, or "the same
+  names" if nothing differs.
+- **loads**: the state in memory (`torch.save` of model and optimizer), consolidated into a directory, is bit-equal
+  to what `save_pretrained` writes; `from_pretrained` finds all of it and nothing else, and outputs are equal.
+- **there and back**: under the file's names, weights and both AdamW moments are what transformers' own code makes
+  of them; back under the names in memory, they are what they were, in the model's order.
+- **trains on**: `zckpt.load` fills a fresh model and optimizer from a Trainer's directory, whose optimizer only numbers
+  its parameters; their losses equal those of the uninterrupted run.
 
 """
 SLOTS = ("exp_avg", "exp_avg_sq")

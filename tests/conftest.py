@@ -17,6 +17,11 @@ from typing import TypeVar
 import pytest
 from hypothesis import settings
 
+from zckpt.errors import ZckptError
+
+ZckptError.names_flags = True
+"""Texts are those of the command line, whoever calls; `test_errors.py` is about those of Python."""
+
 # How long an example takes is no property of the product. `make test-all` draws more of them.
 settings.register_profile("zckpt", deadline=None, max_examples=50)
 settings.register_profile("nightly", deadline=None, max_examples=200)

@@ -493,6 +493,63 @@ class Holder(torch.nn.Module):
             at.register_parameter(last, torch.nn.Parameter(torch.zeros(shape)))
 
 
+def weights_by(rank: int, world_size: int, loads: list[tuple[str, Path]], shapes: dict[str, tuple[int, ...]],
+               groups: list[list[str]]) -> list[dict[str, torch.Tensor]]:  # fmt: skip
+    """Return the float32 weights that an FSDP2 training has after each load: by stock DCP, zckpt's reader or load."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    import zckpt
+
+    found = []
+    for how, path in loads:
+        model = Holder(shapes)
+        fully_shard(model)
+        live = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW([{"params": [live[name] for name in names]} for names in groups], lr=1.0)
+        if how == "load":
+            zckpt.load(path, model=model, optimizer=optimizer, strict=False)
+        else:
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            reader = {"storage_reader": zckpt.dcp.Reader(path)} if how == "reader" else {"checkpoint_id": path}
+            dcp.load(states, **reader)
+            set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        found.append({name: one.full_tensor().detach().clone() for name, one in model.named_parameters()})
+    return found
+
+
+def trained_vit(rank: int, world_size: int, folder: Path, paths: list[Path]) -> list[dict[str, torch.Tensor]]:
+    """Train a ViT with the Trainer, or go on from paths; return its weights when it saves, or would take a step."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
+
+    class Watching(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **given: Any) -> None:
+            if state.global_step == STEPS:
+                found.append({name: one.detach().clone() for name, one in model.named_parameters()})
+
+    class Pictures(Batches):
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            made = torch.Generator().manual_seed(index)
+            return {"pixel_values": torch.randn(3, 8, 8, generator=made), "labels": torch.tensor(index % 2)}
+
+    found: list[dict[str, torch.Tensor]] = []
+    for seed, path in enumerate([None, *paths]):
+        torch.manual_seed(seed)
+        config = ViTConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+        )
+        arguments = TrainingArguments(
+            output_dir=str(folder / f"out{seed}"), per_device_train_batch_size=1, max_steps=STEPS + 1,
+            save_steps=STEPS, use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Trainer(
+            ViTForImageClassification(config), arguments, train_dataset=Pictures(), callbacks=[Watching()]
+        )
+        trainer.train(resume_from_checkpoint=None if path is None else str(path))
+    return found
+
+
 def _zckpt(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     import zckpt
 

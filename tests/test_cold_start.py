@@ -38,6 +38,7 @@ LOADED: dict[str, set[str]] = {
     f"inspect {SOURCE}": STRUCTURE,
     f"inspect {SOURCE} --json --files --globals": STRUCTURE,
     f"map {SOURCE} --json": STRUCTURE,
+    f"scan {SOURCE} --json": STRUCTURE,
     "formats": PLUGINS,
     f"diff {SOURCE} {SOURCE}": ELEMENTS,
     f"verify {SOURCE} --deep": ELEMENTS,
@@ -50,6 +51,7 @@ LOADED: dict[str, set[str]] = {
     f"convert {SOURCE} dcp --to dcp": ELEMENTS | PLUGINS,
     f"reshard {SOURCE} of3 --world-size 3": ELEMENTS | PLUGINS,
     f"strip {SOURCE} small --optimizer": ELEMENTS,
+    f"sanitize {SOURCE} clean": ELEMENTS,
     f"average {SOURCE} {SOURCE} --target mean.safetensors": ELEMENTS,
     f"merge-adapter {SOURCE} {ADAPTER} merged.safetensors": ELEMENTS,
 } | {f"{verb} --help": PLUGINS if verb in ("convert", "reshard") else set() for verb in cli.commands}

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 
-from zckpt.errors import DamagedFileError, about
+import zckpt
+from tests.cli.console import FIXTURES, run
+from zckpt.cli import cli
+from zckpt.errors import DamagedFileError, about, as_keywords
+from zckpt.operations.options import Converted
 
 
 def test_an_error_names_the_innermost_file_that_it_is_about():
@@ -21,3 +30,93 @@ def test_an_error_names_the_innermost_file_that_it_is_about():
 def test_what_is_no_error_of_zckpt_passes_as_it_is():
     with pytest.raises(KeyError, match="a name"), about("run"):
         raise KeyError("a name")
+
+
+# --- options
+
+
+@pytest.fixture
+def in_python(monkeypatch):
+    """Errors as they are without the tests' own setting."""
+    monkeypatch.setattr(zckpt.ZckptError, "names_flags", False)
+
+
+def _signature(verb: str) -> set[str]:
+    function = getattr(zckpt, {"list": "history"}.get(verb, verb).replace("-", "_"))
+    names = set(inspect.signature(function).parameters)
+    return names | set(Converted.__annotations__) if "options" in names else names
+
+
+@pytest.mark.parametrize("verb", sorted(set(cli.commands) - {"formats"}))
+def test_every_option_that_a_verb_has_in_python_too_is_named_by_its_keyword(verb):
+    command = cli.commands[verb]
+    own = _signature(verb)
+    options = [one for one in command.get_params(click.Context(command)) if isinstance(one, click.Option)]
+    for one in options:
+        if one.name not in own:  # of the command line alone
+            continue
+        for flag in (*one.opts, *one.secondary_opts):
+            if flag.startswith("--"):
+                keyword, value = as_keywords(f"give {flag}, or not").removeprefix("give ").split(",")[0].split("=")
+                assert keyword == one.name
+                assert value in (("True", "False", "") if one.is_flag else ("",))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("give --names FILE, one a line", "give names=[...], one a line"),
+        ("--stage 1 or 2, without --pipeline-parallel-size", "stage=1 or 2, without pipeline_parallel_size="),
+        ("--overwrite replaces it, --no-checksums too", "overwrite=True replaces it, checksums=False too"),
+        ("--groups=one, --slots=exp_avg,master, --fsdp-size=2", 'groups="one", slots=["exp_avg", "master"], '
+            'fsdp_size=2'),
+        ("write --drop 'a/*.pt'; --stage-bounds 0,N,...: all", "write drop=['a/*.pt']; stage_bounds=0,N,...: all"),
+        ("`zckpt reshard A B --world-size 2` does", "`zckpt reshard A B --world-size 2` does"),
+        ("a--b and -- and `--to=dcp`", 'a--b and -- and `to="dcp"`'),
+    ],
+)  # fmt: skip
+def test_options_become_keywords_and_commands_stay(text, said):
+    assert as_keywords(text) == said
+
+
+SOURCE = FIXTURES / "s2_bf16_dp2"
+REFUSED: dict[str, tuple[Callable[[Path], object], list[str], str, str]] = {
+    "consolidate": (
+        lambda at: zckpt.consolidate(SOURCE, at), [], "give overwrite=True", "give --overwrite",
+    ),
+    "convert": (
+        lambda at: zckpt.convert(FIXTURES / "other/plain_adamw/ckpt.pt", at / "x", to="deepspeed"),
+        ["--to", "deepspeed"], "world_size= is required", "--world-size is required",
+    ),
+    "reshard": (
+        lambda at: zckpt.reshard(SOURCE, at / "x", world_size=2, resume=True, restart=True),
+        ["--world-size", "2", "--resume", "--restart"],
+        "resume=True and restart=True exclude", "--resume and --restart exclude",
+    ),
+    "average": (
+        lambda at: zckpt.average([SOURCE, SOURCE], at / "x", weights=[1, 2], ema=0.5),
+        ["--weights", "1,2", "--ema", "0.5"], "weights= and ema= exclude", "--weights and --ema exclude",
+    ),
+    "strip": (
+        lambda at: zckpt.strip(SOURCE, at / "x", optimizer=True, keep_slots=["exp_avg"]),
+        ["--optimizer", "--keep-slots", "exp_avg"], "keep_slots= only", "--keep-slots only",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", sorted(REFUSED))
+@pytest.mark.usefixtures("in_python")
+def test_a_verb_names_options_as_whoever_calls_it_does(verb, tmp_path):
+    call, options, keywords, flags = REFUSED[verb]
+    with pytest.raises(zckpt.ZckptError) as error:
+        call(tmp_path)
+    assert keywords in str(error.value)
+    assert keywords in json.dumps(error.value.as_dict())
+    assert "--" not in str(error.value)
+    source = FIXTURES / "other/plain_adamw/ckpt.pt" if verb == "convert" else SOURCE
+    target = tmp_path if verb == "consolidate" else tmp_path / "x"
+    done = run(verb, source, *[source] * (verb == "average"), target, *options, "--json")
+    assert flags in done.stderr
+    assert flags in done.stdout
+    with pytest.raises(zckpt.ZckptError, match=re.escape(keywords)):  # again, after the command line
+        call(tmp_path)

@@ -205,7 +205,7 @@ def at_module_level(tree: ast.Module) -> ast.Module:
 
 
 FLOORS = [
-    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "accelerate", "lightning", "torchtitan"},
+    {"__main__", "__init__"}, {"cli"}, {"notebook"}, {"report"}, {"hf", "accelerate", "lightning", "torchtitan"},
     {"dcp", "deepspeed"}, {"training"}, {"optim"},
     {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"evidence"}, {"torchfile"}, {"executors"}, {"engine"},
     {"storage"}, {"state"}, {"errors", "codes", "version"},

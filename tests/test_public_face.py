@@ -29,14 +29,16 @@ def test_exported_names():
     assert zckpt.__all__ == [
         "Appeared", "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError",
         "Distribution", "Elements", "Extent", "Finding", "Fingerprint", "History", "Inspection", "LayoutError",
-        "LeftOutError", "Map", "Merged", "MissingPackageError", "NotRestoredError", "OpenedCheckpoint", "Packed",
-        "ParamGroup", "Parameter", "Parting", "Patched", "PickleError", "Pruned", "Recorded", "Restored", "ResumeCheck",
-        "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Statistics", "Stripped",
-        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "Unpacked", "UnsupportedError",
-        "UsageError", "Verification", "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__",
-        "apply", "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint",
-        "hf", "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "pack", "parting", "patch",
-        "prune", "reshard", "resume_check", "save", "series", "show", "stats", "strip", "unpack", "verify", "watch",
+        "LeftOutError", "Map", "Merged", "MissingPackageError", "NotRestoredError", "OpenedCheckpoint",
+        "Packed", "ParamGroup", "Parameter", "Parting", "Patched", "PickleError", "Pruned", "Recorded",
+        "Restored", "ResumeCheck", "Sanitized", "Saving", "Scalar", "Scanned", "Series", "ShardError", "Slot",
+        "SourceError", "Span", "Statistics", "Stripped", "TargetError", "TargetExistsError", "Topology",
+        "UnknownFormatError", "Unpacked", "UnsupportedError", "UsageError", "Verification",
+        "WeightMismatchError", "WorkerError", "Written", "ZckptError", "__version__", "apply",
+        "assert_restored", "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf",
+        "history", "inspect", "load", "map", "merge_adapter", "open", "optim", "pack", "parting", "patch",
+        "prune", "reshard", "resume_check", "sanitize", "save", "scan", "series", "show", "stats", "strip",
+        "unpack", "verify", "watch",
     ]  # fmt: skip
 
 
@@ -107,7 +109,7 @@ def test_a_checkpoint_is_asked_by_name():
     assert weights["head.weight"] is weights["emb.weight"]
     assert moments.keys() == {one for one in opened.parameters if "exp_avg" in opened[one].slots}
     assert torch.equal(moments["fc1.weight"], opened.read("fc1.weight", "exp_avg"))
-    with refusing(zckpt.UsageError, "nothing has a slot momentum"):
+    with refusing(zckpt.UsageError, "there is no slot momentum"):
         opened.state_dict("momentum")
 
 

@@ -37,6 +37,7 @@ TARGETS = {
     "merge-adapter": ("model.safetensors", "--verify"),
     "reshard": ("run3", "--world-size", "3", *PROVED),
     "strip": ("small", "--padding", "--optimizer"),
+    "sanitize": ("clean",),
     "pack": ("store",),
     "convert deepspeed": ("out", "--to", "deepspeed", *PROVED),
     "convert universal": ("out", "--to", "universal", *PROVED),
@@ -48,6 +49,7 @@ TARGETS = {
 READ = [
     ("inspect", SOURCE, "--json", "--files"),
     ("verify", SOURCE, "--deep", "--json"),
+    ("scan", SOURCE, "--json"),
     ("diff", SOURCE, SOURCE),
     ("diff", "--series", SOURCE, SOURCE),
     ("fingerprint", SOURCE, "--json"),

@@ -1,11 +1,11 @@
-"""zckpt: open, inspect, consolidate, reshard and convert the checkpoints of sharded optimizers; runs no pickle.
+"""zckpt: open, inspect, consolidate, reshard and convert the checkpoints of sharded optimizers; executes no pickle.
 
     import zckpt
 
     checkpoint = zckpt.open("run/global_step500")         # any format; reads structure only
     checkpoint.parameters["wte.weight"].shape
     checkpoint.read("wte.weight", "exp_avg")               # a torch.Tensor; reads only those bytes
-    zckpt.inspect(checkpoint)                              # what is in it; .as_dict() is JSON-able, as of all results
+    zckpt.inspect(checkpoint)                              # what is in it; every result has a JSON-able .as_dict()
     zckpt.consolidate("run/global_step500", "model.safetensors")
     zckpt.reshard("run", "run6", world_size=6)
     zckpt.convert("run/global_step500", "dcp", to="dcp")
@@ -13,15 +13,15 @@
     zckpt.merge_adapter("base", "adapter", "merged")
     zckpt.average(["run/global_step400", "run/global_step500"], "mean.safetensors")
     zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats
-    zckpt.fingerprint("dcp").text                          # one line that is the same for every format
-    zckpt.stats("dcp").distributions                       # of each slot: least, most, mean, deviation, norm, NaN
-    zckpt.show("dcp", "wte.weight", slice="0:4,:").values  # some elements, as an array of NumPy's
-    zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
-    zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
-    zckpt.resume_check("run", program="deepspeed", world_size=4).verdict   # does it go on there, and whole?
-    zckpt.history("run").checkpoints                       # all of a run: step, size, sound or not, which is latest
-    zckpt.prune("run", keep_last=3).freed_nbytes           # what may go; delete=True removes it
-    for one in zckpt.watch("run"): one.findings            # each that appears, beside the one before
+    zckpt.fingerprint("dcp").text                          # one line, the same in every format
+    zckpt.stats("dcp").distributions                       # of each slot: min, max, mean, deviation, norm, NaN
+    zckpt.show("dcp", "wte.weight", slice="0:4,:").values  # some elements, as a NumPy array
+    zckpt.map("dcp").rows                                  # what lies where: the data of pages and pictures
+    zckpt.verify("dcp", deep=True).sound                   # is it whole, and does it make sense?
+    zckpt.resume_check("run", program="deepspeed", world_size=4).verdict   # does it resume there, completely?
+    zckpt.history("run").checkpoints                       # all checkpoints of a run: step, size, sound, latest
+    zckpt.prune("run", keep_last=3).freed_nbytes           # what can be removed; delete=True removes it
+    for one in zckpt.watch("run"): one.findings            # each checkpoint as it appears
 
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
@@ -29,14 +29,15 @@
     zckpt.assert_restored("run/step7", model=model, optimizer=optimizer)   # after any program's own load
 
     zckpt.optim, zckpt.dcp, zckpt.hf       the sharded optimizers, torch.distributed.checkpoint, Hugging Face's Trainer
-    zckpt.deepspeed                        stock DeepSpeed resumes from any of them, in place
+    zckpt.deepspeed                        lets stock DeepSpeed resume from any of them, in place
 
-The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap. Without
-torch (`pip install zckpt` alone) everything works but `read()`, `save`, `load`, `Checkpointer` and these modules.
+The names below are the whole public API. They are loaded when first used, so importing zckpt is cheap. Without torch
+(`pip install zckpt` alone) everything works except `read()`, `save`, `load`, `Checkpointer` and these modules.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 
 from zckpt.version import __version__
@@ -80,6 +81,8 @@ if TYPE_CHECKING:
     from zckpt.operations.prune import Pruned, prune
     from zckpt.operations.reshard import reshard
     from zckpt.operations.resume_check import ResumeCheck, resume_check
+    from zckpt.operations.sanitize import Sanitized, sanitize
+    from zckpt.operations.scan import Scanned, scan
     from zckpt.operations.series import Series, series
     from zckpt.operations.show import Elements, show
     from zckpt.operations.stats import Distribution, Statistics, stats
@@ -118,6 +121,8 @@ _HOMES = {
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.resume_check": ("ResumeCheck", "resume_check"),
     "zckpt.operations.target": ("Written",),
+    "zckpt.operations.sanitize": ("Sanitized", "sanitize"),
+    "zckpt.operations.scan": ("Scanned", "scan"),
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.show": ("Elements", "show"),
     "zckpt.operations.stats": ("Distribution", "Statistics", "stats"),
@@ -170,8 +175,10 @@ __all__ = [
     "Recorded",
     "Restored",
     "ResumeCheck",
+    "Sanitized",
     "Saving",
     "Scalar",
+    "Scanned",
     "Series",
     "ShardError",
     "Slot",
@@ -215,7 +222,9 @@ __all__ = [
     "prune",
     "reshard",
     "resume_check",
+    "sanitize",
     "save",
+    "scan",
     "series",
     "show",
     "stats",
@@ -239,3 +248,7 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+if (_ipython := sys.modules.get("IPython")) is not None and (_shell := _ipython.get_ipython()) is not None:
+    import_module("zckpt.notebook").load_ipython_extension(_shell)

@@ -63,18 +63,18 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no types
-    """Accelerate's, whose states are zckpt's: each rank writes and reads its part, and they are whole or not there.
+    """Accelerate's Accelerator with zckpt's checkpoints: each rank has its part, and a state is whole or absent.
 
-    `load_state` takes what was saved at any number of processes, with FSDP or without, by Accelerate itself or any
-    other program; a model, its optimizers and schedulers are what `zckpt.load` makes of it.
+    `load_state` loads what was saved at any number of processes, with or without FSDP, by Accelerate itself or any
+    other program; `zckpt.load` restores the model, its optimizers and schedulers.
 
     Parameters
     ----------
     async_ : bool
-        `save_state` returns when all is copied; at most one save is going on, and the next one, `load_state`,
-        `end_training` and `wait_for_save` wait for it. DeepSpeed's are waited for.
+        `save_state` returns when everything is copied. Only one save runs at a time: the next one, `load_state`,
+        `end_training` and `wait_for_save` wait for it. With DeepSpeed, saves are not asynchronous.
     given, named
-        What Accelerate's takes.
+        Accelerate's own arguments.
     """
 
     def __init__(self, *given: Any, async_: bool = False, **named: Any) -> None:
@@ -85,16 +85,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
     ) -> str:
-        """Save; all ranks call it together. Return where.
+        """Save; all ranks call it together. Returns the directory.
 
         Raises
         ------
         UsageError
-            No directory is given or made up; arguments for a way to save that is not used.
+            No directory is given or generated; or arguments do not apply.
         UnsupportedError
-            Several models, hooks that write files of their own, or something that only a pickle could hold.
+            Several models, hooks that write their own files, or something that only a pickle could hold.
         TargetError
-            It cannot be written, or something else is there: on all ranks, if on one.
+            It cannot be written, or something else exists there; raised on all ranks, if on one.
         """
         if self._engine_saves():
             with durable_saves():
@@ -104,7 +104,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         if output_dir is not None:
             path = Path(output_dir).expanduser()
         elif (path := self._folder() / f"checkpoint_{self.save_iteration}").exists():
-            raise TargetExistsError("is there already", path=path, advice="set project_configuration.iteration")
+            raise TargetExistsError("already exists", path=path, advice="set project_configuration.iteration")
         if self.is_main_process:
             remove_leftovers(path.parent, OWNED)
         self._saving = save(
@@ -127,14 +127,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
     ) -> Restored | None:
-        """Load; all ranks call it together. Return what `zckpt.load` does; None with DeepSpeed.
+        """Load; all ranks call it together. Returns the result of `zckpt.load`, or None with DeepSpeed.
 
         Raises
         ------
         SourceError
-            It is not there or cannot be read, or has not the state of as many registered objects.
+            It does not exist or cannot be read, or has another number of registered objects.
         UsageError
-            It is of another model.
+            It is for another model.
         """
         if self._engine_saves():
             with any_world_size():
@@ -152,16 +152,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         rest = restored.extra.get(ACCELERATE)
         if not isinstance(rest, Mapping) or not rest.keys() >= _REST:
             if self._custom_objects:
-                restored.notes.append("registered objects stay as they are: the checkpoint is another program's")
+                restored.notes.append("registered objects are not restored: another program wrote the checkpoint")
             return restored
         del restored.extra[ACCELERATE]
         for what, objects in self._others().items():
             states = rest[what]
             if len(states) != len(objects):
                 raise SourceError(
-                    f"states of other {what} than this program has", path=restored.path, expected=len(objects),
+                    f"the saved {what} are not those of this program", path=restored.path, expected=len(objects),
                     found=len(states),
-                    advice="model and optimizer are the checkpoint's already: register as when it was saved",
+                    advice="model and optimizer are already restored; register the same objects as when it was saved",
                 )  # fmt: skip
             for one, state in zip(objects, states, strict=True):
                 one.load_state_dict(state)
@@ -169,12 +169,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         return restored
 
     def wait_for_save(self) -> None:
-        """Wait until what is being saved is whole; all ranks call it together.
+        """Wait until the running save is finished; all ranks call it together.
 
         Raises
         ------
         ZckptError
-            On all ranks: it could not be written, and is not there.
+            On all ranks: it could not be written, and does not exist.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -196,16 +196,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
 
     def _check(self, hooks: Any, named: dict[str, Any]) -> None:
         if named:
-            raise UsageError("arguments for Accelerate's own way to save and load", found=", ".join(named))
+            raise UsageError("these arguments only apply to Accelerate's own save and load", found=", ".join(named))
         if hooks:
             raise UnsupportedError(
-                "registered hooks write and read files of their own, and a state is a directory that appears whole",
-                advice="register_for_checkpointing keeps what has a state_dict",
+                "registered hooks write and read their own files, but zckpt's state is a directory that appears whole",
+                advice="use register_for_checkpointing for objects with a state_dict",
             )
         if len(self._models) != 1:
             raise UnsupportedError(
-                "a state has one model", found=f"{len(self._models)} that are prepared",
-                advice="zckpt.save each of them into a directory of its own",
+                "a state can have only one model", found=f"{len(self._models)} prepared models",
+                advice="call zckpt.save for each, with a separate directory",
             )  # fmt: skip
 
     def _what(self) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
     def _folder(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
             raise UsageError(
-                "no directory is given", advice="give one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
+                "no directory given", advice="give one, or ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
         return Path(self.project_dir, "checkpoints")
 
@@ -249,4 +249,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
                 try:
                     shutil.rmtree(path)
                 except OSError as error:  # the other processes go on: what was to be saved is there
-                    warnings.warn(f"{path} is beyond total_limit, and is still there: {error}", stacklevel=3)
+                    warnings.warn(f"{path} exceeds total_limit but could not be removed: {error}", stacklevel=3)

@@ -78,8 +78,8 @@ class Code:
     advice: str
 
 
-_COPY = "copy it again from where it came from"
-_REPLACE = "replace it by the file of this step and run"
+_COPY = "copy it again from its origin"
+_REPLACE = "replace it with the file of this step and run"
 _TRUST = "do not resume from it; use an earlier checkpoint, or find where the bytes were changed"
 
 CODES: dict[str, Code] = {

@@ -2,7 +2,7 @@
 
     ZckptError
     |-- UsageError              unusable arguments                      exit status 2
-    |   `-- MissingPackageError     it needs a package that is not installed
+    |   `-- MissingPackageError     an optional package is not installed
     |-- SourceError             the source cannot be used               exit status 3
     |   |-- UnknownFormatError      no adapter recognises it
     |   |-- DamagedFileError        truncated, malformed, inconsistent
@@ -13,7 +13,7 @@
     |   |-- LeftOutError            it holds something that would not arrive in the target
     |   `-- WeightMismatchError     a master does not round to its weight
     |-- TargetError             the target cannot be written            exit status 4
-    |   `-- TargetExistsError       it is there already
+    |   `-- TargetExistsError       it already exists
     |-- WorkerError             processes that were to work are lost    exit status 6
     `-- NotRestoredError        what is being trained is not what the checkpoint has
 
@@ -95,6 +95,47 @@ def shown(text: str) -> str:
     return _QUERY.sub(r"\1", _USER.sub(r"\1", text)) if "://" in text else text
 
 
+_OPTION = re.compile(
+    r"`\w[^`]*`|(?<![\w-])--(?P<flag>[a-z]+(?:-[a-z]+)*)"
+    r"(?:=(?P<literal>[^\s;:)`]*[^\s;:)`,.])|\x20(?P<value>'[^']*'|(?:[A-Z]+|\d+)(?:=[A-Z]+|[A-Z0-9,]*,\.\.\.)?(?![\w-])))?"
+)
+"""A command, which stays as it is, or an option of the command line with its value: =WORD, 'WORD', WORD or a number."""
+
+_KEYWORDS = {
+    "root": "roots=", "root-b": "roots_b=", "for": "program=", "adapter": "adapter_name=",
+    "rigid": "elastic=False", "spread-experts": "sliced_experts=False",
+    **{f"no-{one}": f"{one.replace('-', '_')}=False" for one in (
+        "weight-check", "checksums", "fingerprint", "round-robin", "parameter-alignment", "requantize",
+        "fan-in-fan-out",
+    )},
+    **{one: f"{one.replace('-', '_')}=True" for one in (
+        "overwrite", "resume", "restart", "dry-run", "salvage", "fill-masters", "direct", "dequantize", "requantize",
+        "sliced-experts", "elastic", "deep", "verify", "exclude-frozen", "fan-in-fan-out", "delete", "unsound",
+    )},
+}  # fmt: skip
+"""What options are called in Python, where that is not their name with an equals sign."""
+
+_SEVERAL = frozenset({"names", "drop", "slots", "keep_slots", "from_last", "roots"})
+
+
+def as_keywords(text: str) -> str:
+    """Return a text that names options as Python does, `world_size=N`, not as the command line does."""
+
+    def keyword(found: re.Match[str]) -> str:
+        flag, literal, value = found["flag"], found["literal"], found["value"]
+        if flag is None:
+            return found[0]
+        name = _KEYWORDS.get(flag, f"{flag.replace('-', '_')}=")
+        if literal is not None:
+            value = literal if literal.isdecimal() else ", ".join(f'"{one}"' for one in literal.split(","))
+        if value is None or not name.endswith("="):
+            return name if value is None else f"{name} {value}"
+        several = name[:-1] in _SEVERAL
+        return f"{name}[{'...' if value.isupper() else value}]" if several else f"{name}{value}"
+
+    return _OPTION.sub(keyword, text)
+
+
 def stands_for_urls() -> bool:
     """Tell whether there are paths that stand for URLs."""
     return bool(_AS_URLS)
@@ -124,7 +165,7 @@ def require(package: str, executor: str) -> None:
         import_module(package)
     except ImportError as error:
         raise MissingPackageError(
-            f"--executor {executor} needs the package {package}, which cannot be imported",
+            f"--executor={executor} needs the package {package}, which cannot be imported",
             found=str(error),
             advice=f"pip install 'zckpt[{executor}]'",
         ) from error
@@ -136,15 +177,15 @@ class ZckptError(Exception):
     Parameters
     ----------
     message : str
-        What is wrong, in one clause.
+        What is wrong, in one clause. It, and the others, name options as the command line does: `--world-size N`.
     path : path-like, optional
         The file or directory concerned.
     expected, found : object, optional
-        What should have been there, and what was.
+        What was expected, and what was found.
     advice : str, optional
         What the user can do about it.
     code : str, optional
-        What `zckpt verify` calls it, where that is more than the class says; see `codes`.
+        The code of `zckpt verify`, if it is more specific than the class; see `codes`.
     ranks : sequence of int
         Ranks concerned.
     parameters : sequence of str
@@ -152,6 +193,8 @@ class ZckptError(Exception):
     """
 
     exit_status = 1
+    names_flags = False
+    """Whether options are named as on the command line, which sets it; else as in Python."""
 
     def __init__(
         self,
@@ -177,38 +220,41 @@ class ZckptError(Exception):
 
     @classmethod
     def kind(cls) -> str:
-        """Return what the class is called in documents, which no version changes: `damaged-file`."""
+        """Return the class's stable name in documents: `damaged-file`."""
         public = next(one for one in cls.__mro__ if one.__module__ == __name__)
         return re.sub("(?<!^)(?=[A-Z])", "-", public.__name__.removesuffix("Error")).lower()
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as JSON-able data, what `--json` prints of an error; see docs/errors.md."""
+        """Return it as JSON-able data, as `--json` prints it; see docs/errors.md."""
 
         def text(value: object) -> str | None:
-            return None if value is None else without_controls(shown(str(value)))
+            return None if value is None else without_controls(self._said(value))
 
         return {
             "code": self.kind(),
             "finding": self.code,
             "exit_status": self.exit_status,
-            "path": text(self.path),
+            "path": None if self.path is None else without_controls(shown(self.path)),
             "message": text(self.message),
             "expected": text(self.expected),
             "found": text(self.found),
             "advice": text(self.advice),
         }
 
+    def _said(self, value: object) -> str:
+        return shown(str(value) if ZckptError.names_flags else as_keywords(str(value)))
+
     def __str__(self) -> str:
-        text = shortened(shown(self.message), SHOWN_CHARACTERS)
+        text = shortened(self._said(self.message), SHOWN_CHARACTERS)
         if self.path is not None:
             text = f"{shortened(shown(self.path), SHOWN_PATH)}: {text}"
         if self.expected is not None:
-            text += f": expected {shortened(shown(str(self.expected)), SHOWN_CHARACTERS)}"
+            text += f": expected {shortened(self._said(self.expected), SHOWN_CHARACTERS)}"
         if self.found is not None:
-            found = shortened(shown(str(self.found)), SHOWN_CHARACTERS)
+            found = shortened(self._said(self.found), SHOWN_CHARACTERS)
             text += f"{',' if self.expected is not None else ':'} found {found}"
         if self.advice is not None:
-            text += f"; {shortened(shown(self.advice), SHOWN_PATH + SHOWN_CHARACTERS)}"
+            text += f"; {shortened(self._said(self.advice), SHOWN_PATH + SHOWN_CHARACTERS)}"
         return without_controls(" ".join(text.split()))
 
 
@@ -229,13 +275,13 @@ class about:  # noqa: N801  # a context, named for how it reads
 
 
 class UsageError(ZckptError, ValueError):
-    """An argument or option that cannot be used."""
+    """An argument or option cannot be used."""
 
     exit_status = 2
 
 
 class MissingPackageError(UsageError, ImportError):
-    """It needs a package that is not installed, because not everyone does."""
+    """An optional package that this needs is not installed."""
 
 
 class SourceError(ZckptError, ValueError):
@@ -257,24 +303,24 @@ class PickleError(DamagedFileError):
 
 
 class UnsupportedError(SourceError):
-    """The source is intact, but zckpt cannot do what was asked with it correctly.
+    """The source is intact, but zckpt cannot do correctly what was asked.
 
-    Where another verb does it instead, the advice names that verb.
+    If another verb does it instead, the advice names that verb.
     """
 
     exit_status = 5
 
 
 class ShardError(SourceError):
-    """A rank's file is missing, there twice, or from another step."""
+    """A rank's file is missing, duplicated, or from another step."""
 
 
 class LayoutError(SourceError):
-    """Two accounts of where a parameter's elements lie disagree."""
+    """The metadata contradicts itself about where a parameter's elements lie."""
 
 
 class LeftOutError(SourceError):
-    """The source holds something that nothing has read, so that it would be lost without a word.
+    """The source holds something that zckpt does not read, so it would be lost silently.
 
     Parameters
     ----------
@@ -305,17 +351,17 @@ class TargetError(ZckptError, OSError):
 
 
 class TargetExistsError(TargetError, FileExistsError):
-    """The target is there already."""
+    """The target already exists."""
 
 
 class WorkerError(ZckptError, ConnectionError):
-    """Processes that were to do the work were lost, cannot be reached, or see other files than this one."""
+    """Worker processes were lost, cannot be reached, or see other files than the driver does."""
 
     exit_status = 6
 
 
 class NotRestoredError(ZckptError, AssertionError):
-    """What is being trained is not what the checkpoint has.
+    """The live model or optimizer is not what the checkpoint holds.
 
     Parameters
     ----------

@@ -63,20 +63,20 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
 def callback(checkpointer: Checkpointer | None = None, *, check: bool | str | os.PathLike[str] = False) -> Any:
-    """Return a callback for `Trainer.add_callback`: a Checkpointer saves what is trained; what is resumed is checked.
+    """Return a callback for `Trainer.add_callback` that saves with a Checkpointer and checks what was resumed.
 
-    After each step, `checkpointer.step` is called with its number, the model, the optimizer and the scheduler: all
-    ranks save every so many steps, and at SIGTERM, upon which the training ends. What was saved becomes a Trainer's by
-    `zckpt convert --to transformers-trainer`.
+    After each step, it calls `checkpointer.step` with the step's number, the model, the optimizer and the scheduler:
+    all ranks save every so many steps, and on SIGTERM, after which the training ends. `zckpt convert --to
+    transformers-trainer` turns a save into a Trainer's checkpoint.
 
     Parameters
     ----------
     checkpointer : Checkpointer, optional
-        For trainings without DeepSpeed.
+        For training without DeepSpeed.
     check : bool or path-like
-        When a training begins that was resumed, call `zckpt.assert_restored` with the model, the optimizer and the
-        scheduler, DeepSpeed's too: True holds them against `checkpoint-N` of the output directory, N being the step of
-        the Trainer; or give the path that it resumes from.
+        When a resumed training begins, call `zckpt.assert_restored` with the model, the optimizer and the scheduler
+        (also DeepSpeed's). True compares with `checkpoint-N` in the output directory, where N is the Trainer's step; or
+        give the path that it resumes from.
 
     Raises
     ------
@@ -85,12 +85,12 @@ def callback(checkpointer: Checkpointer | None = None, *, check: bool | str | os
     UsageError
         There is nothing to do.
     NotRestoredError
-        When training begins: something is not as in the checkpoint.
+        When training begins: something differs from the checkpoint.
     UnsupportedError
-        When training begins: DeepSpeed trains, of which `zckpt.deepspeed.durable_saves` saves what the Trainer does.
+        When training begins: it uses DeepSpeed; use `zckpt.deepspeed.durable_saves` instead.
     """
     if checkpointer is None and not check:
-        raise UsageError("nothing to save with, and nothing to check", advice="give a Checkpointer, or check=True")
+        raise UsageError("the callback has nothing to do", advice="give a Checkpointer, or check=True")
     try:
         from transformers import TrainerCallback
     except ModuleNotFoundError as error:
@@ -103,8 +103,8 @@ def callback(checkpointer: Checkpointer | None = None, *, check: bool | str | os
             del control
             if args.deepspeed and checkpointer is not None:
                 raise UnsupportedError(
-                    "a Checkpointer does not save what DeepSpeed trains",
-                    advice="train in zckpt.deepspeed.durable_saves(), without this callback",
+                    "a Checkpointer cannot save a DeepSpeed training",
+                    advice="use zckpt.deepspeed.durable_saves() instead of this callback",
                 )
             if check and state.global_step:
                 path = Path(args.output_dir, f"checkpoint-{state.global_step}") if check is True else check
@@ -126,39 +126,39 @@ def _trained(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None = None) -> str | None:
-    """Return a Trainer's checkpoint that the present processes can resume from; all of them call it together.
+    """Return a Trainer checkpoint that the current processes can resume from; all of them call it together.
 
-    If DeepSpeed saved it at another number of ranks, the first process writes a copy for the present number, and the
-    others wait. An earlier copy is used again if the original is still the same. Copies stay until they
-    are removed by hand. Let batch size per process x processes x accumulation be what it was, and the Trainer goes on
-    with the batch that is next.
+    If DeepSpeed saved it at another number of ranks, the first process writes a copy for the current number, and the
+    others wait. An earlier copy is reused if the original is unchanged. Copies stay until you remove them. Keep batch
+    size per process x processes x accumulation unchanged, so that the Trainer continues with the next batch.
 
     Parameters
     ----------
     checkpoint : path-like
-        `checkpoint-N`, or a Trainer's output directory, of which the newest finished one is taken; on a file system
-        that all processes share.
+        `checkpoint-N`, or a Trainer's output directory, whose newest finished checkpoint is used; on a file system that
+        all processes share.
     world_size : int, optional
-        Processes that will resume; by default the present ones.
+        Processes that will resume. Default: the current ones.
 
     Returns
     -------
     str or None
-        For `Trainer.train(resume_from_checkpoint=...)`. None: the output directory has no checkpoint.
+        For `Trainer.train(resume_from_checkpoint=...)`. None if the output directory has no checkpoint.
 
     Raises
     ------
     UsageError
-        There are several processes, and they are not joined yet: make the Trainer or its arguments first.
+        There are several processes, but no process group yet: create the Trainer or its arguments first.
     SourceError
-        There is no such checkpoint, or it cannot be cut for this number: on all processes, if on one.
+        There is no such checkpoint, or it cannot be resharded for this number; raised on all processes, if on one.
     TargetError
-        The copy cannot be written: on all processes, if on one.
+        The copy cannot be written; raised on all processes, if on one.
     """
     joined = dist.is_available() and dist.is_initialized()
     if not joined and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            "the processes are not joined yet", advice="make the Trainer, or its TrainingArguments, before this call"
+            "the process group is not initialised yet",
+            advice="create the Trainer, or its TrainingArguments, before this call",
         )
     ranks = Ranks()
     processes = ranks.world_size if world_size is None else world_size
@@ -169,7 +169,7 @@ def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None
         if source is None:
             return None
         if not is_trainers(source):
-            raise SourceError("no checkpoint of a Trainer", path=source, expected=f"a directory with {TRAINER_STATE}")
+            raise SourceError("no Trainer checkpoint", path=source, expected=f"a directory with {TRAINER_STATE}")
         topology = open_checkpoint(source).topology if find(source) is not None else None
         if topology is None or topology.dp * topology.tp * topology.pp == processes:
             return str(source)
@@ -186,7 +186,7 @@ def _newest(output: Path) -> Path | None:
     for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
         if is_trainers(path):
             return path
-        warnings.warn(f"passed over {path}, which has no {TRAINER_STATE}: it was not saved to its end", stacklevel=4)
+        warnings.warn(f"skipped {path}, which has no {TRAINER_STATE}: it was not saved completely", stacklevel=4)
     return None
 
 
@@ -194,7 +194,9 @@ def _copy(source: Path, topology: Topology, processes: int) -> Path:
     """Return a copy for another number of processes, a new one unless it is there."""
     if processes < 1 or processes % topology.tp:
         raise UsageError(
-            "processes must be a multiple of the tensor-parallel ranks", expected=topology.tp, found=processes
+            "the number of processes must be a multiple of the tensor-parallel ranks",
+            expected=topology.tp,
+            found=processes,
         )
     folder = source.resolve().parent / f"_resharded-{processes}"
     target, made_of = folder / source.name, folder / f"{source.name}.json"

@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import Any
 
 from zckpt.errors import MissingPackageError, UsageError, require_torch
+from zckpt.state import without
 
 require_torch("zckpt.lightning")
 
@@ -105,7 +106,7 @@ class _Sharded(_Removing):
     async_ : bool
         Save while training goes on; at most one save is going on, and the next one and the end of `fit` wait for it.
     given, named
-        What Lightning's strategy takes.
+        Arguments of Lightning's strategy.
     """
 
     _saving: Saving | None = None
@@ -144,14 +145,14 @@ class _Sharded(_Removing):
             It cannot be written, or something else is there: on all ranks, if on one.
         """
         if storage_options is not None:
-            raise UsageError("storage_options are those of a CheckpointIO, which this strategy does not use")
+            raise UsageError("storage_options are for a CheckpointIO, which this strategy does not use")
         strategy: Any = self
         self._finish()
         has_optimizers = "optimizer_states" in checkpoint
         place = place_of(strategy.broadcast(filepath))
         if strategy.is_global_zero and not isinstance(place, str):
             remove_leftovers(place.parent, OWNED)
-        rest = {key: one for key, one in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        rest = without(checkpoint, "state_dict", "optimizer_states")
         self._saving = save(
             place,
             model=strategy.model,
@@ -191,12 +192,13 @@ class _Sharded(_Removing):
             }  # fmt: skip
             if strategy.is_global_zero:
                 warnings.warn(
-                    f"{restored.path}: another program's ({restored.format}), so Lightning counts from 0", stacklevel=2
+                    f"{restored.path}: written by another program ({restored.format}), so Lightning counts from 0",
+                    stacklevel=2,
                 )
         return {"state_dict": {}, **extra}
 
     def teardown(self) -> None:
-        """Wait for a save that is going on."""
+        """Wait for a running save."""
         try:
             self._finish()
         finally:
@@ -235,23 +237,23 @@ class ModelParallelStrategy(_Sharded, _strategies.ModelParallelStrategy):  # typ
 
 
 class DeepSpeedStrategy(_Removing, _strategies.DeepSpeedStrategy):  # type: ignore[misc,name-defined]
-    """Lightning's, in `zckpt.deepspeed.durable_saves` and `any_world_size`.
+    """Lightning's DeepSpeedStrategy, in `zckpt.deepspeed.durable_saves` and `any_world_size`.
 
-    Checkpoints are DeepSpeed's, and each is whole or not there. It resumes at any number of ranks and stage, from any
-    format that has the optimizer's state.
+    Checkpoints are DeepSpeed's, and each is whole or absent. It resumes at any number of ranks and any stage, from any
+    format with optimizer state.
 
     Parameters
     ----------
     async_ : bool
-        As of `durable_saves`.
+        As for `durable_saves`.
     given, named
-        What Lightning's strategy takes.
+        Arguments of Lightning's strategy.
     """
 
     _contexts = ExitStack()
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine, which saves and loads through zckpt from then on."""
+        """Create the engine, which then saves and loads through zckpt."""
         super().setup(trainer)
         self._contexts = ExitStack()
         self._saves = self._contexts.enter_context(durable_saves(self.deepspeed_engine, async_=self.async_))
@@ -266,7 +268,7 @@ class DeepSpeedStrategy(_Removing, _strategies.DeepSpeedStrategy):  # type: igno
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
-        """Wait for a save that is going on."""
+        """Wait for a running save."""
         contexts, self._contexts = self._contexts, ExitStack()
         try:
             if self._has_failed:  # other ranks may not come to agree on how the save went

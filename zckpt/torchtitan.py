@@ -63,7 +63,7 @@ class CheckpointManager(_CheckpointManager):  # type: ignore[misc]  # which is n
     def __init__(self, config: Config, **named: Any) -> None:
         if config.enable and config.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM.value:
             raise UnsupportedError(
-                "torchtitan stages to a process of its own in this mode, which zckpt does not",
+                "in this mode torchtitan stages in a separate process, which zckpt does not support",
                 found=config.async_mode,
                 advice='async_mode="async" saves while training goes on',
             )

@@ -75,8 +75,9 @@ class RawTensors(Format):
             if isinstance(error, DamagedFileError):
                 raise
             raise DamagedFileError("unreadable list", path=listed, found=f"{type(error).__name__}: {error}") from error
-        used = sum(one.slots[WEIGHT].nbytes for one in checkpoint.tensors())
-        checkpoint.files.append(SourceFile(str(raw), nbytes, "model", tensor_nbytes=used))
+        slots = {one.name: one.slots[WEIGHT] for one in checkpoint.tensors()}
+        used = sum(slot.nbytes for slot in slots.values())
+        checkpoint.files.append(SourceFile(str(raw), nbytes, "model", tensor_nbytes=used, tree=slots))
         checkpoint.claims[str(listed)] = Claim(IMPLIED, "where each tensor is")
         return checkpoint
 

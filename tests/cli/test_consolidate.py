@@ -268,7 +268,7 @@ def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside, tmp
     for other in others:
         (tmp_path / other).unlink()
     before = (tmp_path / "m.safetensors").read_bytes()
-    words = (beside, "would be taken for the new one's")
+    words = (beside, "would be taken for the new file's")
     refused(4, "consolidate", FIXTURES / "s3_fp32_dp2", tmp_path / "m.safetensors", "--overwrite", words=words)
     assert (tmp_path / "m.safetensors").read_bytes() == before
 
@@ -614,7 +614,7 @@ def test_interrupted_run_leaves_in_order_and_says_what_is_left(name, kind, large
         assert not left
     else:
         assert left == {f".{name}.zckpt-partial", f".{name}.zckpt-journal"}
-        assert f"kept in .{name}.zckpt-partial: --resume goes on with them, --restart begins anew" in error
+        assert f"kept in .{name}.zckpt-partial: --resume continues with them, --restart starts over" in error
 
 
 @pytest.mark.parametrize(("name", "kind"), each(["m", "m.safetensors"], [signal.SIGKILL, signal.SIGTERM]))
@@ -670,7 +670,7 @@ def test_reader_that_goes_away_does_not_undo_the_work(tmp_path):
 
 def test_a_directory_without_a_configuration_says_so(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    said = "no config.json goes along"
+    said = "no config.json was found"
     assert said in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model").stderr
     options = ("--config", tmp_path)
     assert said not in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "other", *options).stderr

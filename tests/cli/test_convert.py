@@ -81,7 +81,7 @@ def test_a_pointer_that_cannot_be_written_is_told_before_anything_is(tmp_path):
 def test_overwrite_replaces_a_target_of_its_format_only(tmp_path):
     for to in FORMATS:
         succeeded("convert", S2, tmp_path / to, "--to", to)
-        refused(4, "convert", S2, tmp_path / to, "--to", to, words=("exists already", "--overwrite"))
+        refused(4, "convert", S2, tmp_path / to, "--to", to, words=("already exists", "--overwrite"))
         succeeded("convert", S2, tmp_path / to, "--to", to, "--overwrite")
         (tmp_path / to / "mine.txt").write_text("mine")
         refused(4, "convert", S2, tmp_path / to, "--to", to, "--overwrite", words=("mine.txt",))
@@ -92,14 +92,14 @@ def test_a_fingerprint_beside_a_file_is_part_of_the_target(tmp_path):
     target, beside = tmp_path / "x.pt", tmp_path / "x.pt.fingerprint.json"
     beside.write_text("mine")
     options = ("--to", "consolidated", "--fingerprint")
-    refused(4, "convert", S2, target, *options, words=("x.pt.fingerprint.json", "exists already"))
+    refused(4, "convert", S2, target, *options, words=("x.pt.fingerprint.json", "already exists"))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(beside.name, "mine")]
     beside.unlink()
     succeeded("convert", S2, target, *options)
     first = beside.read_text()
     assert run("verify", target).returncode == 0
     without = (*options[:2], "--overwrite")
-    refused(4, "convert", S3, target, *without, words=("would be taken for the new one's",))
+    refused(4, "convert", S3, target, *without, words=("would be taken for the new file's",))
     succeeded("convert", S3, target, *options, "--overwrite")
     assert beside.read_text() != first
     assert run("verify", target).returncode == 0
@@ -109,7 +109,7 @@ def test_a_fingerprint_beside_a_file_is_part_of_the_target(tmp_path):
 @pytest.mark.parametrize("to", [to for to in FORMATS if to != "consolidated"])
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "out.gguf"])
 def test_a_directory_does_not_get_the_name_of_a_file(name, to, tmp_path):
-    refused(2, "convert", S2, tmp_path / name, "--to", to, words=("a directory is written",))
+    refused(2, "convert", S2, tmp_path / name, "--to", to, words=("the target is a directory",))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -140,13 +140,13 @@ def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path):
     refused(2, "diff", SOURCE, SOURCE, "--atol", "nan", words=("atol",))
     refused(2, "diff", SOURCE, SOURCE, "--rename", "(=x", words=("--rename", "regular expression"))
     refused(2, "diff", SOURCE, SOURCE, "--rename", "x", words=("OLD=NEW",))
-    refused(2, "diff", SOURCE, SOURCE, "--rename", ".*=x", words=("--rename .*=x makes", "one"))
+    refused(2, "diff", SOURCE, SOURCE, "--rename", ".*=x", words=("--rename .*=x would give", "the same name"))
     refused(2, "diff", SOURCE, SOURCE, "--parameters", "nothing*", words=("nothing to compare",))
     refused(2, "diff", "--series", SOURCE, words=("two checkpoints or more",))
     refused(2, "diff", "--series", SOURCE, SOURCE, "--rtol", "1", words=("--series",))
     refused(3, "diff", SOURCE, tmp_path / "none", words=("none", "cannot be opened"))
     (tmp_path / "page.html").write_text("kept")
-    refused(4, "diff", SOURCE, SOURCE, "--html", tmp_path / "page.html", words=("exists already",))
+    refused(4, "diff", SOURCE, SOURCE, "--html", tmp_path / "page.html", words=("already exists",))
     assert (tmp_path / "page.html").read_text() == "kept"
 
 
@@ -160,7 +160,7 @@ def test_fingerprint_is_one_line_and_can_be_stored(tmp_path):
     assert document["fingerprint"] == done.stdout.strip()
     assert document == json.loads(succeeded("fingerprint", SOURCE, "--json").stdout)
     assert document["entries"]["fc1.weight"]["master"].startswith("float32 [13, 8] ")
-    refused(4, "fingerprint", copy, "--write", words=("fingerprint.json", "exists already"))
+    refused(4, "fingerprint", copy, "--write", words=("fingerprint.json", "already exists"))
     assert succeeded("fingerprint", copy, "--write", "--overwrite").stdout == done.stdout
     assert succeeded("fingerprint", copy, "--output", tmp_path / "own.json").stdout == done.stdout
     assert (tmp_path / "own.json").read_bytes() == stored.read_bytes()

@@ -20,6 +20,7 @@ VERBS: dict[str, tuple[object, ...]] = {
     "convert to dcp": ("m", "--to", "dcp"),
     "reshard": ("m", "--world-size", 3),
     "strip": ("m", "--padding"),
+    "sanitize": ("m",),
 }
 OF_DIRECTORIES = [verb for verb, (target, *_) in VERBS.items() if target == "m"]
 
@@ -82,7 +83,7 @@ def test_what_is_there_is_replaced_only_when_told_and_only_if_it_is_a_target(ver
     succeeded(*of(verb, target))
     names = snapshot(tmp_path).keys()
     before = snapshot(tmp_path)
-    refused(4, *of(verb, target), words=(str(target.with_suffix("")), "exists already", "--overwrite"))
+    refused(4, *of(verb, target), words=(str(target.with_suffix("")), "already exists", "--overwrite"))
     assert snapshot(tmp_path) == before
     succeeded(*of(verb, target), "--overwrite")
     assert snapshot(tmp_path).keys() == names
@@ -115,7 +116,7 @@ def test_the_source_is_neither_replaced_nor_written_into(verb, tmp_path):
     targets = [(read, target) for read in (source, tag) for target in (source, tag, source.parent)]
     if "consolidate" not in verb:
         targets += [(source, tag / "cut"), (tag, tag / "cut")]
-    if verb in ("reshard", "strip"):  # the others may write a checkpoint beside those of a run
+    if verb in ("reshard", "strip", "sanitize"):  # the others may write a checkpoint beside those of a run
         targets += [(source, source / "cut")]
     for read, target in targets:
         refused(2, *of(verb, target, source=read), "--overwrite", words=("source",))

@@ -56,7 +56,7 @@ def on_tmpfs(options: str, place: Path, *verbs: str) -> list[tuple[int, str, str
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [("size=16k", "not enough space"), ("size=8m,nr_inodes=3", "no space for so many files: expected ")],
+    [("size=16k", "not enough space"), ("size=8m,nr_inodes=3", "no space for that many files: expected ")],
 )
 def test_nothing_is_left_on_a_full_disk(options, words, tmp_path):
     """Both are seen before anything is written: too few bytes, or no room for so many files."""

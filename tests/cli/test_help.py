@@ -62,10 +62,11 @@ def test_the_help_for_a_format_has_what_that_format_takes_in_its_own_words():
             for to in ((), ("--to", "dcp"), ("--to=Megatron",))
         )
         assert (
-            "--world-size N Differs by format: see --to FORMAT --help. (zckpt, fsdp-rank-files, deepspeed," in general
+            "--world-size N Depends on the format: see --to FORMAT --help. (zckpt, fsdp-rank-files, "
+            "deepspeed," in general
         )
-        assert "--world-size N Files to spread it over; any number of ranks loads it. Default: 1. --" in dcp
-        assert "--world-size N Files to spread it over; any parallelism loads it. Default: 1. --" in megatron
+        assert "--world-size N Number of files; any number of ranks can load them. Default: 1. --" in dcp
+        assert "--world-size N Number of files; any parallelism can load them. Default: 1. --" in megatron
         assert ("--keys" in dcp, "--keys" in megatron) == (True, False)
         assert ("--iteration" in dcp, "--iteration" in megatron) == (False, True)
     assert succeeded("convert", "--to", "nothing", "--help").stdout == succeeded("convert", "--help").stdout
@@ -95,7 +96,7 @@ def test_values_that_people_say_otherwise(tmp_path):
         succeeded("consolidate", SOURCE, tmp_path / f"{dtype}.safetensors", "--dtype", dtype)
     assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
     succeeded("convert", SOURCE, tmp_path / "dcp", "--to", "DCP")
-    for word, said in {"dpc": "Did you mean dcp?", "hf": "a model alone: zckpt consolidate"}.items():
+    for word, said in {"dpc": "Did you mean dcp?", "hf": "for the model alone, use zckpt consolidate"}.items():
         done = run("convert", SOURCE, tmp_path / "out", "--to", word)
         assert done.returncode == 2
         assert said in done.stderr
@@ -125,3 +126,11 @@ def test_the_page_of_errors_has_every_error():
     for name in zckpt.__all__:
         if name.endswith("Error") and name != "ZckptError":
             assert f"| `{getattr(zckpt, name).kind()}` | `{name}` |" in page()
+
+
+@pytest.mark.parametrize("verb", ["consolidate", "reshard", "convert", "strip"])
+def test_arguments_that_are_swapped_are_told(verb, tmp_path):
+    more = {"reshard": ("--world-size", 3), "convert": ("--to", "dcp"), "strip": ("--optimizer",)}.get(verb, ())
+    done = run(verb, tmp_path / "out", SOURCE, *more)
+    assert done.returncode == 3
+    assert done.stderr.endswith(f"; SOURCE comes first: zckpt {verb} {SOURCE} {tmp_path / 'out'} ...\n")

@@ -372,7 +372,7 @@ def test_name_too_long_for_a_file_is_one_line(tmp_path):
 
 
 def test_empty_directory_is_refused(tmp_path):
-    refused(3, "inspect", tmp_path, words=(str(tmp_path), "no checkpoint recognised"))
+    refused(3, "inspect", tmp_path, words=(str(tmp_path), "not recognised as a checkpoint"))
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04", b"\x80\x02}.", bytes(100)])
@@ -400,7 +400,7 @@ def test_root_without_files_of_the_checkpoint_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("inspect",), ("inspect", "--frobnicate", "x"), ("frobnicate",), ("inspect", "x", "y"), ("inspect", "x", "--tag")],
+    [("inspect",), ("inspect", "--frobnicate", "x"), ("frobnicate",), ("stats", "x", "y"), ("inspect", "x", "--tag")],
 )
 def test_unusable_arguments_are_one_line_with_status_2(arguments):
     refused(2, *arguments)
@@ -423,6 +423,23 @@ def test_debug_shows_a_traceback_wherever_it_is_given(position, tmp_path):
 
 def test_debug_keeps_the_exit_status(tmp_path):
     assert run("inspect", tmp_path, "--debug").returncode == 3
+
+
+def test_several_checkpoints_are_a_table(tmp_path):
+    sources = [FIXTURES / name for name in ("s3_bf16_dp3", "s2_bf16_dp2")]
+    lines = succeeded("inspect", *sources).stdout.splitlines()
+    assert [line.split()[1:6] for line in lines[1:3]] == [
+        ["deepspeed", "3", "3", "5", "21"],
+        ["deepspeed", "2", "2", "5", "21"],
+    ]
+    both = json.loads(succeeded("inspect", *sources, "--json").stdout)["checkpoints"]
+    assert both == [json.loads(succeeded("inspect", one, "--json").stdout) for one in sources]
+    whole = [succeeded("inspect", one, "--parameters").stdout for one in sources]
+    assert succeeded("inspect", *sources, "--parameters").stdout == "\n".join(whole)
+    done = run("inspect", *sources, "--html", tmp_path / "page.html")
+    assert done.returncode == 2
+    assert done.stderr == "zckpt: a page shows one checkpoint: found 2 given\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_and_version_are_on_standard_output():

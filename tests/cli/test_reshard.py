@@ -184,9 +184,13 @@ def test_notes_name_random_states_that_are_carried_over(tmp_path):
         ("moe_ep2_s2_fp32_dp4", ("--world-size", 3), ("divides the world size", "--expert-parallel-size")),
         ("moe_ep2_s2_fp32_dp4", ("--world-size", 6, "--expert-parallel-size", 3), ("4 experts", "3 ranks")),
         ("s2_bf16_dp2", ("--world-size", 6, "--expert-parallel-size", 3), ("no experts",)),
-        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--tensor-parallel-size", 0), ("tensor-parallel size", "0")),
-        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--tensor-parallel-size", 10**12), ("tensor-parallel size", "at most")),
-        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--padded-vocab-size", 39), ("padded size", "39")),
+        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--tensor-parallel-size", 0), ("unusable --tensor-parallel-size", "0")),
+        (
+            "tp2_s1_bf16_dp2",
+            ("--world-size", 6, "--tensor-parallel-size", 10**12),
+            ("unusable --tensor-parallel-size", "at most"),
+        ),
+        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--padded-vocab-size", 39), ("unusable padded size", "39")),
     ],
 )
 def test_degrees_that_cannot_be(name, options, words, tmp_path):

@@ -33,6 +33,7 @@ VERBS: dict[str, list[object]] = {
     "universal": ["convert", SOURCE, "u", "--to", "universal"],
     "dcp": ["convert", SOURCE, "dcp", "--to", "dcp", "--fingerprint"],
     "strip": ["strip", SOURCE, "s", "--padding"],
+    "sanitize": ["sanitize", SOURCE, "clean"],
     "average": ["average", SOURCE, OTHER, "--target", "m", "--weights", "1,3", "--slots", "all"],
     "merge-adapter": ["merge-adapter", SOURCE, ADAPTER, "m.safetensors"],
 }
@@ -213,7 +214,7 @@ def test_a_remote_source_is_known_by_its_url(source, out):
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.put(str(source), "/resumed", recursive=True)
     url = "memory://resumed"
-    assert "--resume goes on" in failed_writing(url, out)
+    assert "--resume continues" in failed_writing(url, out)
     said = refused(4, "consolidate", source, out / MODEL, "--resume", words=("from other files",))
     assert "zckpt-remote" not in said
     succeeded("consolidate", url, out / MODEL, "--resume")
@@ -245,7 +246,7 @@ def test_what_other_processes_have_done_is_gone_on_with(source, out, monkeypatch
     with ProcessPoolExecutor(2) as pool, pytest.raises(KeyboardInterrupt, match="bytes are written and kept in"):
         zckpt.consolidate(source, out / MODEL, executor=pool, reporter=InterruptedReporter())
     assert names_in(out) == REMAINS
-    with refusing(TargetError, "did not come to its end"):
+    with refusing(TargetError, "did not finish"):
         zckpt.consolidate(source, out / MODEL)
     with ProcessPoolExecutor(2) as pool:
         zckpt.consolidate(source, out / MODEL, executor=pool, resume=True)
@@ -258,9 +259,9 @@ def test_what_other_processes_have_done_is_gone_on_with(source, out, monkeypatch
 def test_a_failed_write_keeps_what_is_done_and_says_how_to_go_on(number, source, out):
     said = failed_writing(source, out, number=number)
     assert f"cannot be written: found {os.strerror(number)}; " in said
-    assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume goes on with them" in said
+    assert f"bytes are written and kept in .{MODEL}.zckpt-partial: --resume continues with them" in said
     assert names_in(out) == REMAINS
-    said = refused(4, "consolidate", source, out / MODEL, words=("did not come to its end", "--resume", "--restart"))
+    said = refused(4, "consolidate", source, out / MODEL, words=("did not finish", "--resume", "--restart"))
     assert f"in .{MODEL}.zckpt-partial" in said
     assert names_in(out) == REMAINS
     succeeded("consolidate", source, out / MODEL, "--resume")
@@ -299,7 +300,7 @@ def test_a_source_that_cannot_be_read_for_a_while(options, source, out, monkeypa
         patched.setattr(files.os, "preadv", preadv)
         said = refused(3, "consolidate", source, out / MODEL, *options)
     assert "cannot be read: found Input/output error; " in said
-    assert "--resume goes on" in said
+    assert "--resume continues" in said
     succeeded("consolidate", source, out / MODEL, "--resume", *options)
     assert (out / MODEL).read_bytes() == expected(source, out)
     assert names_in(out) == {MODEL}
@@ -334,7 +335,7 @@ def test_a_source_that_has_changed_is_not_gone_on_with(name, out, tmp_path):
     file = next(source.rglob(name))
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
     said = refused(4, "consolidate", source, out / MODEL, "--resume")
-    assert f"begun from a file that has changed since: {file}; --restart begins anew" in said
+    assert f"started from a file that has changed since: {file}; --restart starts over" in said
     assert names_in(out) == REMAINS
 
 
@@ -349,7 +350,7 @@ def test_a_source_that_changes_while_it_is_read(before_checks, source, out, monk
 
     at_write(monkeypatch, 10, change)
     options = ("--no-checksums",) if before_checks else ()
-    refused(3, "consolidate", source, out / MODEL, *options, words=(str(file), "has changed while it was read"))
+    refused(3, "consolidate", source, out / MODEL, *options, words=(str(file), "changed while it was read"))
     assert not names_in(out)
 
 
@@ -365,7 +366,7 @@ def test_a_source_that_changes_while_it_is_read(before_checks, source, out, monk
 def test_another_run_is_not_gone_on_with(options, word, source, out):
     failed_writing(source, out)
     said = refused(4, "consolidate", source, out / MODEL, "--resume", *options)
-    assert f"begun with other options: {word}; --restart begins anew" in said
+    assert f"started with other options: {word}; --restart starts over" in said
     assert names_in(out) == REMAINS
 
 
@@ -409,7 +410,16 @@ def test_a_link_in_a_directory_that_is_gone_on_with(source, out, tmp_path):
     file = next(path for path in partial.rglob("*") if path.is_file())
     file.unlink()
     file.symlink_to(tmp_path / "precious")
-    refused(4, "reshard", source, out / "r", "--world-size", 3, "--resume", words=(str(file), "not as a run left it"))
+    refused(
+        4,
+        "reshard",
+        source,
+        out / "r",
+        "--world-size",
+        3,
+        "--resume",
+        words=(str(file), "was changed since a run left it"),
+    )
     assert (tmp_path / "precious").read_text() == "precious"
     file.unlink()
     (partial / "stranger").write_text("none of the target's")

@@ -32,6 +32,9 @@ def damaged(tmp_path: Path) -> Path:
 def test_sound_checkpoint_exits_0():
     done = succeeded("verify", FIXTURES / RUN, "--deep")
     assert done.stdout.startswith(f"sound  {FIXTURES / RUN} (deepspeed)\n")
+    assert (
+        f"\nof       {FIXTURES / RUN / 'global_step5'} only; zckpt list {FIXTURES / RUN} looks at each" in done.stdout
+    )
     assert done.stderr == ""
 
 
@@ -85,7 +88,7 @@ def test_latest_that_names_nothing_is_a_finding(tmp_path):
 
 def test_nothing_to_verify_exits_3(tmp_path):
     refused(3, "verify", tmp_path / "nowhere", words=("cannot be opened",))
-    refused(3, "verify", tmp_path, words=("no checkpoint recognised",))
+    refused(3, "verify", tmp_path, words=("not recognised as a checkpoint",))
     refused(3, "verify", FIXTURES / RUN, "--against", tmp_path / "nowhere.json", words=("nowhere.json",))
 
 

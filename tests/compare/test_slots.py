@@ -280,19 +280,19 @@ def test_side_that_lacks_elements_is_refused(lengths, memory, tmp_path):
         stored(tmp_path / "a", noise(10_000)),
         tiled(tmp_path / "b", noise(10_000), ranges((10_000,), lengths)),
     )
-    with refusing(LayoutError, "w: not every element is there"):
+    with refusing(LayoutError, "w: some elements are missing"):
         compared(whole, part, memory=memory)
 
 
 @pytest.mark.parametrize("memory", [1, 64 << 20])
 def test_side_that_has_elements_twice_is_refused(memory, tmp_path):
     tiles = [Extent.flat((10_000,), 0, 7000), Extent.flat((10_000,), 6999, 3001)]
-    with refusing(LayoutError, "w: some elements are there more than once"):
+    with refusing(LayoutError, "w: some elements appear more than once"):
         compared(stored(tmp_path / "a", noise(10_000)), tiled(tmp_path / "b", noise(10_000), tiles), memory=memory)
 
 
 def test_types_that_are_not_cast_are_refused(tmp_path):
-    with refusing(UnsupportedError, "not cast"):
+    with refusing(UnsupportedError, "cannot be cast"):
         compared(stored(tmp_path / "a", np.zeros(5, np.int64)), stored(tmp_path / "b", np.zeros(5, np.float32)))
 
 

@@ -103,7 +103,7 @@ def test_damage_is_found_in_any_copy(dtype, key, memory, tmp_path):
     assert done.checksummed > 4 * 1_300_000
     flip(source, in_record(source, key), 6)
     target.unlink()
-    with refusing(DamagedFileError, f"data/{key}: not as it was written: expected CRC-32 ") as caught:
+    with refusing(DamagedFileError, f"data/{key}: changed since it was written: expected CRC-32 ") as caught:
         zckpt.consolidate(source, target, dtype=dtype, memory=memory)
     assert caught.value.path == str(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]

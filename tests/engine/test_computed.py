@@ -176,7 +176,7 @@ def test_a_plan_counts_what_is_read_and_written(tmp_path):
 def test_an_input_with_a_gap_is_refused_before_anything_is_written(tmp_path):
     whole = stored(tmp_path / "0", torch.randn(10))
     gap = stored(tmp_path / "1", torch.randn(10), [Extent.flat((10,), 0, 4), Extent.flat((10,), 5, 5)])
-    with refusing(LayoutError, "not every element is there"):
+    with refusing(LayoutError, "some elements are missing"):
         planned(computed(Mean((whole, gap), "float32", (1, 1)), (10,)), "float32")
 
 

@@ -55,7 +55,7 @@ def test_every_element_comes_to_its_place_once(data, drawn):
 def test_one_that_lacks_a_box_is_refused(drawn):
     slot, _ = drawn
     assume(len(slot.spans) > 1)
-    with refusing(LayoutError, "not every element is there"):
+    with refusing(LayoutError, "some elements are missing"):
         fill(hole_of(Slot(slot.name, slot.dtype, slot.shape, slot.spans[1:], factors=slot.factors)))
     with refusing(LayoutError, "more than once"):
         fill(hole_of(Slot(slot.name, slot.dtype, slot.shape, (*slot.spans, slot.spans[0]), factors=slot.factors)))

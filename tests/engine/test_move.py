@@ -85,7 +85,7 @@ def test_small_piece_of_a_damaged_record_is_refused(tmp_path):
     data = bytearray((tmp_path / "b").read_bytes())
     data[RECORD_NBYTES + 50] ^= 1
     (tmp_path / "b").write_bytes(data)
-    with refusing(DamagedFileError, "not as it was written"):
+    with refusing(DamagedFileError, "changed since it was written"):
         write(plan([file]), [tmp_path / "t"], checks=Checks(sums))
 
 

@@ -186,7 +186,7 @@ def test_any_missing_element_is_refused(data, shape):
     lost = data.draw(st.integers(0, len(tiles) - 1))
     shorter = replace(tiles[lost], numel=tiles[lost].numel - 1)
     spans = [flat_span(tile) for tile in [*tiles[:lost], shorter, *tiles[lost + 1 :]]]
-    with refusing(LayoutError, "not every element"):
+    with refusing(LayoutError, "some elements are missing"):
         fill(hole_of(slot_of(shape, *spans)))
 
 
@@ -225,7 +225,7 @@ def refused(shape: tuple[int, ...], *tiles: Extent) -> str:
 
 def test_two_equal_spans_are_refused():
     whole = Extent.whole((4, 4))
-    assert "exp_avg/wte.weight: some elements are there more than once" in refused((4, 4), whole, whole)
+    assert "exp_avg/wte.weight: some elements appear more than once" in refused((4, 4), whole, whole)
 
 
 def test_overlapping_ranges_are_refused():
@@ -265,13 +265,13 @@ def test_number_that_is_there_twice_in_another_layout_is_refused():
 
 def test_nothing_at_all_is_refused_with_advice():
     assert refused((10,)) == (
-        "exp_avg/wte.weight: not every element is there: expected 10 elements, found 0; "
-        "a rank's file is missing or belongs to another run"
+        "exp_avg/wte.weight: some elements are missing: expected 10 elements, found 0; "
+        "a rank's file is missing, or belongs to another run"
     )
 
 
 def test_gap_between_boxes_is_refused():
-    assert "not every element" in refused((4, 4), Extent((0, 0), (4, 1), 0, 4), Extent((0, 2), (4, 2), 0, 8))
+    assert "some elements are missing" in refused((4, 4), Extent((0, 0), (4, 1), 0, 4), Extent((0, 2), (4, 2), 0, 8))
 
 
 def test_strided_span_over_a_range_is_refused():
@@ -369,7 +369,7 @@ def test_replica_in_another_place_of_its_file_is_averaged():
 
 
 def test_replica_with_a_gap_is_refused():
-    with refusing(LayoutError, "not every element"):
+    with refusing(LayoutError, "some elements are missing"):
         fill(hole_of(averaged(halves("a"), halves("b")[:1])))
 
 

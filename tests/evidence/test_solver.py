@@ -231,7 +231,7 @@ def test_given_names_are_taken_as_they_are_or_refused(model, kinds, names):
         (["a", "a"], "found 1 different ones of 2"),
         (["a", "c"], "the model has no parameter c"),
         (["b", "a"], r"parameter 0 of the optimizer is not b: expected shape \(2,\), found \(1,\)"),
-        (["a", "alias"], "two of the names are of one tied parameter"),
+        (["a", "alias"], "two of the names belong to one tied parameter"),
     ],
 )
 def test_given_names_that_cannot_be(names, message):
@@ -263,7 +263,7 @@ def test_shape_is_that_of_the_largest_tensor_and_of_adafactors_two_together():
 def test_parameters_without_names_are_refused_where_names_are_needed():
     checkpoint = Checkpoint("run", "torch", param_groups=[ParamGroup({}, ["a", "1"])])
     checkpoint.parameters["a"] = Parameter("a", (1,), "float32")
-    with refusing(UnsupportedError, r"the names of some .* are not known, why: found 1; give --names"):
+    with refusing(UnsupportedError, r"the names of some .* are unknown, why: found 1; give --names"):
         refuse_unnamed(checkpoint, "why")
     checkpoint.param_groups = [ParamGroup({}, ["a"])]
     refuse_unnamed(checkpoint, "why")

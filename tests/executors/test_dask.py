@@ -95,7 +95,7 @@ def test_without_workers_or_a_scheduler_it_ends_and_can_be_gone_on_with(gone, so
             os.kill(pid, signal.SIGKILL)
         said = process.communicate(timeout=60)[1].splitlines()
     assert process.returncode == 6
-    assert "--resume goes on" in said[-1]
+    assert "--resume continues" in said[-1]
     assert f"the scheduler {'has no workers' if gone == 'workers' else 'is gone'}" in said[-1]
     assert len(said) == (2 if gone == "workers" else 1), said
     assert f"{name} has no workers" in said[0] or gone == "scheduler"
@@ -110,7 +110,15 @@ def test_a_scheduler_that_is_nowhere_is_named_and_waited_for_no_longer_than_said
     (tmp_path / "none.json").write_text("[]")
     source = FIXTURES / "s2_bf16_dp2"
     for name in (tmp_path / "no.json", tmp_path / "none.json"):
-        refused(6, "verify", source, "--deep", "--executor", f"dask://{name}", words=(str(name), "no Dask scheduler"))
+        refused(
+            6,
+            "verify",
+            source,
+            "--deep",
+            "--executor",
+            f"dask://{name}",
+            words=(str(name), "cannot reach the Dask scheduler"),
+        )
     for name in ("user:secret@127.0.0.1:9", "127.0.0.1:9?token=secret"):
         line = refused(2, "verify", source, "--deep", "--executor", f"dask://{name}", words=("no such executor",))
         assert "secret" not in line

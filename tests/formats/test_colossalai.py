@@ -54,7 +54,7 @@ def test_an_index_that_says_otherwise_is_refused(saved):
     said = json.loads((saved / "optimizer" / INDEX).read_text())
     said["weight_map"]["0"] = said["weight_map"]["9"]
     (saved / "optimizer" / INDEX).write_text(json.dumps(said))
-    with refusing(DamagedFileError, "the state of other parameters than the index says"):
+    with refusing(DamagedFileError, "state of parameters other than those in the index"):
         zckpt.open(saved)
     torch.save({"groups": 1}, saved / "optimizer" / "pytorch_optim_group.bin")
     (saved / "optimizer" / INDEX).write_bytes((SAVED / "ckpt" / "optimizer" / INDEX).read_bytes())
@@ -64,5 +64,5 @@ def test_an_index_that_says_otherwise_is_refused(saved):
 
 def test_other_forms_are_refused_by_name(saved):
     (saved / "optimizer" / INDEX).rename(saved / "optimizer" / INDEX.replace(".bin", ".safetensors"))
-    with refusing(UnsupportedError, "a checkpoint of ColossalAI in a form that is not read"):
+    with refusing(UnsupportedError, "a ColossalAI checkpoint in a form that zckpt does not read"):
         zckpt.open(saved)

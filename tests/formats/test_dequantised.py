@@ -123,7 +123,7 @@ def test_a_plain_adamw_resumes_from_load(kind):
     optimizer = torch.optim.AdamW(net.parameters())
     zckpt.load(source(kind), model=net, optimizer=optimizer, dequantize=True)
     assert_loaded(kind, net, optimizer)
-    with refusing(UsageError, "no quantised state of an optimizer"):
+    with refusing(UsageError, "no quantised optimizer state to turn into"):
         zckpt.load(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", model=net, dequantize=True)
 
 
@@ -239,11 +239,11 @@ def test_blocks_of_any_size_end_anywhere(numel, block, nested, tmp_path):
 def test_what_is_not_known_is_refused_by_name(tmp_path):
     pieces = of_bitsandbytes(5000, 256, (5000,))
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"step": 1, **pieces, "max1": torch.rand(1)}, UnsupportedError, "max1 of w is quantised in a way"),
-        ({"step": 1, "x": {**pieces}}, UnsupportedError, "x of w is quantised in a way"),
+        ({"step": 1, **pieces, "max1": torch.rand(1)}, UnsupportedError, "max1 of w is quantised in an unknown way"),
+        ({"step": 1, "x": {**pieces}}, UnsupportedError, "x of w is quantised in an unknown way"),
         ({"step": 1, "x": State8bit(pieces["state1"], pieces["absmax1"], pieces["qmap1"])},
-         UnsupportedError, "x of w is quantised in a way"),
-        ({"step": 1, **pieces, "absmax1": torch.rand(21)}, DamagedFileError, "its scales fit no size of blocks"),
+         UnsupportedError, "x of w is quantised in an unknown way"),
+        ({"step": 1, **pieces, "absmax1": torch.rand(21)}, DamagedFileError, "its scales do not fit any block size"),
         ({"step": 1, **pieces, "qmap1": torch.rand(255)}, DamagedFileError, "state1 of w: .* do not belong together"),
         ({"step": 1, **pieces, "state1": torch.zeros(2, 2500, dtype=torch.uint8)}, UnsupportedError, "state1 of w is"),
     ]  # fmt: skip
@@ -255,7 +255,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path):
 
 
 def test_the_option_is_refused_where_it_would_do_nothing(tmp_path):
-    with refusing(UsageError, "no quantised state of an optimizer"):
+    with refusing(UsageError, "no quantised optimizer state to turn into"):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "t", to="zckpt", dequantize=True)
     with refusing(UsageError, "the optimizer's slots, which are not written"):
         zckpt.consolidate(source("bnb_adamw8bit"), tmp_path / "x.safetensors", dequantize=True)
@@ -267,7 +267,7 @@ def test_the_option_is_refused_where_it_would_do_nothing(tmp_path):
 def test_a_map_does_not_take_blocks_apart(kind, dequantize, tmp_path):
     rules = [{"a": {"0.weight": "out in"}, "b": {"w": "in out"}}, {"a": "0.bias", "b": "bias"}]
     turned = {"about": "a transposed layer", "sides": ["a", "b"], "sizes": {}, "rules": rules}
-    with refusing(UnsupportedError, r"of 0\.weight is or was quantised, in blocks that the map .* takes apart"):
+    with refusing(UnsupportedError, r"of 0\.weight is or was quantised in blocks, which the map .* splits"):
         zckpt.convert(source(kind), tmp_path / "t", to="zckpt", map=turned, dequantize=dequantize)
     zckpt.convert(source(kind), tmp_path / "t", to="zckpt", dequantize=True)
     zckpt.convert(tmp_path / "t", tmp_path / "u", to="zckpt", map=turned)

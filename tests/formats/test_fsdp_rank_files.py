@@ -100,7 +100,7 @@ def test_partial_sums_are_refused(tmp_path):
     with rank_of(0, 1):
         one = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
         torch.save({"w": one}, tmp_path / "model_world_size_1_rank_0.pt")
-    with refusing(UnsupportedError, "no cut and no copy: expected Shard or Replicate, found Partial"):
+    with refusing(UnsupportedError, "an unsupported placement: expected Shard or Replicate, found Partial"):
         zckpt.open(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_another_order_of_strided_shards_is_refused(tmp_path):
         one = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=4), Shard(0)], run_check=False)
         for rank in range(4):
             torch.save({"w": one}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
-    with refusing(UnsupportedError, "strided shards in an order that is not read"):
+    with refusing(UnsupportedError, "strided shards in an unsupported order"):
         zckpt.open(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_meshes_of_older_torch_are_read():
     later = mesh_of(_layout=layout_of(shape=(2, (2, 3)), stride=(6, (3, 1))), _coordinate_on_dim=[1, 4])
     assert read_mesh(later).sizes == (2, 6)
     for strange in (mesh_of(_coordinate_on_dim=[0]), mesh_of(mesh=ranks), mesh_of(mesh=ranks, _coordinate_on_dim=None)):
-        with refusing(UnsupportedError, "does not say where in it the rank is"):
+        with refusing(UnsupportedError, "does not state the rank's coordinate"):
             read_mesh(strange)
     with refusing(DamagedFileError, "a rank outside its mesh"):
         read_mesh(mesh_of(mesh=ranks, _coordinate_on_dim=[0, 2]))
@@ -215,7 +215,7 @@ def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
     assert (checkpoint.world_size, len(checkpoint.leftovers)) == (2, 9)
     assert not take_inventory(checkpoint).left_out
     (folder / "fsdp_config.json").unlink()
-    with refusing(ShardError, "several world sizes: expected those of one save, found 2, 3"):
+    with refusing(ShardError, "several world sizes: expected files of one save, found 2, 3"):
         zckpt.open(folder)
     for path in folder.glob("*_world_size_3_*"):
         path.unlink()
@@ -227,7 +227,7 @@ def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
     for path in folder.glob("model_*"):
         path.unlink()
     (folder / "optim_world_size_2_rank_1.pt").rename(folder / "optim_world_size_2_rank_0.pt")
-    with refusing(UnsupportedError, "ranks' optimizers without their models"):
+    with refusing(UnsupportedError, "rank files of an optimizer without the model's"):
         zckpt.open(folder)
 
 
@@ -244,7 +244,7 @@ def test_ranks_that_contradict_each_other_are_refused(written, tmp_path):
 
     with refusing(LayoutError, "param group 0 has another lr than rank 0's"):
         zckpt.open(changed("optim", lambda tree: tree["param_groups"][0].update(lr=9.0), "lr"))
-    with refusing(LayoutError, "state step of the optimizer's parameter 0 is another"):
+    with refusing(LayoutError, "state step of the optimizer's parameter 0 differs from the first rank's"):
         zckpt.open(changed("optim", lambda tree: tree["state"][0].update(step=torch.tensor(9.0)), "step"))
     with refusing(LayoutError, "has other tensors than rank 0's file"):
         zckpt.open(changed("model", lambda tree: tree.pop("model.norm.weight"), "name"))
@@ -303,7 +303,11 @@ def test_a_file_of_one_rank_is_refused_under_any_name(holds, written, tmp_path):
     }
     for name in ("checkpoint-500.pt", "pytorch_model.bin", "ckpt_rank1.pt"):
         torch.save(trees[holds], tmp_path / name)
-        with refusing(UnsupportedError, r"holds one rank's part of what ranks share: .* is a DTensor.* rank 1 of 2"):
+        with refusing(
+            UnsupportedError,
+            r"holds one rank's part of a sharded checkpoint: .* is a DTensor.* rank 1 "
+            r"of 2",
+        ):
             zckpt.open(tmp_path / name)
     shutil.copy(tmp_path / "ckpt_rank1.pt", tmp_path / "ckpt_rank0.pt")
     for name in ("checkpoint-500.pt", "pytorch_model.bin"):
@@ -344,7 +348,7 @@ def test_files_of_ranks_are_one_checkpoint_under_any_name(free, written, tmp_pat
     for name in expected.parameters:
         assert_same_slots(nodes, expected, name)
     assert nodes.metadata.keys() == found.metadata.keys()
-    with refusing(zckpt.UsageError, "--root: is for a directory"):
+    with refusing(zckpt.UsageError, "--root: only applies to a directory"):
         zckpt.open(node / "checkpoint-500.rank0.pt", roots=[node])
     with refusing(ShardError, "the model file of rank 2 is missing: expected 3 files, found 2"):
         zckpt.open(free)
@@ -379,7 +383,7 @@ def test_free_names_of_several_steps_and_several_optimizers_are_refused(free, tm
             for its in (range(count), range(count, 2 * count))
         ]
         torch.save({**tree, "optimizer": halves}, path)
-    with refusing(UnsupportedError, r"not just one model and one optimizer.* optimizers \('optimizer', 0\)"):
+    with refusing(UnsupportedError, r"not exactly one model and one optimizer.* optimizers \('optimizer', 0\)"):
         zckpt.open(free)
 
 
@@ -416,7 +420,7 @@ def test_copies_of_what_ranks_share_are_left_out_and_said_to_be(nested, free, tm
     found = zckpt.open(free)
     for name in expected.parameters:
         assert_same_slots(found, expected, name)
-    assert any("ema, of which each rank has a part, are neither the model" in said for said in found.warnings)
+    assert any("ema, are sharded, but belong to neither the model" in said for said in found.warnings)
     with refusing(LeftOutError, r"would be lost: .*ema"):
         zckpt.convert(free, tmp_path / "dcp", to="dcp")
     zckpt.convert(free, tmp_path / "dcp", to="dcp", drop=["*:ema/*", "*:ema/**"])
@@ -450,7 +454,7 @@ def test_what_is_not_certain_keeps_its_number(written, tmp_path):
     assert checkpoint.unnamed
     assert any("give --names FILE" in warning for warning in checkpoint.warnings)
     zckpt.consolidate(folder, tmp_path / "model.safetensors")
-    with refusing(UnsupportedError, "the names of some of the optimizer's parameters are not known"):
+    with refusing(UnsupportedError, "the names of some of the optimizer's parameters are unknown"):
         zckpt.convert(folder, tmp_path / "other", to="fsdp-rank-files")
     names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
     assert zckpt.open(folder, names=names).param_groups[0].parameters == names
@@ -482,14 +486,18 @@ def test_names_say_what_is_in_flat_parameters_of_other_units(written, tmp_path):
     folder = copied(written(LLAMA, world_size=3, fsdp_version=1, groups="one", units=units), tmp_path / "run")
     assert_slots_are_those_of(folder, LLAMA)
     resaved(folder, "model", dict)
-    with refusing(UnsupportedError, r"do not say whose state.*give --names FILE"):
+    with refusing(
+        UnsupportedError,
+        r"do not say which parameters the optimizer's numbers stand for.*give --names "
+        r"FILE",
+    ):
         zckpt.open(folder)
     every = [one.name for one in zckpt.open(FIXTURES / LLAMA).parameters.values() if one.tied_to is None]
     inner = [[n for n in every if n.startswith(f"model.layers.{layer}.mlp")] for layer in range(2)]
     layer = [n for n in every if n.startswith("model.layers.1.") and n not in inner[1]]
     root = [n for n in every if n not in {*layer, *inner[0], *inner[1]}]
     assert_slots_are_those_of(folder, LLAMA, names=[*root, *inner[0], *layer, *inner[1]])
-    with refusing(zckpt.UsageError, "the names do not fit the optimizer's state"):
+    with refusing(zckpt.UsageError, "the names do not match the optimizer's state"):
         zckpt.open(folder, names=every)
 
 
@@ -511,7 +519,7 @@ def test_every_rank_keeps_its_random_state(written, tmp_path):
         path = folder / f"extra_state_world_size_2_rank_{rank}.pt"
         torch.save({**torch.load(path), "rng": {"cpu": torch.tensor([rank])}, "rank": rank, "world_size": 2}, path)
     done = zckpt.convert(folder, tmp_path / "more", to="fsdp-rank-files", world_size=3)
-    assert "rng: ranks from 2 on have none, as the source has no such rank" in done.notes
+    assert "rng: ranks from 2 on have none, because the source has fewer ranks" in done.notes
     zckpt.convert(tmp_path / "more", tmp_path / "one", to="fsdp-rank-files", world_size=1)
     zckpt.convert(tmp_path / "one", tmp_path / "back", to="fsdp-rank-files", world_size=2)
     for name, ranks in (("more", 3), ("one", 1), ("back", 2)):
@@ -525,15 +533,15 @@ def test_every_rank_keeps_its_random_state(written, tmp_path):
 def test_what_cannot_be_written_is_said(tmp_path):
     target = tmp_path / "out"
     for options, said in (
-        ({"fsdp_size": 3, "world_size": 4}, "unusable fsdp-size: expected a divisor of the world size, 4, found 3"),
-        ({"fsdp_version": 1}, "which modules FSDP1 wraps is not known"),
-        ({"fsdp_version": 1, "units": "layers.*"}, "units names no module"),
-        ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "fsdp-size is for FSDP2"),
-        ({"fsdp_version": 3}, "unusable fsdp-version: expected 1 or 2"),
+        ({"fsdp_size": 3, "world_size": 4}, "unusable --fsdp-size: expected a divisor of the world size, 4, found 3"),
+        ({"fsdp_version": 1}, "unknown which modules FSDP1 wraps"),
+        ({"fsdp_version": 1, "units": "layers.*"}, "--units matches no module"),
+        ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "--fsdp-size only applies to FSDP2"),
+        ({"fsdp_version": 3}, "unusable --fsdp-version: expected 1 or 2"),
     ):
         with refusing(zckpt.UsageError, said):
             zckpt.convert(FIXTURES / LLAMA, target, to="fsdp-rank-files", **options)
-    with refusing(UnsupportedError, "several param groups, and FSDP1 has one state"):
+    with refusing(UnsupportedError, "several param groups, but FSDP1 has one state"):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", target, to="fsdp-rank-files", fsdp_version=1, units="big.*")
     assert not target.exists()
 
@@ -548,7 +556,7 @@ def test_one_group_has_every_parameter_in_the_models_order(tmp_path):
     assert group.state["step"] == expected.param_groups[0].state["step"]
     assert_slots_are_those_of(tmp_path / "one", LLAMA)
     expected.parameters = dict(sorted(expected.parameters.items()))
-    with refusing(UnsupportedError, "the order of the model's parameters is not known"):
+    with refusing(UnsupportedError, "the order of the model's parameters is unknown"):
         zckpt.convert(expected, tmp_path / "two", to="fsdp-rank-files", groups="one")
 
 

@@ -83,7 +83,7 @@ def test_maps_and_trainers_take_long_numbers(tmp_path):
     with pytest.raises(zckpt.ZckptError):
         zckpt.consolidate(tmp_path / "x.safetensors", tmp_path / "m.safetensors", map=tmp_path / "map.json")
     for text in ("x.{a}{b}.w", "x.{a}1{b}.w", "x.{a}0"):
-        with refusing(zckpt.UsageError, "what follows a number is not told from it"):
+        with refusing(zckpt.UsageError, "what follows it cannot be told apart"):
             read_map({"sides": ["a", "b"], "rules": [{"a": text, "b": text}]})
 
 

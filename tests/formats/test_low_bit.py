@@ -59,9 +59,9 @@ def made(folder: Path, kind: str, *, config: bool) -> Path:
 def test_codes_are_kept_and_not_cast(kind, config, tmp_path):
     source = made(tmp_path / "source", kind, config=config)
     for target, how in (("m.safetensors", {"dtype": "float32"}), ("m.pt", {"dtype": "float16"})):
-        with refusing(zckpt.UnsupportedError, r"codes of few bits.*--dtype keep"):
+        with refusing(zckpt.UnsupportedError, r"low-bit codes.*--dtype=keep"):
             zckpt.consolidate(source, tmp_path / target, **how)
-    with refusing(zckpt.UnsupportedError, "codes of few bits"):
+    with refusing(zckpt.UnsupportedError, "low-bit codes"):
         zckpt.convert(source, tmp_path / "dcp", to="dcp", dtype="float32")
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
     for number, dtype in enumerate((None, "keep")):
@@ -108,10 +108,10 @@ def test_codes_do_not_become_weights_of_a_live_model(tmp_path):
     model = torch.nn.ModuleDict({"q": torch.nn.Linear(4, 4, bias=False), "norm": torch.nn.LayerNorm(4, bias=False)})
     model.bfloat16()
     before = model.q.weight.detach().clone()
-    with refusing(zckpt.UnsupportedError, "codes of few bits"):
+    with refusing(zckpt.UnsupportedError, "low-bit codes"):
         zckpt.load(source, model=model, strict=False)
     state = model.state_dict()
-    with pytest.raises(dcp.api.CheckpointException, match="codes of few bits"):
+    with pytest.raises(dcp.api.CheckpointException, match="low-bit codes"):
         dcp.load(state, storage_reader=zckpt.dcp.Reader(source))
     assert model.q.weight.equal(before)
     live = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.zeros(4, 4).to(FP8.dtype), requires_grad=False)})

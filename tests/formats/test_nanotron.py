@@ -86,7 +86,9 @@ def test_a_lost_file_of_a_scheduler_or_random_state_is_said(saved):
     gone = ["lr_scheduler/lr_scheduler_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt", "random/tp-0-of-2_dp-1-of-2_pp-0-of-1.pt"]
     for name in gone:
         (saved / name).unlink()
-    assert zckpt.open(saved).warnings == [f"{gone[0]}, {gone[1]}: not there, and other ranks' are: is it lost?"]
+    assert zckpt.open(saved).warnings == [
+        f"{gone[0]}, {gone[1]}: missing, although other ranks' files exist: was it lost?"
+    ]
 
 
 def part(saved, tp):
@@ -98,14 +100,14 @@ def part(saved, tp):
 def test_a_part_that_lies_nowhere_or_where_another_does_is_refused(saved):
     path, data, said = part(saved, 1)
     save_file({"data": data}, path)
-    with refusing(DamagedFileError, "does not say where its part lies"):
+    with refusing(DamagedFileError, "does not state where its part lies"):
         zckpt.open(saved)
     for wrong in ("0,4,2|None,None,None#4,6,2|None,None,None", "0,4,None|None,None,None#14,18,None|None,None,None"):
         save_file({"data": data}, path, metadata={**said, "local_global_slices_pairs": wrong})
-        with refusing(DamagedFileError, "does not say where its part lies"):
+        with refusing(DamagedFileError, "does not state where its part lies"):
             zckpt.open(saved)
     save_file({"data": data}, path, metadata=part(saved, 0)[2])
-    with refusing(LayoutError, f"the parts of {QKV} are not the whole of it once"):
+    with refusing(LayoutError, f"the parts of {QKV} do not cover it exactly once"):
         zckpt.open(saved)
 
 
@@ -119,14 +121,14 @@ def test_an_optimizer_that_does_not_fit_is_refused(saved):
             zckpt.open(saved)
 
     shorter = {number: {**slots, "exp_avg": slots["exp_avg"][1:]} for number, slots in whole["state"].items()}
-    refused(LayoutError, "is not what these ranks should have", state=shorter)
+    refused(LayoutError, "is not what these ranks should hold", state=shorter)
     refused(DamagedFileError, "parameters without names", names={})
     strange = {number: f"other.{name}" for number, name in whole["names"].items()}
-    refused(LayoutError, "which the model has not", names=strange)
+    refused(LayoutError, "which the model lacks", names=strange)
     groups = [{**group, "lr": 0.5} for group in whole["param_groups"]]
     refused(LayoutError, "has another lr than rank 0's", param_groups=groups)
     torch.save(whole, path.with_name("optimizer_pp-0-of-1_dp-2-of-3_tp-0-of-2_exp-0-of-1.pt"))
-    with refusing(LayoutError, "several numbers of ranks"):
+    with refusing(LayoutError, "different world sizes"):
         zckpt.open(saved)
 
 
@@ -144,5 +146,5 @@ def test_a_copy_that_differs_is_found(saved):
 def test_another_version_is_refused(saved):
     said = json.loads((saved / "checkpoint_metadata.json").read_text())
     (saved / "checkpoint_metadata.json").write_text(json.dumps({**said, "version": "2.0"}))
-    with refusing(UnsupportedError, "is of a version that is not read"):
+    with refusing(UnsupportedError, "has an unsupported version"):
         zckpt.open(saved)

@@ -25,14 +25,15 @@ WRITTEN = [name for name in BUILT_IN if get(name).writes]
 
 
 def test_the_table_of_formats_is_what_the_formats_say():
-    table = re.findall(r"^\| (.+?) \| (.+?) \| ?(.*?) ?\|$", (ROOT / "docs" / "supported.md").read_text(), re.MULTILINE)
-    said = {(what, details): to for what, details, to in table}
-    for name in BUILT_IN:
-        one = get(name)
-        for number, row in enumerate(one.reads):
-            assert said.pop(row) == (f"`{name}`" if one.writes and not number else ""), row
-    of_formats = [row for row in said if row[0].startswith(("DeepSpeed ", "torch.", "zckpt "))]
-    assert not [row for row in of_formats if "convert --to" in str(said[row])], "rows of no format"
+    table = [line for line in (ROOT / "docs" / "supported.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [
+        f"| {what} | {details} | `{name}` |" if get(name).writes and not number else f"| {what} | {details} | |"
+        for name in BUILT_IN
+        for number, (what, details) in enumerate(get(name).reads)
+    ]
+    missing = [row for row in rows if row not in table]
+    assert not missing, "rows that the table lacks:\n" + "\n".join(missing)
+    assert [row for row in table if row not in rows and not row.endswith("| |")] == [table[0]]
 
 
 def test_formats_are_listed_with_their_options():
@@ -43,7 +44,7 @@ def test_formats_are_listed_with_their_options():
     assert [option["name"] for option in found["dcp"]["options"]] == ["world_size", "dtype", "keys"]
     stage = next(option for option in found["deepspeed"]["options"] if option["name"] == "stage")
     assert stage == {"name": "stage", "type": "int", "default": None, "choices": [1, 2, 3],
-                     "help": "ZeRO stage. Default: as SOURCE, if it says one; else needed."}  # fmt: skip
+                     "help": "ZeRO stage. Required unless SOURCE states one, which is the default."}  # fmt: skip
     assert {name for name, one in found.items() if one["reshard"]} == {"deepspeed", "megatron"}
     assert {name for name, one in found.items() if one["written"]} == set(WRITTEN)
     text = succeeded("formats").stdout
@@ -64,15 +65,15 @@ def test_help_of_convert_has_every_option_and_format():
 @pytest.mark.parametrize(
     ("to", "options", "said"),
     [
-        ("dcp", {"stage": 2}, "stage does not apply to dcp: expected world-size, dtype"),
-        ("universal", {"world_size": 2}, "world-size does not apply to universal: expected no option"),
-        ("deepspeed", {"frobnicate": 1}, "frobnicate does not apply to deepspeed"),
-        ("deepspeed", {"stage": 4}, "unusable stage: expected 1 or 2 or 3, found 4"),
-        ("deepspeed", {"elastic": "yes"}, "unusable elastic: expected a value of type bool"),
-        ("zckpt", {"world_size": True}, "unusable world-size: expected a value of type int"),
+        ("dcp", {"stage": 2}, "--stage does not apply to dcp: expected --world-size, --dtype"),
+        ("universal", {"world_size": 2}, "--world-size does not apply to universal: expected no option"),
+        ("deepspeed", {"frobnicate": 1}, "--frobnicate does not apply to deepspeed"),
+        ("deepspeed", {"stage": 4}, "unusable --stage: expected 1 or 2 or 3, found 4"),
+        ("deepspeed", {"elastic": "yes"}, "unusable --elastic: expected a value of type bool"),
+        ("zckpt", {"world_size": True}, "unusable --world-size: expected a value of type int"),
         ("zckpt", {"world_size": 0}, "world size"),
-        ("dcp", {"dtype": "int8"}, "unusable dtype: expected float32 or bfloat16 or float16 or keep"),
-        ("torch", {}, "torch is read and not written"),
+        ("dcp", {"dtype": "int8"}, "unusable --dtype: expected float32 or bfloat16 or float16 or keep"),
+        ("torch", {}, "torch can be read, but not written"),
         ("nothing", {}, "unknown format: expected zckpt, universal"),
     ],
 )
@@ -201,14 +202,14 @@ zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alig
 try:
     zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alignment=3)
 except zckpt.UsageError as error:
-    assert str(error) == "unusable alignment: expected 1 or 64 or 4096, found 3"
+    assert str(error) == "unusable alignment=: expected 1 or 64 or 4096, found 3"
 else:
     raise AssertionError
 """
     written, shown, *others, listed = run_with(
         example,
         ("convert", model, target, "--to", "rawtensors", "--alignment", 4096, "--verify"),
-        ("inspect", target, "--json"),
+        ("inspect", target, "--json", "--files"),
         ("convert", target, back, "--to", "consolidated"),
         ("diff", back, model),
         ("verify", target, "--deep"),
@@ -218,7 +219,11 @@ else:
     assert [status for status, _, _ in (written, shown, *others, listed)] == [0] * 6
     assert "byte for byte" in written[2]
     assert (target / "tensors.raw").stat().st_size > 2 * 4096
-    assert json.loads(shown[1])["format"] == "rawtensors"
+    document = json.loads(shown[1])
+    assert document["format"] == "rawtensors"
+    assert {(one["file"], one["kind"], one["fate"], one["count"]) for one in document["inventory"]["items"]} == {
+        ("tensors.raw", "tensor", "state", 3), ("tensors.json", "file", "implied", 1),
+    }  # fmt: skip
     assert "rawtensors" in listed[1]
 
 
@@ -244,6 +249,57 @@ def test_without_the_package_its_format_is_none(model):
     refused(2, "convert", model, model.parent / "out", "--to", "rawtensors", words=("rawtensors",))
 
 
+CLAIMS = """
+from zckpt.errors import DamagedFileError, UnknownFormatError
+from zckpt.formats.format import Format, Found
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+
+class Claims(Format):
+    name, title, reads = "claims", "numbers", (("numbers", "any"),)
+
+    def find(self, search):
+        return Found(search.path, sure=False) if search.path.is_file() else None
+
+    def read(self, found, search):
+        path, nbytes = str(found.place), found.place.stat().st_size
+        if nbytes == 5:
+            raise DamagedFileError("has lost numbers", path=path)
+        if nbytes == 6:
+            raise UnknownFormatError("holds no numbers", path=path)
+        slot = Slot(WEIGHT, "uint8", (nbytes,), (Span(Extent.whole((nbytes,)), path, 0, "uint8"),))
+        file = SourceFile(path, nbytes, "model", tensor_nbytes=nbytes, tree={"x": slot})
+        return Checkpoint(path, self.name, parameters={"x": Parameter.of("x", slot)}, files=[file])
+
+FORMAT = Claims()
+"""
+
+
+def add_package(packages: Path, name: str, content: str) -> None:
+    """A package of one module, which is said to have a format in it."""
+    about = packages / f"of_{name}-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: of-{name}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[zckpt.formats]\n{name} = of_{name}:FORMAT\n")
+    (packages / f"of_{name}.py").write_text(content + "\n")
+
+
+def test_file_that_a_format_claims_is_not_called_another_programs(tmp_path):
+    """Even if the format is not sure, and whatever it finds wrong with the file."""
+    add_package(tmp_path / "packages", "claims", CLAIMS)
+    said = {9: "", 5: "has lost numbers", 6: "holds no numbers"}
+    paths = {}
+    for mark in (b"GGUF", b"\x93NUMPY", b"PK\3\4", b"\x1f\x8b"):
+        for name in ("flax_model.msgpack", "model.onnx", "x.npz", "x.zip"):
+            for nbytes, wrong in said.items():
+                path = tmp_path / f"{mark.hex()}-{nbytes}-{name}"
+                path.write_bytes(mark.ljust(nbytes, b"x")[:nbytes])
+                paths[path] = wrong
+    done = run_with(tmp_path / "packages", *(("inspect", path) for path in paths))
+    for (path, wrong), (status, shown, errors) in zip(paths.items(), done, strict=True):
+        assert (status, errors) == ((3, f"zckpt: {path}: {wrong}\n") if wrong else (0, ""))
+        assert wrong or re.search("format +claims", shown)
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -254,11 +310,7 @@ def test_without_the_package_its_format_is_none(model):
 )
 def test_broken_package_is_one_clear_line(content, said, model, tmp_path):
     packages = tmp_path / "packages"
-    about = packages / "broken_one-1.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-one\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[zckpt.formats]\nbrokenformat = broken_one:FORMAT\n")
-    (packages / "broken_one.py").write_text(content + "\n")
+    add_package(packages, "brokenformat", content)
     (tmp_path / "unknown").mkdir()
     broken, listed, other, unknown = run_with(
         packages,
@@ -268,8 +320,8 @@ def test_broken_package_is_one_clear_line(content, said, model, tmp_path):
         ("inspect", tmp_path / "unknown"),
     )
     assert [status for status, _, _ in (broken, listed, other, unknown)] == [2, 0, 0, 3]
-    assert "the format brokenformat of broken-one cannot be loaded" in broken[2]
+    assert "the format brokenformat of of-brokenformat cannot be loaded" in broken[2]
     assert said in broken[2]
     assert "broken" in listed[1]
-    assert "no checkpoint recognised" in unknown[2]
+    assert "not recognised as a checkpoint" in unknown[2]
     assert "brokenformat" in unknown[2]

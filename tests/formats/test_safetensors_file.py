@@ -236,7 +236,7 @@ MALFORMED = {
     "entry that is null": ({"a": None}, 4),
     "header that is a list": ([], 0),
     "header that is a number": (5, 0),
-    "header that is no JSON": (b"{'a': 1}", 0),
+    "header that is not JSON": (b"{'a': 1}", 0),
     "header that is not UTF-8": (b'{"\xff": 1}', 0),
     "header that is empty": (b"", 0),
     "header nested without end": (b'{"a":' + b"[" * 100_000, 0),
@@ -343,7 +343,7 @@ def test_index_that_is_not_utf8_is_refused(tmp_path):
 def test_shard_that_is_missing_is_named(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "one")
     write_index(tmp_path, {"weight_map": {"a": "one", "b": "two"}})
-    with refusing(SourceError, r"two: is missing, and the index names it"):
+    with refusing(SourceError, "two: is missing, but the index names it"):
         read(tmp_path)
 
 
@@ -359,14 +359,14 @@ def test_tensor_that_is_not_where_the_index_says_is_refused(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "one")
     save_file({"b": torch.ones(1)}, tmp_path / "two")
     write_index(tmp_path, {"weight_map": {"a": "one", "b": "one", "c": "two"}})
-    with refusing(DamagedFileError, "b is not where the index says: expected one, found two"):
+    with refusing(DamagedFileError, "b is not in the file that the index names: expected one, found two"):
         read(tmp_path)
 
 
 def test_tensor_that_no_shard_has_is_refused(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "one")
     write_index(tmp_path, {"weight_map": {"a": "one", "b": "one"}})
-    with refusing(DamagedFileError, "b is not where the index says: expected one"):
+    with refusing(DamagedFileError, "b is not in the file that the index names: expected one"):
         read(tmp_path)
 
 

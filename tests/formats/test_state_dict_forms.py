@@ -140,15 +140,15 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path):
     opened = zckpt.open(named_file(tmp_path, state, ["w", "v", "gone"]))
     assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
     assert opened.param_groups[0].parameters == ["w", "v", "gone"]
-    assert opened.warnings == ["the optimizer has state of gone, which the model has not; it is kept under these names"]
+    assert opened.warnings == ["the optimizer has state for gone, which the model lacks; it keeps these names"]
 
 
 @pytest.mark.parametrize(
     ("state", "params", "words"),
     [
-        ({"w": {"m": torch.ones(7)}}, ["w"], "not that of the model's parameter"),
-        ({"w": {"m": torch.ones(3)}}, ["w", "w"], "have a parameter twice"),
-        ({"w": {"m": torch.ones(3)}}, ["w", 1], "have a parameter twice, or names and numbers"),
+        ({"w": {"m": torch.ones(7)}}, ["w"], "not match the model's parameter"),
+        ({"w": {"m": torch.ones(3)}}, ["w", "w"], "list a parameter twice"),
+        ({"w": {"m": torch.ones(3)}}, ["w", 1], "list a parameter twice, or mix names and numbers"),
         ({"z": {"m": torch.ones(3)}}, ["w"], "in no group"),
     ],
 )
@@ -160,7 +160,7 @@ def test_names_that_contradict(state, params, words, tmp_path):
 def test_other_names_than_the_files_are_refused(tmp_path):
     path = named_file(tmp_path, {"w": {"m": torch.ones(3)}}, ["w"])
     assert zckpt.open(path, names=["w"]).warnings == []
-    with refusing(UsageError, "leave --names out"):
+    with refusing(UsageError, "omit --names"):
         zckpt.open(path, names=["v"])
 
 
@@ -248,7 +248,7 @@ def test_two_models_and_the_optimizer_of_each(tmp_path):
     for model, optimizer in zip(models, optimizers, strict=True):
         opened = assert_state(path, models[model], {optimizer: optimizers[optimizer]}, prefix=f"{model}.")
     assert opened.warnings == [
-        "several models (generator, discriminator); names of their tensors begin with their keys"
+        "there are several models (generator, discriminator); tensor names begin with their keys"
     ]
     assert opened.metadata == {"epoch": 4}
     again = nn.ModuleDict({name: body(5, 4, 4) if name[0] == "g" else body(5, 4, 1) for name in models})
@@ -282,7 +282,7 @@ def test_nothing_is_guessed_where_two_models_fit(tmp_path):
     path = gan_file(tmp_path / "c.pt", models, optimizers)
     opened = zckpt.open(path)
     assert len(opened.unnamed) == 4
-    assert any("one may be the optimizer of several models (left, right)" in text for text in opened.warnings)
+    assert any("one could be the optimizer of several models: left, right" in text for text in opened.warnings)
     names = [f"{side}.0.{kind}" for side in ("left", "right") for kind in ("weight", "bias")]
     given = zckpt.open(path, names=names)
     expected = optimizers["two"].state[models["right"][0].bias]["exp_avg"]
@@ -374,11 +374,11 @@ def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path):
     (tmp_path / "step-10" / ".metadata").unlink()
     opened = zckpt.open(tmp_path)
     assert opened.step == 9
-    assert any("not saved to their end: step-10" in one for one in opened.warnings)
+    assert any("later steps are incomplete: step-10" in one for one in opened.warnings)
     (tmp_path / "step-9").rename(tmp_path / "ep0-ba9")
     assert zckpt.open(tmp_path).step == 9
     shutil.copytree(tmp_path / "ep0-ba9", tmp_path / "step-9")
-    refused(3, "inspect", tmp_path, words=("the steps of two programs", "step-9", "ep0-ba9"))
+    refused(3, "inspect", tmp_path, words=("steps of two programs", "step-9", "ep0-ba9"))
 
 
 # --- and back

@@ -98,13 +98,13 @@ def test_two_tensors_of_one_name_are_refused():
     slot = Slot("w", "float32", (0,), ())
     entries = [Entry("w", slot, "float32")] * 2
     for made in (lambda: lay_out("x.safetensors", entries), lambda: lay_out_directory(entries, 1)):
-        with refusing(UnsupportedError, "two tensors of a safetensors file would be called 'w'"):
+        with refusing(UnsupportedError, "two tensors in the safetensors file would be called 'w'"):
             made()
 
 
 def test_keys_that_are_one_name_are_refused(tmp_path):
     torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "x.pt")
-    with refusing(UnsupportedError, "two keys are the name '1'"):
+    with refusing(UnsupportedError, "two keys give the name '1'"):
         open_checkpoint(tmp_path / "x.pt")
 
 
@@ -113,7 +113,7 @@ def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path):
     made = plan([TargetFile(name, 1, [Literal(0, b"x")]) for name in ("A/x", "B/x")])
     (tmp_path / "A").mkdir()
     (tmp_path / "B").symlink_to("A")
-    with refusing(TargetError, "two names for one"):
+    with refusing(TargetError, "two names as the same"):
         write(made, [tmp_path / "A" / "x", tmp_path / "B" / "x"])
     (tmp_path / "A" / "x").unlink()
     with pytest.raises(TargetError), written([tmp_path / "A" / "x", tmp_path / "B" / "x"], overwrite=False):

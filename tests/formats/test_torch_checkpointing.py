@@ -99,7 +99,7 @@ def test_files_of_other_names_are_where_the_index_says(saved):
         zckpt.open(saved)
     layout["serialization_format"] = {"type": "SafetensorsSerialization"}
     said_otherwise(saved, lambda tree: tree["metadata"]["model"]["rank_to_layout_info"].update({1: layout}))
-    with refusing(UnsupportedError, "model is saved in a way that is not read.* found SafetensorsSerialization"):
+    with refusing(UnsupportedError, "model is saved in an unsupported way.* found SafetensorsSerialization"):
         zckpt.open(saved)
 
 
@@ -109,9 +109,7 @@ def test_an_index_that_says_otherwise_is_refused(saved):
     tensors = data["metadata"]["model"]["nested_path_to_metadata"]
     tensors[path][0]["sharding_metadata"]["data"]["global_shape"] = [7]
     (saved / INDEX).write_bytes(pickle.dumps(data))
-    with refusing(
-        LayoutError, r"norm\.weight is another tensor than metadata\.pkl says: expected \(7,\), found \(6,\)"
-    ):
+    with refusing(LayoutError, r"norm\.weight differs from metadata\.pkl: expected \(7,\), found \(6,\)"):
         zckpt.open(saved)
     for wrong in ({"global_shape": 7}, {}):
         tensors[path][0]["sharding_metadata"]["data"] = wrong
@@ -127,7 +125,7 @@ def test_an_index_that_says_otherwise_is_refused(saved):
     with refusing(ShardError, "rank 2 is missing: expected 3 files, found 2"):
         zckpt.open(saved)
     (saved / INDEX).write_bytes(pickle.dumps({**data, "version": "1.0"}))
-    with refusing(UnsupportedError, r"of a version that is not read: expected 2\.0"):
+    with refusing(UnsupportedError, r"has an unsupported version: expected 2\.0"):
         zckpt.open(saved)
     (saved / INDEX).write_bytes(pickle.dumps({**data, "metadata": {"model": {}}}))
     with refusing(DamagedFileError, "unexpected content: found KeyError"):
@@ -142,5 +140,5 @@ def test_whole_tensors_without_an_index_are_ranks_only_if_there_is_one(saved, tm
     torch.save(whole, tmp_path / "epochs" / "model_0.pt")
     assert zckpt.open(tmp_path / "epochs").format == "torch-checkpointing"
     torch.save(whole, tmp_path / "epochs" / "model_1.pt")
-    with refusing(UnknownFormatError, "no checkpoint recognised"):
+    with refusing(UnknownFormatError, "not recognised as a checkpoint"):
         zckpt.open(tmp_path / "epochs")

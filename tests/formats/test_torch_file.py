@@ -150,7 +150,7 @@ def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
     model = network().state_dict()
     ema = {name: tensor * 0 for name, tensor in model.items()}
     checkpoint = assert_holds(saved(tmp_path / "m.pt", {"ema": ema, "model": model}), model)
-    assert checkpoint.warnings == ["several dicts of tensors (ema, model); the model is taken to be 'model'"]
+    assert checkpoint.warnings == ["there are several dicts of tensors (ema, model); 'model' is used as the model"]
 
 
 # --- a model and its optimizer ----------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_two_names_of_one_tied_parameter_are_refused(tmp_path):
     optimizer.step()
     model[1].weight = model[0].weight
     path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    with refusing(UsageError, "two of the names are of one tied parameter"):
+    with refusing(UsageError, "two of the names belong to one tied parameter"):
         read(path, names=["0.weight", "1.weight"])
 
 
@@ -381,7 +381,7 @@ def test_second_optimizer_of_a_list_is_named_in_a_warning(tmp_path):
     model, optimizer = trained()
     root = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()] * 2}
     checkpoint = assert_optimizer(saved(tmp_path / "c.ckpt", root), model, optimizer)
-    assert checkpoint.warnings == ["optimizer_states holds 2 optimizers; the first one is read"]
+    assert checkpoint.warnings == ["optimizer_states holds 2 optimizers; only the first one is read"]
 
 
 def test_scheduler_and_random_states_are_kept_beside(tmp_path):

@@ -281,7 +281,7 @@ def test_names_that_cannot_be_files_are_refused(name):
     parameter = checkpoint.parameters.pop("alpha")
     checkpoint.parameters[name] = dataclasses.replace(parameter, name=name)
     checkpoint.param_groups[2].parameters = [name]
-    with refusing(UnsupportedError, "cannot be a file's name"):
+    with refusing(UnsupportedError, "cannot be a file name"):
         writer.lay_out(checkpoint)
 
 
@@ -290,7 +290,7 @@ def test_slots_that_cannot_be_files_are_refused(slot):
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
     slots = checkpoint.parameters["alpha"].slots
     slots[slot] = slots["exp_avg"]
-    with refusing(UnsupportedError, "name"):
+    with refusing(UnsupportedError, "file name|another meaning here"):
         writer.lay_out(checkpoint)
 
 
@@ -524,7 +524,7 @@ def test_files_of_parameters_of_one_shape_share_a_tree(tmp_path):
     files = [one for one in found.files if Path(one.path).parent.parent.name == "zero"]
     read = [read_torchfile(one.path) for one in files]
     kinds = {(repr(file.root), str([one[1:3] for one in file.records])) for file in read}
-    assert len({id(one.globals) for one in files}) == len(kinds) < len(files)
+    assert len({id(one.tree) for one in files}) == len(kinds) < len(files)
     for one, file in zip(files, read, strict=True):
         assert repr(one.tree) == repr(file.root)
         assert list(one.records) == list(file.records)

@@ -137,7 +137,7 @@ def test_several_models_and_optimizers_are_paired_in_their_order(tmp_path):
     assert found.details["models"] == ["model", "model_1"]
     zckpt.convert(state, tmp_path / "native", to="zckpt", verify=True)
     assert_is(tmp_path / "native", truth)
-    refused(5, "convert", state, tmp_path / "t", "--to", "transformers-trainer", words=("several models", "--to zckpt"))
+    refused(5, "convert", state, tmp_path / "t", "--to", "transformers-trainer", words=("several models", "--to=zckpt"))
 
 
 def test_optimizer_that_is_not_of_the_model_of_its_number_is_refused(tmp_path):

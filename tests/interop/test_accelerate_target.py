@@ -155,7 +155,7 @@ def test_random_states_of_the_trainer_become_accelerates(tmp_path):
 
 def test_what_accelerate_could_not_take_is_refused_by_name(tmp_path):
     source = FIXTURES / "s2_bf16_dp2"
-    refused(2, "convert", source, tmp_path / "t", "--to", "accelerate", "--world-size", 2, words=("--fsdp sharded",))
+    refused(2, "convert", source, tmp_path / "t", "--to", "accelerate", "--world-size", 2, words=("--fsdp=sharded",))
     unnamed = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
     refused(5, "convert", unnamed, tmp_path / "t", "--to", "accelerate", words=("give --names FILE",))
     fsdp1 = FIXTURES / "other" / "accel_fsdp2_dp2" / "state"

@@ -234,7 +234,7 @@ def test_deepspeed_loads_experts_from_a_universal_checkpoint(spec, stage, world_
 
 def test_experts_that_are_listed_under_other_names_are_refused(made, tmp_path):
     zckpt.convert(made(CUT), tmp_path / "dcp", to="dcp", add_prefix="net.")
-    with pytest.raises(zckpt.UnsupportedError, match="not what DeepSpeed lists of their layers"):
+    with pytest.raises(zckpt.UnsupportedError, match="but DeepSpeed's list of their layers"):
         zckpt.convert(tmp_path / "dcp", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
 
 

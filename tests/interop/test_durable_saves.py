@@ -139,7 +139,7 @@ def test_files_are_those_that_deepspeed_writes(name, tmp_path):
     assert_same_files(again, plain, padded=spec.stage == 3)
     assert zckpt.diff(again, plain).equal
     if any(kind in name for kind in ("moe", "pp2")):
-        assert all(len(refused) == 2 and "loads DeepSpeed's own format only" in refused[0] for _, _, refused, _ in told)
+        assert all(len(refused) == 2 and "loads DeepSpeed's own format" in refused[0] for _, _, refused, _ in told)
         return
     assert not any(refused for _, _, refused, _ in told)
     converted = tmp_path / "converted"
@@ -308,7 +308,7 @@ def test_engine_of_one_context_and_not_of_the_other_is_refused():
             return load_dir
 
     one = Engine()
-    refusal = pytest.raises(zckpt.UsageError, match="to both, or to neither")
+    refusal = pytest.raises(zckpt.UsageError, match="give both contexts the engine, or neither")
     with saving.durable_saves(one), refusal, saving.durable_saves():
         pass
     assert "save_checkpoint" not in vars(one)

@@ -84,5 +84,5 @@ def test_degrees_that_do_not_divide_each_other_are_refused(made, tmp_path):
     """Each rank loads the file of its expert rank of 3: rank 3 that of rank 0, which has other experts of the 2."""
     folder = made(layers("moe_s0_2_and_3", (2, 2, False), (3, 3, False), dtype="fp32", world_size=6))
     assert_consolidated(folder, Truth(folder), tmp_path)
-    with pytest.raises(zckpt.UnsupportedError, match="over 2, 3 ranks, which DeepSpeed does not load right"):
+    with pytest.raises(zckpt.UnsupportedError, match="over 2, 3 ranks, which DeepSpeed loads wrongly"):
         zckpt.reshard(folder, tmp_path / "cut", world_size=6)

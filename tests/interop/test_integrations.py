@@ -178,7 +178,7 @@ def numbered(rank, world_size, directory: Path) -> list[str]:
     said = sorted(path.name for path in (directory / "checkpoints").iterdir())
     (directory / "checkpoints" / "checkpoint_0").symlink_to(directory)  # what cannot be removed stops no process
     accelerator.save_state()
-    with pytest.warns(UserWarning, match="beyond total_limit"):
+    with pytest.warns(UserWarning, match="exceeds total_limit"):
         accelerator.wait_for_save()
     (directory / "checkpoints" / "checkpoint_0").unlink()
     zckpt.save(directory / "other", model=first, extra={"accelerate": 3})
@@ -203,7 +203,7 @@ def test_accelerate_makes_names_and_what_cannot_be_saved_is_refused(tmp_path):
     assert names == ["checkpoint_1", "checkpoint_2"]
     assert "registered hooks" in hooks
     assert "other objects" in objects
-    assert "2 that are prepared" in models
+    assert "2 prepared models" in models
 
 
 def trained(rank, world_size, output: Path, directory: Path | None) -> list[float]:

@@ -139,7 +139,7 @@ def test_another_optimizer_goes_on_or_is_refused_before_anything_changes(saved, 
     assert said.keys() == set(pairs) - goes_on
     for (_, other), text in said.items():
         named = {"momentum": "SGD", "centered": "RMSprop"}.get(other, other)
-        assert f"is not one that {named} goes on with" in text or saved == 0 or (other == "Adagrad" and stage == 3)
+        assert f"{named} cannot continue from " in text or saved == 0 or (other == "Adagrad" and stage == 3)
 
 
 # --- frozen parameters that were left out
@@ -184,7 +184,7 @@ def test_tied_parameters_of_which_the_first_name_was_left_out(layer, saved, stag
             assert torch.equal(value, was[name]), name
         else:
             assert torch.equal(value, before[name]), name
-    assert any("emb.weight: as in the engine" in note for note in notes) == (saved < 3 and not arrives)
+    assert any("emb.weight: unchanged in the engine" in note for note in notes) == (saved < 3 and not arrives)
 
 
 def test_what_is_cut_anew_has_no_list_of_some_frozen_parameters(tmp_path):

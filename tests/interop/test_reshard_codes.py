@@ -97,7 +97,7 @@ def test_codes_that_can_be_cut_are_not_made_anew(run, tmp_path):
     zckpt.reshard(run[0], tmp_path / "floats", world_size=2, dequantize=True)
     with pytest.raises(zckpt.UsageError, match="not both"):
         zckpt.reshard(run[0], tmp_path / "again", world_size=3, requantize=True, dequantize=True)
-    with pytest.raises(zckpt.UsageError, match="no quantised state of ranks"):
+    with pytest.raises(zckpt.UsageError, match="no quantised state to quantise again"):
         zckpt.reshard(tmp_path / "floats", tmp_path / "again", world_size=3, requantize=True)
 
 

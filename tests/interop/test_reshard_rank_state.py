@@ -85,7 +85,7 @@ def test_sums_over_all_elements_are_not_given_to_each_of_more_ranks(made, tmp_pa
     zckpt.convert(folder, tmp_path / "dcp", to="dcp")
     for source, verb in ((folder, zckpt.reshard), (tmp_path / "dcp", zckpt.convert)):
         its = {} if verb is zckpt.reshard else {"to": "deepspeed", "stage": 1}
-        with pytest.raises(zckpt.UnsupportedError, match=r"d_numerator of param groups: sums .* found 2 ranks"):
+        with pytest.raises(zckpt.UnsupportedError, match=r"d_numerator of param groups: .* sums .* found 2 ranks"):
             verb(source, tmp_path / "two", world_size=2, **its)
         verb(source, tmp_path / verb.__name__, world_size=1, **its)
         assert zckpt.diff(folder, tmp_path / verb.__name__).equal_slots

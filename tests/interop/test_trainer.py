@@ -113,7 +113,7 @@ def test_names_that_do_not_fit_are_refused(run):
     one = run("llama")
     names = list(dict(build("llama").named_parameters()))
     for wrong in (names[:-1], [*names[:-1], "other"], names[::-1]):
-        with pytest.raises(UsageError, match="do not fit the optimizer"):
+        with pytest.raises(UsageError, match="do not match the optimizer"):
             zckpt.open(one.directory, names=wrong)
 
 
@@ -193,21 +193,21 @@ def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(ru
     whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
     torch.save(whole, tmp_path / "one.pt")
     done = zckpt.convert(tmp_path / "one.pt", tmp_path / "target", to="transformers-trainer", train_batch_size=2)
-    assert any("made the Trainer's two" in note for note in done.notes)
+    assert any("became the Trainer's two" in note for note in done.notes)
     assert [group.parameters for group in zckpt.open(tmp_path / "target").param_groups] == one.truth.groups
     halves = [{"params": [p for _, p in every[:9]]}, {"params": [p for _, p in every[9:]], "lr": 1e-3}]
     other = torch.optim.AdamW(halves, lr=1e-2)
     sum(p.square().sum() for _, p in every).backward()  # type: ignore[union-attr]
     other.step()
     torch.save({**whole, "optimizer": other.state_dict()}, tmp_path / "two.pt")
-    with pytest.raises(UnsupportedError, match="that the Trainer has as one differ"):
+    with pytest.raises(UnsupportedError, match="that are one in the Trainer differ"):
         zckpt.convert(tmp_path / "two.pt", tmp_path / "none", to="transformers-trainer", train_batch_size=2,
                       names=[name for name, _ in every])  # fmt: skip
 
 
 def test_without_a_step_it_is_refused(run, tmp_path):
     shutil.copy(run("llama").directory / "model.safetensors", tmp_path)
-    with pytest.raises(UnsupportedError, match="after which step"):
+    with pytest.raises(UnsupportedError, match="does not state its step"):
         zckpt.convert(tmp_path / "model.safetensors", tmp_path / "target", to="transformers-trainer")
 
 

@@ -240,9 +240,9 @@ def test_a_trainers_numbers_get_the_names_in_memory(kind, head, tmp_path):
         zckpt.convert(run, tmp_path / "no", to="zckpt", map="transformers")
     names = list(truth)
     assert is_true(tmp_path / "by-names", names=names)
-    with pytest.raises(UsageError, match="do not fit the optimizer"):
+    with pytest.raises(UsageError, match="do not match the optimizer"):
         zckpt.convert(run, tmp_path / "no", to="zckpt", map="transformers", names=names[1:])
-    with pytest.raises(UsageError, match="add --map transformers"):
+    with pytest.raises(UsageError, match="add --map=transformers"):
         zckpt.convert(run, tmp_path / "no", to="zckpt", names=names)
     assert not (tmp_path / "no").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,8 +14,8 @@ from tests.inventory.sources import LEFT_OUT, SOURCES
 from tests.pairwise import each
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
-from zckpt.state import Checkpoint
-from zckpt.state.inventory import COPY, FATES, FILE, IMPLIED, KINDS, STATE, Inventory
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state.inventory import CARRIED, COPY, FATES, FILE, FOREIGN, IMPLIED, KINDS, STATE, Inventory, Rule
 from zckpt.torchfile import Tensor, read_torchfile, walk_tensors
 
 ONE_OF_EACH = [
@@ -56,17 +57,15 @@ def test_nothing_of_a_real_checkpoint_is_left_out(name):
 
 
 def assert_tensors_are_accounted_for(checkpoint: Checkpoint, inventory: Inventory, root: Path) -> None:
-    """The tensors are found by another way through the file; implied are their padding and the format's own bytes."""
-    read_whole = {item.file for item in inventory.items if item.kind == FILE and item.fate == STATE}
+    """The tensors of torch files are found by another way; implied are their padding and the format's own bytes."""
     padding: dict[str, int] = {}
     for run in (run for runs in checkpoint.padding_spans for run in runs):
         padding[run.path] = padding.get(run.path, 0) + run.nbytes
+    trees = {os.path.realpath(file.path): file.tree for file in checkpoint.files}
     for file, shares in inventory.nbytes.items():
         path = root / file
-        if path.suffix in (".safetensors", ".distcp", ".json", "") or path.name == ".metadata":
-            continue
-        if file in read_whole or (path.parent / ".zarray").is_file():
-            continue
+        if not any(walk_tensors(trees[os.path.realpath(path)])):
+            continue  # its tree has none: it is no torch file, or holds many (a LazyTree)
         used = set().union(*(_bytes_of(tensor) for _, tensor in walk_tensors(read_torchfile(path).root)))
         held = sum(count for fate, count in shares.items() if fate != IMPLIED)
         single = sum(item.nbytes for item in inventory.items
@@ -79,6 +78,49 @@ def _bytes_of(tensor: Tensor) -> range:
         return range(0)
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     return range(tensor.offset, tensor.offset + (last + 1) * tensor.itemsize)
+
+
+def of_another_format(directory: Path) -> Checkpoint:
+    """As the docstrings of `SourceFile.tree` and `Rule` say: files that are neither torch's nor safetensors."""
+    path, slots = directory / "model.msgpack", {}
+    path.write_bytes(bytes(40))
+    for at, name in enumerate(("weight", "exp_avg")):
+        slots[name] = Slot(name, "float32", (4,), (Span(Extent.whole((4,)), str(path), 16 * at, "float32"),))
+    tree = {"w": slots["weight"], "epoch": 3, "version": 2, "layout": {"offsets": [0, 16]},
+            "state": {0: {"step": 7, "exp_avg": slots["exp_avg"]}}}  # fmt: skip
+    rules = (
+        Rule(("version",), IMPLIED, "the version of the layout"),
+        Rule(("layout", "**"), IMPLIED, "offsets"),
+        Rule(("state", "#", "*"), STATE, "single values of a parameter"),
+    )
+    parameter = Parameter("w", (4,), "float32", slots, state={"step": 7})
+    file = SourceFile(str(path), 40, "model", tensor_nbytes=32, tree=tree, rules=rules)
+    return Checkpoint(str(directory), "other", parameters={"w": parameter}, metadata={"epoch": 3}, files=[file],
+                      opened=str(directory))  # fmt: skip
+
+
+def test_files_of_another_format_are_accounted_for(tmp_path):
+    checkpoint = of_another_format(tmp_path)
+    inventory = take_inventory(checkpoint)
+    assert inventory.left_out == []
+    assert inventory.nbytes == {"model.msgpack": {STATE: 32, IMPLIED: 8}}
+    assert {item.place: item.fate for item in inventory.items} == {
+        "w": STATE, "epoch": CARRIED, "version": IMPLIED, "layout/offsets/0": IMPLIED, "state/0/step": STATE,
+        "state/0/exp_avg": STATE,
+    }  # fmt: skip
+    del checkpoint.metadata["epoch"], checkpoint.parameters["w"].state["step"]
+    checkpoint.files[0] = replace(checkpoint.files[0], rules=checkpoint.files[0].rules[1:])
+    left = [item.place for item in take_inventory(checkpoint).left_out]
+    assert left == ["epoch", "version", "state/0/step"]
+
+
+def test_a_file_that_ends_as_those_that_were_read_is_no_other_programs(tmp_path):
+    checkpoint = of_another_format(tmp_path)
+    for name in ("model-2.msgpack", "model.gguf"):
+        (tmp_path / name).write_bytes(b"x")
+    inventory = take_inventory(checkpoint)
+    assert [item.name for item in inventory.left_out] == ["model-2.msgpack"]
+    assert ("model.gguf", FOREIGN) in {(item.file, item.fate) for item in inventory.items}
 
 
 # --- an adapter that forgets ----------------------------------------------------------------------------------------

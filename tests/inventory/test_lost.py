@@ -237,14 +237,14 @@ def test_a_gap_in_what_programs_count_is_noted(tmp_path):
     assert zckpt.open(source).warnings == []
     (source / "rng_state_0.pth").unlink()
     torch.save({"cpu": torch.get_rng_state()}, source / "rng_state_10.pth")
-    said = "no rng_state of number 0 is there, and rng_state_10.pth is: is it lost?"
+    said = "rng_state number 0 is missing, although rng_state_10.pth exists: was it lost?"
     assert said in " ".join(succeeded("verify", source).stdout.split())
     assert said in succeeded("convert", source, tmp_path / "t", "--to", "zckpt").stderr
 
 
 def test_a_scheduler_without_an_optimizer_is_noted(trainers):
     (trainers / "optimizer_old.pt").rename(trainers / "optimizer.pt")
-    said = "a scheduler's state is there, and no optimizer's: is it lost?"
+    said = "there is a scheduler's state but no optimizer state: was it lost?"
     assert said not in zckpt.open(trainers).warnings
     (trainers / "optimizer.pt").unlink()
     assert said in zckpt.open(trainers).warnings

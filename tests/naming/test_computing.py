@@ -71,7 +71,7 @@ def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path):
                   "--rename", "^ln=norm")  # fmt: skip
         assert_alike(target, tmp_path / "expected.safetensors")
     refused(2, "average", a, plain, "--target", tmp_path / "no.safetensors", "--strip-prefix", "model.",
-            words=("--strip-prefix model. finds no name", "in any of the sources"))  # fmt: skip
+            words=("--strip-prefix model. matches no name", "in any of the sources"))  # fmt: skip
     refused(2, "average", a, b, "--target", tmp_path / "no.safetensors", "--rename", "^norm=q.weight", words=("one",))
     assert not (tmp_path / "no.safetensors").exists()
 

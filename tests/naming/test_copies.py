@@ -134,7 +134,7 @@ def test_copies_that_differ_are_not_made_one(tmp_path):
 
 def test_how_many_copies_is_told_by_the_configuration(tmp_path):
     save_file({"up": torch.ones(3, 2)}, tmp_path / "dense.safetensors")
-    with refusing(UsageError, "do not tell e"):
+    with refusing(UsageError, "do not determine e"):
         zckpt.consolidate(tmp_path / "dense.safetensors", tmp_path / "moe.safetensors", map=STACKED)
     with refusing(UsageError, "at most"):
         zckpt.consolidate(

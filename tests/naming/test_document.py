@@ -147,7 +147,7 @@ def test_sizes_are_whole_numbers():
         "__import__('os')",
         "(" * 5000,
     ):
-        with refusing(UsageError, "is no size"):
+        with refusing(UsageError, "is not a size"):
             evaluated(text, sizes.get, "here")
 
 
@@ -188,7 +188,7 @@ def test_names_that_fit_neither_side_or_both_are_refused(tmp_path):
 
 def test_what_shapes_do_not_tell_is_asked_for(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors())
-    with refusing(UsageError, r"do not tell heads: expected a configuration with n_head.*--map-config"):
+    with refusing(UsageError, "do not determine heads: expected a configuration with n_head.*--map-config"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
     with refusing(UsageError, r"q\.weight has another shape"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 5, "d": 1})
@@ -235,7 +235,7 @@ def test_parts_of_one_tensor_must_be_alike(tmp_path):
         mapped(trained(tmp_path / "steps.pt", steps="qvn"))
     with refusing(LayoutError, "not all have exp_avg"):
         mapped(trained(tmp_path / "slots.pt", steps="qn"))
-    with refusing(UnsupportedError, r"row_var of q\.weight is not one number for each element"):
+    with refusing(UnsupportedError, r"row_var of q\.weight does not have one number per element"):
         mapped(trained(tmp_path / "factored.pt", optimizer=torch.optim.Adafactor))
     assert not (tmp_path / "out").exists()
     mapped(trained(tmp_path / "sound.pt"))
@@ -301,7 +301,7 @@ def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path):
     done = zckpt.convert(tmp_path / "d", tmp_path / "back", to="zckpt", map=document, map_config={"vocab_size": 5})
     assert "rows 5 to 7 of emb are left out as padding" in done.notes[1]
     assert zckpt.diff(tmp_path / "c.pt", tmp_path / "back").equal
-    with refusing(UsageError, "not so many rows"):
+    with refusing(UsageError, "not that many rows"):
         zckpt.convert(tmp_path / "d", tmp_path / "more", to="zckpt", map=document, map_config={"vocab_size": 9})
 
 
@@ -321,11 +321,11 @@ def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path):
     (tmp_path / "config.json").write_text('{"n_head": 2}')  # of whatever else lies around
     (tmp_path / "model").mkdir()
     source = saved(tmp_path / "model" / "a.safetensors", tensors())
-    with refusing(UsageError, "do not tell heads"):
+    with refusing(UsageError, "do not determine heads"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
     (tmp_path / "model" / "params.json").write_text('{"n_head": 3, "other": null}')
     done = zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
-    assert done.notes[-1] == f"the numbers of the model are those of {tmp_path / 'model' / 'params.json'}"
+    assert done.notes[-1] == f"the model's sizes are from {tmp_path / 'model' / 'params.json'}"
     joined = torch.stack([tensors()[f"{one}.weight"].view(3, 4, 5) for one in "qkv"], dim=1).reshape(36, 5)
     assert_same(load_file(tmp_path / "b.safetensors")["qkv.weight"], joined, "qkv")
 
@@ -338,7 +338,7 @@ def test_numbers_are_in_the_arguments_of_megatron(grouped, tmp_path):
     )
     torch.save({"model": model, "args": arguments}, tmp_path / "c.pt")
     done = zckpt.consolidate(tmp_path / "c.pt", tmp_path / "d.safetensors", map="llama-huggingface-megatron")
-    assert done.notes[-1] == "the numbers of the model are those of the arguments in it"
+    assert done.notes[-1] == "the model's sizes are from the arguments in it"
     shapes = {name.split(".")[-2]: tuple(one.shape) for name, one in load_file(tmp_path / "d.safetensors").items()}
     keys = (2, 8) if grouped else (8, 8)
     assert shapes == {"q_proj": (8, 8), "k_proj": keys, "v_proj": keys}
@@ -384,7 +384,7 @@ def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path):
 def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out(tmp_path):
     source = saved(tmp_path / "a.safetensors", tensors(**{"router.bias": torch.ones(3)}))
     about = {**QKV, "refused": {"apart": {"router.bias": "it chooses"}}}
-    with refusing(UnsupportedError, r"router\.bias: it chooses; a map of your own"):
+    with refusing(UnsupportedError, r"router\.bias: it chooses; write your own map"):
         zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})
     about = {**about, "ignored": {"apart": ["router.bias"]}}
     zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})

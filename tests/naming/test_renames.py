@@ -71,14 +71,14 @@ def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--rename", "nothing=x"), ("--rename nothing=x finds no name",)),
-        (("--strip-prefix", "module."), ("--strip-prefix module. finds no name",)),
-        (("--rename", r"fc\d=fc"), ("makes", "one", "narrow it")),
-        (("--rename", r"^alpha$="), ("leaves nothing of alpha",)),
-        (("--rename", r"(fc)=\2"), ("no regular expression",)),
+        (("--rename", "nothing=x"), ("--rename nothing=x matches no name",)),
+        (("--strip-prefix", "module."), ("--strip-prefix module. matches no name",)),
+        (("--rename", r"fc\d=fc"), ("would give", "the same name", "make it more specific")),
+        (("--rename", r"^alpha$="), ("would make alpha empty",)),
+        (("--rename", r"(fc)=\2"), ("invalid regular expression",)),
         (("--rename", "fc1"), ("OLD=NEW",)),
-        (("--rename", "fc1.*=x.*.*"), ("as often", "fc1.*=x.*.*")),
-        (("--rename", "c1.*=x.*"), ("finds no name",)),
+        (("--rename", "fc1.*=x.*.*"), ("as many `*`", "fc1.*=x.*.*")),
+        (("--rename", "c1.*=x.*"), ("matches no name",)),
         (("--map", "no-such-map"), ("no map no-such-map", "`zckpt formats`")),
         (("--map", "llama-huggingface-mta"), ("such as llama-huggingface-meta",)),
         (("--map", "llama-huggingface-meta"), ("has no rule for", "huggingface or meta")),
@@ -116,7 +116,7 @@ def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones(tmp_pat
     layer = torch.nn.Linear(2, 3)
     torch.save({"model": layer.state_dict(), "best": {"of": "weight"}}, tmp_path / "c.pt")
     refused(5, "convert", tmp_path / "c.pt", tmp_path / "d", "--to", "dcp", "--rename", "weight=w",
-            words=("best speaks of weight",))  # fmt: skip
+            words=("best refers to weight",))  # fmt: skip
     zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", rename=[("bias", "b")])
 
 
@@ -127,7 +127,7 @@ def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
     own = {"average": average, "frozen": ("0.weight", ["1.bias", "0"]), "decay": 0.9, "weights": {"0": 1}}
     torch.save({"model": model.state_dict(), "ema": own, "also": average}, tmp_path / "c.pt")
     done = zckpt.convert(tmp_path / "c.pt", tmp_path / "z", to="zckpt", rename=[("^0", "first")], verify=True)
-    assert any(note.startswith("ema speaks of tensors") for note in done.notes)
+    assert any(note.startswith("ema refers to tensors") for note in done.notes)
     zckpt.convert(tmp_path / "z", tmp_path / "d.pt", to="consolidated")
     found = torch.load(tmp_path / "d.pt", weights_only=True)["zckpt"]["metadata"]["ema"]
     new = {name.replace("0.", "first.", 1): value for name, value in average.items()}
@@ -148,15 +148,15 @@ def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path):
     plain = {"sides": ["a", "b"], "rules": [*rules, *({"a": f"1.{x}", "b": f"last.{x}"} for x in ("weight", "bias"))]}
     zckpt.convert(tmp_path / "c.pt", tmp_path / "w", to="zckpt", map=plain)
     turned = {**plain, "rules": [{"a": {"0.weight": "out in"}, "b": {"first.weight": "in out"}}, *plain["rules"][1:]]}
-    with refusing(UnsupportedError, r"speaks of 0\.weight"):
+    with refusing(UnsupportedError, r"refers to 0\.weight"):
         zckpt.convert(tmp_path / "c.pt", tmp_path / "v", to="zckpt", map=turned)
 
     # not in objects of classes that nobody knows, and not where two would have one name
     torch.save({"model": model.state_dict(), "args": argparse.Namespace(frozen="0.bias")}, tmp_path / "o.pt")
-    with refusing(UnsupportedError, r"args speaks of 0\.bias"):
+    with refusing(UnsupportedError, r"args refers to 0\.bias"):
         zckpt.convert(tmp_path / "o.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
     torch.save({"model": model.state_dict(), "of": {"0.bias": 1, "first.bias": 2}}, tmp_path / "p.pt")
-    with refusing(UnsupportedError, r"of speaks of first\.bias"):
+    with refusing(UnsupportedError, r"of refers to first\.bias"):
         zckpt.convert(tmp_path / "p.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
     assert not (tmp_path / "v").exists()
 

@@ -54,7 +54,7 @@ def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_f
     order = [name for some in names for name in some]
     done = zckpt.convert(tmp_path / "run.pt", tmp_path / "new.pt", to="consolidated", names=order,
                          map={"taken": {LAYERS: said}})  # fmt: skip
-    assert any("config.json has to say how many" in note for note in done.notes)
+    assert any("config.json must state how many" in note for note in done.notes)
     found = torch.load(tmp_path / "new.pt", weights_only=True)
     states = [value for one in found["optimizer"]["state"].values() for value in one.values()]
     assert len({value.data_ptr() for value in states}) == len(states)
@@ -126,10 +126,10 @@ def test_a_deeper_run_of_deepspeed_has_masters_and_moments_of_the_layers_that_it
     ({LAYERS: "2"}, "has no 2"),
     ({LAYERS: "1-0"}, "has no 1-0"),
     ({"blocks.{l}.": "0"}, "no name begins with blocks"),
-    ({"lm_head.weight": "0-"}, "has no rows of its own.*another name of model.embed_tokens.weight"),
-    ({"nothing": "0-"}, "has no rows of its own"),
-    ({LAYERS: "0*999999999"}, "too much"),
-    ({"model.embed_tokens.weight": "0*999999999"}, "too much"),
+    ({"lm_head.weight": "0-"}, "does not have its own rows.*another name of model.embed_tokens.weight"),
+    ({"nothing": "0-"}, "does not have its own rows"),
+    ({LAYERS: "0*999999999"}, "is too large"),
+    ({"model.embed_tokens.weight": "0*999999999"}, "is too large"),
 ])  # fmt: skip
 def test_what_is_not_there_is_not_taken(taken, words, tmp_path):
     with refusing(UsageError, words):
@@ -142,11 +142,11 @@ def test_state_without_rows_and_tied_layers_are_refused(tmp_path):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
-    with refusing(UnsupportedError, "is not one number for each element"):
+    with refusing(UnsupportedError, "does not have one number per element"):
         zckpt.convert(tmp_path / "run.pt", tmp_path / "no", to="zckpt", map={"taken": {"0.weight": "0-3"}})
     one = torch.ones(2)
     torch.save({"h.0.w": one, "h.1.w": one}, tmp_path / "tied.pt")
-    with refusing(UnsupportedError, "another name of a tensor, of layers"):
+    with refusing(UnsupportedError, "another name of a tensor in the layers"):
         zckpt.consolidate(tmp_path / "tied.pt", tmp_path / "no.pt", map={"taken": {"h.{l}.": "0"}})
 
 

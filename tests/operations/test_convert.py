@@ -135,7 +135,7 @@ def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path):
     layer(torch.ones(3)).sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    with refusing(zckpt.UnsupportedError, r"holds no model.* a \.pt file"):
+    with refusing(zckpt.UnsupportedError, r"holds only optimizer state.* a \.pt file"):
         zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out", to="consolidated")
     zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out.pt", to="consolidated")
     assert_same_state(zckpt.open(tmp_path / "out.pt"), zckpt.open(tmp_path / "optimizer.pt"))

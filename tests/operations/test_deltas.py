@@ -132,8 +132,8 @@ def test_a_model_of_a_version_needs_only_later_ones(encoding, tmp_path):
 def test_another_model_is_refused_and_nothing_is_written(tmp_path):
     last = publish(tmp_path / "run", 1, "xor", "xxh3-128")
     other = write(tmp_path / "base", model(2))
-    refused(3, "apply", other, last, tmp_path / "out", words=("a.weight is not what was published", "version 0"))
-    refused(3, "apply", other, last, tmp_path / "out", "--dry-run", words=("a.weight is not what was published",))
+    refused(3, "apply", other, last, tmp_path / "out", words=("a.weight differs from what was published", "version 0"))
+    refused(3, "apply", other, last, tmp_path / "out", "--dry-run", words=("a.weight differs from what was published",))
     short = {name: one for name, one in model(0).items() if name != "b.weight"}
     save_file(short, tmp_path / "short.safetensors")
     refused(3, "apply", tmp_path / "short.safetensors", last, tmp_path / "out", words=("a directory of safetensors",))
@@ -184,9 +184,18 @@ def test_equal_models_make_a_version_that_changes_nothing(tmp_path):
 def test_what_cannot_be_published_is_refused(tmp_path):
     base = write(tmp_path / "0", model(0))
     refused(2, "patch", base, base, tmp_path / "p", "--to", "slime", words=("weight_v000001",))
-    refused(2, "patch", base, base, tmp_path / "p", "--encoding", "overwrite", words=("no such form",))
+    refused(2, "patch", base, base, tmp_path / "p", "--encoding", "overwrite", words=("unknown form",))
     other = write(tmp_path / "1", model(0) | {"b.weight": torch.zeros(3)})
-    refused(5, "patch", base, other, tmp_path / "weight_v000001", "--to", "slime", words=("b.weight is not the same",))
+    refused(
+        5,
+        "patch",
+        base,
+        other,
+        tmp_path / "weight_v000001",
+        "--to",
+        "slime",
+        words=("b.weight differs in shape or type",),
+    )
 
 
 def test_what_is_written_replaces_neither_model_nor_version(tmp_path):
@@ -204,7 +213,7 @@ def test_what_is_written_replaces_neither_model_nor_version(tmp_path):
 def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
     version = publish(tmp_path / "run", 1, "xor", "xxh3-128")
     for path in (version, version / "model-00000-of-00001.safetensors"):
-        refused(3, "inspect", path, words=("as slime publishes it", "zckpt apply"))
+        refused(3, "inspect", path, words=("as slime publishes them", "zckpt apply"))
     write(tmp_path / "run" / "whole", model(0))
     assert [one["name"] for one in json.loads(succeeded("list", tmp_path / "run", "--json").stdout)["checkpoints"]] == [
         "whole"
@@ -216,8 +225,8 @@ def test_a_version_is_no_checkpoint_and_says_what_it_is(tmp_path):
     [
         ({"version": "x"}, "unreadable index"),
         ({"base_version": "000001"}, "a base before 1"),
-        ({"compression_format": "lz4"}, "of a form that is not known"),
-        ({"delta_encoding": "sum"}, "of a form that is not known"),
+        ({"compression_format": "lz4"}, "has an unknown form"),
+        ({"delta_encoding": "sum"}, "has an unknown form"),
         ({"checksum_format": "crc"}, "unknown checksums"),
     ],
 )

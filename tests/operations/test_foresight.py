@@ -13,11 +13,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import zckpt
+import zckpt.engine.plan as plans
+import zckpt.formats.deepspeed.documents as documents
 from tests.cli.console import FIXTURES, environment, refused, succeeded
 from tests.refusals import refusing
 from zckpt.engine.plan import Copy, FilePlan, Fill, Strided
 from zckpt.engine.targets import Hole, TargetFile
-from zckpt.operations.foresight import Reads, directories, reads_of
+from zckpt.operations.foresight import Reads, directories, note_reads
 from zckpt.state import ZEROS, Extent, Slot
 from zckpt.storage import room as rooms
 from zckpt.storage.room import Room
@@ -90,7 +92,7 @@ def test_where_a_file_system_does_not_say_no_time_is_told(tmp_path, monkeypatch)
 def test_what_cannot_fit_is_refused(options, tmp_path, monkeypatch):
     command = ("convert", SOURCE, tmp_path / "out", "--to", "universal", *options)
     monkeypatch.setattr(rooms, "room", lambda _: Room(1 << 40, 20))
-    refused(4, *command, words=("no space for so many files: expected ", "inodes free, found 20"))
+    refused(4, *command, words=("no space for that many files: expected ", "inodes free, found 20"))
     monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
     refused(4, *command, words=("not enough space: expected ", "bytes free, found 20; free some or write elsewhere"))
     assert list(tmp_path.iterdir()) == []
@@ -101,7 +103,7 @@ def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path, monkeypatch):
     zckpt.consolidate(SOURCE, target)
     before = target.read_bytes()
     monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
-    with refusing(zckpt.TargetError, "so that both need room"):
+    with refusing(zckpt.TargetError, "so both need space"):
         zckpt.consolidate(SOURCE, target, overwrite=True)
     assert target.read_bytes() == before
 
@@ -112,10 +114,12 @@ def test_directories_are_those_between_a_target_and_its_files():
     assert directories(names, target) == 4  # out, b, b/c, f
 
 
-def planned(*copies: Copy) -> list[FilePlan]:
+def reads_of(*copies: Copy) -> dict[str, Reads]:
     extent = Extent.whole((4,))
     hole = Hole(0, "x", Slot("x", "float32", (4,), ()), extent, "float32")
-    return [FilePlan(TargetFile("t", 0), (Fill(hole, copies),))]
+    found: dict[str, Reads] = {}
+    note_reads(found, FilePlan(TargetFile("t", 0), (Fill(hole, copies),)))
+    return found
 
 
 def copy(path: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Copy:
@@ -123,25 +127,43 @@ def copy(path: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...
 
 
 def test_ranges_that_lie_end_to_end_are_one_request():
-    plan = planned(copy("a", 0, (10,), (4,)), copy("b", 0, (1,), (4,)), copy("a", 40, (5,), (4,)))
-    found = reads_of(plan)
+    found = reads_of(copy("a", 0, (10,), (4,)), copy("b", 0, (1,), (4,)), copy("a", 40, (5,), (4,)))
     assert {path: (one.requests, one.nbytes) for path, one in found.items()} == {"a": (1, 60), "b": (1, 4)}
 
 
 def test_ranges_that_lie_far_apart_are_several():
-    found = reads_of(planned(copy("a", 1 << 30, (1,), (4,)), copy("a", 0, (1,), (4,))))["a"]
+    found = reads_of(copy("a", 1 << 30, (1,), (4,)), copy("a", 0, (1,), (4,)))["a"]
     assert (found.requests, found.nbytes, found.low, found.high) == (2, 8, 0, (1 << 30) + 4)
 
 
 def test_rows_that_are_read_with_their_gaps_are_one_request_and_others_one_each():
     near, far = copy("a", 0, (8, 4), (24, 4)), copy("b", 0, (8, 4), (1 << 20, 4))
-    found = reads_of(planned(near, far))
+    found = reads_of(near, far)
     assert (found["a"].requests, found["a"].nbytes) == (1, 7 * 24 + 16)
     assert (found["b"].requests, found["b"].nbytes) == (8, 8 * 16)
 
 
 def test_zeros_are_read_from_nowhere():
-    assert reads_of(planned(copy(ZEROS, 0, (8,), (0,)))) == {}
+    assert reads_of(copy(ZEROS, 0, (8,), (0,))) == {}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_dry_run_lays_each_file_out_once(tmp_path, monkeypatch, stage):
+    laid: list[str] = []
+    lay_out = documents._laid_out
+
+    def counted(found, folder):
+        for file in lay_out(found, folder):
+            laid.append(file.name)
+            yield file
+
+    monkeypatch.setattr(documents, "_laid_out", counted)
+    monkeypatch.setattr(plans, "KEPT_NBYTES", 0)  # as of files that are too many to be kept
+    done = zckpt.reshard(SOURCE, tmp_path / "out", world_size=3, stage=stage, dry_run=True)
+    assert laid
+    assert len(laid) == len(set(laid))
+    assert done.foresight is not None
+    assert done.foresight.reads
 
 
 def test_what_overlaps_is_counted_once():
@@ -209,5 +231,5 @@ def test_too_little_memory_is_one_line_and_nothing_is_written(source, tmp_path):
     done = limited(16, source, tmp_path)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "not enough memory by RLIMIT_AS (ulimit -v): expected 26214400 bytes that are free" in done.stderr
+    assert "not enough memory under RLIMIT_AS (ulimit -v): expected 26214400 free bytes" in done.stderr
     assert list(tmp_path.iterdir()) == []

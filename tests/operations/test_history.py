@@ -178,14 +178,14 @@ def test_a_page_is_written_whole_or_not_at_all(tmp_path):
     assert succeeded("list", run, "--html", page).stdout == succeeded("list", run).stdout
     assert "global_step5" in page.read_text()
     refused(4, "list", run, "--html", page, words=("--overwrite",))
-    refused(3, "list", tmp_path / "none", "--html", tmp_path / "none.html", words=("no directory",))
+    refused(3, "list", tmp_path / "none", "--html", tmp_path / "none.html", words=("not a directory",))
     assert not (tmp_path / "none.html").exists()
 
 
 def test_a_directory_without_checkpoints_is_refused(tmp_path):
     refused(3, "list", tmp_path, words=("no checkpoint",))
-    refused(3, "list", tmp_path / "none", words=("no directory",))
-    with refusing(zckpt.UsageError, "a sample is not read past the page cache"):
+    refused(3, "list", tmp_path / "none", words=("not a directory",))
+    with refusing(zckpt.UsageError, "does not apply to a sample"):
         zckpt.history(tmp_path, direct=True)
 
 

@@ -43,7 +43,7 @@ def test_what_overflows_is_counted_named_and_refused(model, tmp_path):
     found = load_file(tmp_path / "m.safetensors")
     assert all(torch.equal(found[name].isinf(), one.half().isinf()) for name, one in MODEL.items())
     assert zckpt.consolidate(model, tmp_path / "n.safetensors", dtype="bfloat16").notes == ()
-    with refusing(zckpt.UsageError, "unusable overflow: expected refuse or allow, found 'yes'"):
+    with refusing(zckpt.UsageError, "unusable --overflow: expected refuse or allow, found 'yes'"):
         zckpt.consolidate(model, tmp_path / "o.safetensors", overflow="yes")
 
 
@@ -51,7 +51,7 @@ def test_a_store_and_the_command_line_refuse_too(model, tmp_path):
     for target in (tmp_path / "m", "memory://overflow/m"):
         done = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "-q")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "--overflow allow" in done.stderr
+        assert "--overflow=allow" in done.stderr
         allowed = run("convert", model, target, "--to", "consolidated", "--dtype", "float16", "--overflow", "allow")
         assert allowed.returncode == 0
         assert "1 values of own overflow float16" in allowed.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 import signal
@@ -15,6 +17,7 @@ import pytest
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, run
 from tests.refusals import refusing
+from zckpt.errors import TargetError
 from zckpt.operations.unpack import unpack
 
 MADE = {
@@ -137,7 +140,7 @@ def test_one_checkpoint_may_have_another_name(tmp_path):
     zckpt.pack(source, tmp_path / "store", name="runs/first")
     assert zckpt.diff(tmp_path / "store" / "runs" / "first", source).equal
     for given, name in ((source, "../first"), (FIXTURES / "s2_bf16_dp2_multitag", "first")):
-        with refusing(zckpt.UsageError, "a name is of one checkpoint, and below the store"):
+        with refusing(zckpt.UsageError, "--name only applies to one checkpoint, and must lie within the store"):
             zckpt.pack(given, tmp_path / "store", name=name)
 
 
@@ -150,33 +153,33 @@ def test_other_programs_resume_from_what_is_unpacked_and_nothing_is_pruned(tmp_p
         assert zckpt.resume_check(one, program="zckpt").resumes
     zckpt.unpack(store / "global_step5", tmp_path / "global_step5")
     assert zckpt.resume_check(tmp_path / "global_step5", program="deepspeed").resumes
-    with refusing(zckpt.UsageError, "nothing is removed from a store of checkpoints"):
+    with refusing(zckpt.UsageError, "a store of checkpoints cannot be pruned"):
         zckpt.prune(store, keep_last=1)
 
 
 def test_another_checkpoint_of_a_name_is_refused(made, copied, tmp_path):
     shutil.copytree(FIXTURES / "s2_bf16_dp3" / "global_step5", tmp_path / "run" / "step-1")
-    with refusing(zckpt.UsageError, "another checkpoint of this name"):
+    with refusing(zckpt.UsageError, "another checkpoint with this name"):
         zckpt.pack(tmp_path / "run", copied)
 
 
 def test_a_directory_of_something_else_is_no_store_and_is_not_made_one(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "thesis.txt").write_text("mine")
-    with refusing(zckpt.TargetError, "something else in it"):
+    with refusing(zckpt.TargetError, "holds something else"):
         zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "x")
     assert names_in(tmp_path / "x") == ["thesis.txt"]
-    with refusing(zckpt.SourceError, "is no store"):
+    with refusing(zckpt.SourceError, "is not a store"):
         unpack(tmp_path / "x", tmp_path / "y")
 
 
 def test_nothing_else_is_written_into_a_store(made, tmp_path):
-    with refusing(zckpt.UsageError, "only `pack` writes into"):
+    with refusing(zckpt.UsageError, "only `zckpt pack` writes to"):
         zckpt.consolidate(made / "run" / "step-1", made / "s.zckpt" / "m.safetensors")
 
 
 def test_an_unknown_name_is_answered_with_those_that_are_there(made):
-    with refusing(zckpt.SourceError, "no such checkpoint is in the store"):
+    with refusing(zckpt.SourceError, "the store has no such checkpoint"):
         zckpt.open(made / "s.zckpt" / "step-100")
 
 
@@ -328,3 +331,15 @@ def test_the_command_line_packs_unpacks_patches_and_applies(made, tmp_path):
     assert run("apply", tmp_path / "s" / "step-1", tmp_path / "p", tmp_path / "two").returncode == 0
     assert contents(tmp_path / "two") == contents(made / "run" / "step-2")
     assert run("inspect", tmp_path / "s" / "step-2").returncode == 0
+
+
+def test_a_first_pack_that_a_disk_ends_leaves_nothing(tmp_path, monkeypatch):
+    from zckpt.storage import durable
+
+    def failing(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(durable, "rename_new", failing)
+    with refusing(TargetError, "cannot be written: found Disk quota exceeded"):
+        zckpt.pack(FIXTURES / "s2_bf16_dp2", tmp_path / "new" / "store")
+    assert list(tmp_path.iterdir()) == []

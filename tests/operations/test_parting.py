@@ -64,7 +64,7 @@ def test_the_command_line_says_where_and_its_status_whether(tmp_path):
     assert json.loads(told.stdout) == zckpt.parting(a, b).as_dict()
     assert run("diff", "--series", a, a).returncode == 0
     assert run("diff", "--series", a, b, "--parameters", "a.*").returncode == 0
-    refused(2, "diff", "--series", a, b, "--html", tmp_path / "page.html", words=("no page of two runs",))
+    refused(2, "diff", "--series", a, b, "--html", tmp_path / "page.html", words=("no page for two runs",))
     assert run("diff", "--series", a / "step-1", b / "step-1").stdout.startswith("2 checkpoints")
 
 
@@ -83,7 +83,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
     put(tmp_path / "several" / "x", range(1, 3)), put(tmp_path / "several" / "y", range(1, 3))
     with refusing(zckpt.SourceError, "two checkpoints of step 1"):
         zckpt.parting(a, tmp_path / "several")
-    with refusing(zckpt.SourceError, "no directory"):
+    with refusing(zckpt.SourceError, "not a directory"):
         zckpt.parting(a, tmp_path / "none")
 
 

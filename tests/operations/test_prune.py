@@ -144,7 +144,7 @@ def test_only_checkpoints_called_by_a_step_go_each_series_by_itself(tmp_path):
     (at / "logs").mkdir()
     (at / "logs" / "step_1.log").write_text("log")
     assert gone(at) == {"global_step1", "checkpoint-7"}
-    assert why(at)["best"] == "its name says no step"
+    assert why(at)["best"] == "its name has no step"
 
 
 def test_a_file_goes_with_the_digests_that_lie_beside_it(tmp_path):
@@ -180,9 +180,11 @@ def test_the_best_by_what_a_trainer_logged_stays(tmp_path):
     trained(at, checkpoint_to_10=3.0, checkpoint_to_20=2.0, checkpoint_to_30=2.5, checkpoint_to_40=float("nan"))
     assert why(at, keep_best="eval_loss")["checkpoint-20"] == "the best by eval_loss: 2"
     assert why(at, keep_best="eval_loss:max")["checkpoint-10"] == "the best by eval_loss: 3"
-    with refusing(zckpt.UsageError, "it is not said which is better: expected eval_bleu:min or eval_bleu:max"):
+    with refusing(
+        zckpt.UsageError, "it is unknown whether higher or lower is better: expected eval_bleu:min or eval_bleu:max"
+    ):
         pruned(at, keep_best="eval_bleu")
-    with refusing(zckpt.UsageError, "no checkpoint has a value of accuracy of its step: expected"):
+    with refusing(zckpt.UsageError, "no checkpoint has a value of accuracy for its step: expected"):
         pruned(at, keep_best="accuracy:max")
     assert gone(at, keep_best="eval_bleu:max") == {"checkpoint-10", "checkpoint-30"}
 
@@ -239,9 +241,9 @@ def test_the_document_is_what_is_printed(tmp_path):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    refused(2, "prune", tmp_path, "--keep-last", 0, words=("keep_last is a number from 1 on",))
+    refused(2, "prune", tmp_path, "--keep-last", 0, words=("keep_last must be at least 1",))
     refused(2, "prune", tmp_path, words=("keep-last",))
-    refused(2, "prune", "s3://bucket/run", "--keep-last", 1, words=("in a store are not removed",))
+    refused(2, "prune", "s3://bucket/run", "--keep-last", 1, words=("in a store cannot be pruned",))
     refused(3, "prune", tmp_path, "--keep-last", 1, words=("no checkpoint",))
 
 

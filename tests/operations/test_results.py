@@ -63,7 +63,7 @@ def test_a_result_is_frozen_and_the_document_of_the_command_line(verb, tmp_path,
 def test_a_map_without_a_target_is_printed_or_refused():
     done = run("map", SOURCE)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "nowhere to draw the map" in done.stderr
+    assert "no TARGET for the map" in done.stderr
 
 
 def test_a_map_of_a_slot_that_is_not_there_is_refused():

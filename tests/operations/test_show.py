@@ -72,9 +72,9 @@ def test_a_part_is_read_where_the_rest_is_gone(tmp_path):
         ("0,0,0", "a slice of 3 dimensions: expected at most 2"),
         ("13", "dimension 0 has no index 13"),
         ("0,-9", "dimension 1 has no index -9"),
-        ("0:4:2", "no slice of a tensor"),
-        ("a", "no slice of a tensor"),
-        ("", "no slice of a tensor"),
+        ("0:4:2", "not a slice of a tensor"),
+        ("a", "not a slice of a tensor"),
+        ("", "not a slice of a tensor"),
     ],
 )
 def test_what_is_no_slice_of_it_is_refused(text, said):
@@ -84,7 +84,7 @@ def test_what_is_no_slice_of_it_is_refused(text, said):
 
 def test_more_than_is_shown_is_refused(tmp_path):
     torch.save({"model": {"w": torch.zeros(1 << 24, 2, dtype=torch.uint8)}}, tmp_path / "x.pt")
-    with refusing(zckpt.UsageError, "too many elements to be shown"):
+    with refusing(zckpt.UsageError, "too many elements to show"):
         zckpt.show(tmp_path / "x.pt", "w")
     assert zckpt.show(tmp_path / "x.pt", "w", slice=":,1").values.shape == (1 << 24,)
 

@@ -270,10 +270,10 @@ def test_a_process_that_watches_sees_what_another_saves(training):
 
 
 def test_what_cannot_be_is_refused(tmp_path):
-    refused(2, "verify", tmp_path, "--settle", 3, words=("--settle is for --watch",))
-    refused(2, "verify", tmp_path, "--watch", "--tag", "x", words=("--tag is not for --watch",))
-    refused(2, "verify", tmp_path, "--watch", "--html", "x.html", words=("--html is not for --watch",))
-    refused(2, "verify", "s3://bucket/run", "--watch", words=("a store is not watched",))
-    refused(2, "verify", tmp_path, "--watch", "--factor", 1, words=("a factor is above 1",))
-    with refusing(zckpt.UsageError, "a sample is not read past the page cache"):
+    refused(2, "verify", tmp_path, "--settle", 3, words=("--settle needs --watch",))
+    refused(2, "verify", tmp_path, "--watch", "--tag", "x", words=("--tag does not go with --watch",))
+    refused(2, "verify", tmp_path, "--watch", "--html", "x.html", words=("--html does not go with --watch",))
+    refused(2, "verify", "s3://bucket/run", "--watch", words=("a store cannot be watched",))
+    refused(2, "verify", tmp_path, "--watch", "--factor", 1, words=("--factor must be above 1",))
+    with refusing(zckpt.UsageError, "does not apply to a sample"):
         zckpt.watch(tmp_path, direct=True)

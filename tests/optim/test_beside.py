@@ -228,7 +228,7 @@ def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(k
     zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, step=4)
     trained(optimizer, model, 4, 8)
     done = zckpt.convert(tmp_path / "c", tmp_path / "out", to=to)
-    assert any("is for zckpt.load" in note for note in done.notes) == (to != "zckpt")
+    assert any("only zckpt.load restores" in note for note in done.notes) == (to != "zckpt")
     its = MAKE[kind](other)
     zckpt.load(tmp_path / "out", model=other, optimizer=its)
     trained(its, other, 4, 8)
@@ -277,7 +277,8 @@ NOT_LOADED: dict[str, Case] = {
         MAKE["turning"], lambda model: Raising(model.parameters(), lr=0.1, momentum=0.9), "RuntimeError: not today",
     ),
     "without what a wrapper keeps": (
-        lambda model: AdamW(model.parameters(), lr=0.1), MAKE["ahead"], "Ahead goes on with.*KeyError: 'slow_state'",
+        lambda model: AdamW(model.parameters(), lr=0.1), MAKE["ahead"],
+        "Ahead cannot continue from the state of .*KeyError: 'slow_state'",
     ),
     "without a counter": (lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), MAKE["turning"], "'turn'"),
     "another class": (

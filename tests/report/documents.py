@@ -87,7 +87,7 @@ def verification(
     findings: list[dict[str, Any]], source: str = "run/global_step7", *, deep: bool = True
 ) -> dict[str, Any]:
     return {
-        "source": source, "format": "deepspeed", "deep": deep,
+        "source": source, "checkpoint": source, "format": "deepspeed", "deep": deep,
         "sound": not any(one["severity"] == "error" for one in findings),
         "checked": {"files": 3, "parameters": 20, "elements": 19_968, "nbytes": 69_888},
         "fingerprint": "zckpt1:0123456789abcdef0123456789abcdef", "findings": findings,

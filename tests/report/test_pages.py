@@ -565,6 +565,77 @@ def test_a_run_is_drawn_along_its_steps_by_what_is_sound(show):
     assert "equal to a/step300" in page.get_by_role("table", name="Checkpoints").inner_text()
 
 
+def again(opened: Opened, part: str) -> None:
+    """Open the page anew, in the same window, at the address that it has when that names a part of its state."""
+    expect(opened.page).to_have_url(re.compile(f"#.*{part}="))
+    address = opened.page.url
+    opened.page.goto("about:blank")
+    opened.page.goto(address)
+    opened.settle()
+
+
+def test_a_link_leads_to_what_is_seen(show):
+    opened = show(inspection(llama()))
+    search(opened, "layers.1 mlp")
+    opened.page.keyboard.press("Enter")
+    opened.page.get_by_role("button", name="Zoom in").click()
+    opened.page.get_by_role("checkbox", name="exp_avg", exact=True).uncheck()
+    opened.page.locator("#parameters").get_by_role("button", name="Elements").click()
+    opened.page.get_by_role("button", name=re.compile(r"^model\.layers\.1,")).press("Enter")
+    before = rows(opened, "parameters")
+    again(opened, "module")
+    assert opened.page.get_by_role("searchbox").input_value() == "layers.1 mlp"
+    assert rows(opened, "parameters") == before
+    assert opened.page.locator("#chosen-name").inner_text() == "model.layers.1.mlp.gate_proj.weight"
+    assert not opened.page.get_by_role("checkbox", name="exp_avg", exact=True).is_checked()
+    assert opened.page.get_by_role("checkbox", name="exp_avg_sq").is_checked()
+    assert opened.page.get_by_role("navigation", name="Module shown").locator("[aria-current]").inner_text() == "1"
+    assert opened.page.get_by_role("button", name="Back", exact=False).is_enabled()
+    assert opened.page.locator("#parameters th[aria-sort=descending]").inner_text() == "Elements"
+    assert opened.told == []
+
+
+def test_a_link_to_a_diff_a_series_and_findings(show):
+    opened = show(diff_page(documents.diff(layers=30)))
+    opened.page.get_by_role("button", name=re.compile("^model.layers.3, exp_avg: 4 of 4")).click()
+    again(opened, "layer")
+    assert len(rows(opened, "different")) == 4
+    opened = show(PAGES["series"]())
+    search(opened, "layers.3. exp_avg")
+    opened.page.keyboard.press("Enter")
+    lines = opened.page.locator("#lines li").all_inner_texts()
+    again(opened, "lines")
+    assert opened.page.locator("#lines li").all_inner_texts() == lines
+    opened = show(PAGES["verify"]())
+    opened.page.get_by_role("checkbox", name=re.compile("^error")).uncheck()
+    again(opened, "without")
+    assert opened.page.get_by_role("article").count() == 2
+
+
+@pytest.mark.parametrize(
+    "link", ["view=5 1 0 0", "view=x", "chosen=nothing", "module=constructor", "sort-files=-x", "a"]
+)
+def test_a_link_that_says_nothing_shows_the_page(link, show):
+    opened = show(inspection(llama()))
+    opened.page.goto("about:blank")
+    opened.page.goto(f"{opened.address}#{link}")
+    opened.settle()
+    assert opened.page.locator("#map-stage").is_visible()
+    assert opened.told == []
+
+
+def test_many_layers_are_shown_as_ranges_with_their_numbers(show):
+    opened = show(inspection(large(layers=400, per_layer=4, ranks=4)))
+    names = opened.page.locator(".treemap .depth-0 .name").all_inner_texts()
+    assert sorted(names, key=lambda name: int(name.split("\u2013")[0])) == [
+        f"{first}\u2013{first + 19}" for first in range(0, 400, 20)
+    ]
+    opened.page.get_by_role("button", name=re.compile(r"\.40\u201359,")).press("Enter")
+    inside = opened.page.locator(".treemap .depth-0 .name").all_inner_texts()
+    assert len(inside) == 20
+    assert {name.split(".")[0] for name in inside} == {str(n) for n in range(40, 60)}
+
+
 @pytest.mark.parametrize("kind", ["inspect", "diff"])
 def test_long_tables_are_printed_whole(kind, show):
     document: Any = documents.diff(layers=12)

@@ -142,7 +142,7 @@ def test_map_command_refuses_what_it_cannot_do(tmp_path):
     refused(2, "map", source, tmp_path / "map.pdf", words=(".svg or .png",))
     refused(2, "map", source, tmp_path / "map.svg", "--slots", "nothing", words=("no such slot", "exp_avg"))
     (tmp_path / "there.svg").write_text("mine")
-    refused(4, "map", source, tmp_path / "there.svg", words=("exists already", "--overwrite"))
+    refused(4, "map", source, tmp_path / "there.svg", words=("already exists", "--overwrite"))
     assert (tmp_path / "there.svg").read_text() == "mine"
     succeeded("map", source, tmp_path / "there.svg", "--overwrite")
     assert (tmp_path / "there.svg").read_text().startswith("<svg")
@@ -154,5 +154,5 @@ def test_inspect_writes_a_page_beside_what_it_prints(tmp_path):
     done = succeeded("inspect", source, "--html", page)
     assert done.stdout == run("inspect", source).stdout
     assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
-    refused(4, "inspect", source, "--html", page, words=("exists already", "--overwrite"))
+    refused(4, "inspect", source, "--html", page, words=("already exists", "--overwrite"))
     succeeded("inspect", source, "--html", page, "--overwrite")

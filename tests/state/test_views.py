@@ -138,5 +138,5 @@ def test_what_does_not_fit_is_refused():
     slot = Slot("weight", "float32", (4, 6), ())
     with refusing(LayoutError, "has no indexes 3 to 5"):
         narrow(slot, 0, 3, 2)
-    with refusing(LayoutError, "not the elements of another shape"):
+    with refusing(LayoutError, "not have that many elements"):
         reshape(slot, (5, 5))

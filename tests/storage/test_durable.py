@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -83,7 +84,7 @@ class Raises(Reporter):
 
 def test_existing_file_is_refused_and_untouched(tmp_path):
     (tmp_path / "t").write_bytes(OLD)
-    with pytest.raises(TargetExistsError, match=r"t: exists already; .*--overwrite"):
+    with pytest.raises(TargetExistsError, match=r"t: already exists; .*--overwrite"):
         write_target(copying(tmp_path, "t"), tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == OLD
     assert listing(tmp_path) == ["t"]
@@ -264,6 +265,21 @@ def test_disk_that_fills_up_leaves_nothing_behind(directory, tmp_path):
     assert listing(tmp_path) == []
 
 
+@pytest.mark.parametrize("directory", [False, True])
+def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(directory, tmp_path, monkeypatch):
+    def failing(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    owned = ANYTHING if directory else None
+    with (
+        pytest.raises(TargetError, match=r"t: cannot be written: found Input/output error; nothing was left behind"),
+        written([tmp_path / "t"], overwrite=False, owned=owned),
+    ):
+        pass
+    assert listing(tmp_path) == []
+
+
 # --- runs that end too early ------------------------------------------------------------------------------------
 
 
@@ -359,7 +375,7 @@ def test_what_a_run_may_have_left_in_its_directory_is_removed_and_all_else_is_re
     (partial / "below/it").mkdir(parents=True)
     (partial / "file").write_bytes(OLD)
     (partial / ".other.zckpt-partial").write_bytes(OLD)
-    with pytest.raises(TargetError, match=r"holds files that no run has left there.* found file; move it away"):
+    with pytest.raises(TargetError, match=r"holds files that zckpt did not write.* found file; move it away"):
         write_directory(copying(tmp_path, "new"), tmp_path / "t", owned=Owned(lambda name: name == "new"))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/keep").write_bytes(OLD)
@@ -448,7 +464,7 @@ def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(("target", "overwrite"), each(["t", "d"], [False, True]))
 def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(target, overwrite, other_run, tmp_path):
     made = copying(tmp_path, "t")
-    with pytest.raises(TargetError, match="another run is writing this target"):
+    with pytest.raises(TargetError, match="another run is writing to this target"):
         write(made, tmp_path / target, directory=target == "d", overwrite=overwrite)
     assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
     other_run.communicate("\n", timeout=60)

@@ -66,7 +66,7 @@ def test_version_1_without_a_limit(most, tmp_path):
 def test_the_machine_has_what_it_says(tmp_path):
     proc, groups = system(tmp_path, "")
     (proc / "meminfo").write_text("MemTotal:  24000 kB\nMemAvailable:  2048 kB\nSwapFree:  1024 kB\n")
-    assert dict(limits(proc, groups)) == {"what the machine has available": 3 * MIB}
+    assert dict(limits(proc, groups)) == {"the machine's available memory": 3 * MIB}
 
 
 def test_a_system_that_says_nothing_limits_nothing(tmp_path, monkeypatch):
@@ -82,7 +82,7 @@ def test_buffers_are_as_large_as_they_may_be(free, expected, monkeypatch):
 
 def test_what_leaves_nothing_is_refused(monkeypatch):
     monkeypatch.setattr(memory, "free_memory", lambda: ("a limit", RESERVED_NBYTES + LEAST_NBYTES - 1))
-    with pytest.raises(UsageError, match="not enough memory by a limit: expected 26214400 bytes that are free"):
+    with pytest.raises(UsageError, match="not enough memory under a limit: expected 26214400 free bytes"):
         check_memory()
 
 

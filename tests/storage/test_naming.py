@@ -243,7 +243,7 @@ def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_o
     old_pair(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(durable, "_name_one", failing)
-        with pytest.raises(TargetError, match=r"could not be named: .*it is kept"):
+        with pytest.raises(TargetError, match=r"could not be renamed: .*it is kept"):
             write_pair(tmp_path)
     assert pair_of(tmp_path) == (None, "old")
     with pytest.raises(TargetExistsError), written([tmp_path / "m"], overwrite=False):
@@ -292,7 +292,7 @@ def test_files_of_several_directories_are_not_named_together(tmp_path):
 
 def test_opening_a_target_that_a_kill_left_nameless_says_where_it_is(tmp_path):
     (tmp_path / ".t.zckpt-old").mkdir()
-    with pytest.raises(SourceError, match=rf"what was there is {tmp_path}/\.t\.zckpt-old"):
+    with pytest.raises(SourceError, match=rf"the old one is {tmp_path}/\.t\.zckpt-old"):
         open_checkpoint(tmp_path / "t")
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.gloo import forked
 from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target
@@ -131,3 +133,54 @@ def test_what_appears_in_the_last_moment_is_not_replaced_unasked(way, directory,
         write(tmp_path / "t", directory=directory, overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
     assert (tmp_path / "t").read_bytes() == b"precious" if way == "write_bytes" else not any((tmp_path / "t").iterdir())
+
+
+# --- two users of one directory
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_what_is_new_has_the_modes_that_the_umask_leaves(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        write(tmp_path / "new" / "t", directory=True, overwrite=False)
+        write(tmp_path / "f", directory=False, overwrite=False)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "t")} == {
+        0o777 & ~umask
+    }
+    files = tmp_path / "f", tmp_path / "new" / "t" / "a.bin"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
+
+
+def written_by(user: int, path: Path, directory: bool) -> str:
+    os.setgid(user)
+    os.setuid(user)
+    try:
+        write(path, directory=directory, overwrite=True)
+    except TargetError as error:
+        return str(error)
+    return "written"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is several users")
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("sticky", [False, True])
+def test_another_user_replaces_what_the_directory_lets_them_and_leaves_nothing(sticky, directory):
+    with tempfile.TemporaryDirectory(prefix="zckpt-users-") as folder:
+        Path(folder).chmod(0o1777 if sticky else 0o777)
+        target = Path(folder, "t")
+        assert forked(written_by, 12345, target, directory) == "written"
+        target.chmod(0o755 if directory else 0o640)
+        said = forked(written_by, 12346, target, directory)
+        owner, mode = target.stat().st_uid, stat.S_IMODE(target.stat().st_mode)
+        assert mode == (0o755 if directory else 0o640)
+        assert [path.name for path in Path(folder).iterdir()] == ["t"]
+        if directory:  # what is in it, they could not remove: it would be in the way of the next run
+            assert owner == 12345
+            assert "holds files that this user may not remove" in said
+        elif sticky:
+            assert owner == 12345
+            assert "cannot be written: found Operation not permitted" in said
+        else:
+            assert (said, owner) == ("written", 12346)

@@ -79,7 +79,7 @@ def test_a_file_system_without_locks_is_written_to(directory, tmp_path, monkeypa
     first = written([tmp_path / "u"], overwrite=False, owned=ANYTHING)
     first.__enter__()
     write(tmp_path / "u", directory=True)
-    with pytest.raises(TargetError, match="is gone, or something else has its name"):
+    with pytest.raises(TargetError, match="has disappeared, or something else has its name"):
         first.__exit__(None, None, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "u"]
 

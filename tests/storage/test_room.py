@@ -23,13 +23,13 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch):
     check_room(tmp_path, 1000, 10)
     with pytest.raises(TargetError, match="not enough space: expected 1001 bytes free, found 1000; free some or write"):
         check_room(tmp_path, 1001, 1)
-    with pytest.raises(TargetError, match="no space for so many files: expected 11 inodes free, found 10"):
+    with pytest.raises(TargetError, match="no space for that many files: expected 11 inodes free, found 10"):
         check_room(tmp_path, 1000, 11)
 
 
 def test_what_is_replaced_needs_room_until_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(rooms, "room", lambda _: Room(0, None))
-    with pytest.raises(TargetError, match="what is there stays until its successor has its name"):
+    with pytest.raises(TargetError, match="the old target stays until the new one is renamed"):
         check_room(tmp_path, 1, 1, replaced=True)
 
 

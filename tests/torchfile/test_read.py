@@ -463,7 +463,7 @@ def test_legacy_file_with_pickles_longer_than_the_first_read(tmp_path):
         (bytes(4096), DamagedFileError, "zeros"),
         (b"x" * 257 + b"ustar\0" + b"y" * 300, UnsupportedError, "tar"),
         (b"\xfe\xba\xff\xfe" * 9, UnknownFormatError, "not a torch file"),
-        (b"PK\3\4" + bytes(100), DamagedFileError, "cut off"),
+        (b"PK\3\4" + bytes(100), DamagedFileError, "truncated"),
     ],
 )
 def test_other_files_are_refused_by_what_they_are(tmp_path, content, error, found):

@@ -761,7 +761,7 @@ def test_what_cannot_be_laid_out_is_refused(tmp_path, stored):
     with pytest.raises(LayoutError):
         view(new_storage("float32", 10, [slot]), (3, 3), start=2)
     torch.save([torch.ones(2)], tmp_path / "source.pt")
-    with refusing(UnsupportedError, "file that is not named"):
+    with refusing(UnsupportedError, "a tensor of an unnamed file"):
         lay_out("x.pt", read_torchfile(tmp_path / "source.pt").root)
     for node in (object(), torch.ones(2), 1 + 2j * np.float32(1), Stage.TWO, Global("a\nb", "c")):
         with pytest.raises(UnsupportedError):

@@ -96,7 +96,7 @@ def test_what_is_not_sound_is_passed_over_and_named(how, tmp_path):
     told = run(train, 2, tmp_path, 3, {}, None)
     for one in told:
         assert one["first"] == 2
-        assert [note.split(":")[0] for note in one["notes"]] == [f"passed over step-0000000{n}" for n in (4, 3)]
+        assert [note.split(":")[0] for note in one["notes"]] == [f"skipped step-0000000{n}" for n in (4, 3)]
     assert len(told[0]["warned"]) == 2
     assert "step-00000004" in told[0]["warned"][0]
     assert told[1]["warned"] == []
@@ -104,7 +104,7 @@ def test_what_is_not_sound_is_passed_over_and_named(how, tmp_path):
         damage(tmp_path / name, how)
     with (
         pytest.raises(SourceError, match="none of the checkpoints is sound"),
-        pytest.warns(UserWarning, match="passed"),
+        pytest.warns(UserWarning, match="skipped step"),
     ):
         zckpt.Checkpointer(tmp_path, on_sigterm=False).resume()
 

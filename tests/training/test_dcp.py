@@ -320,14 +320,14 @@ def test_errors_are_one_clear_line(tmp_path):
         "another key": "Missing key in checkpoint state_dict: ema_model.prime",
         "told key": "Missing key in checkpoint state_dict: model.prime",
         "shape": "Size mismatch between saved torch.Size([7]) and current: torch.Size([8]) for model.prime",
-        "numbers": "optimizer.state.0.exp_avg is state of a parameter that is told by number: expected names; make",
+        "numbers": "optimizer.state.0.exp_avg is state of a numbered parameter: expected names; make",
         "no file": "none: cannot be opened: found No such file or directory",
-        "group": "a param group has parameters that have several values of lr in the checkpoint: found 0.02, 0.01",
+        "group": "parameters in one param group have different values of lr in the checkpoint: found 0.02, 0.01",
         "no path": "no checkpoint to read",
         "nothing": "holds neither a model nor an optimizer",
-        "sharded": "ema.words.weight is sharded, and belongs to neither the model nor the optimizer",
+        "sharded": "ema.words.weight is sharded, but belongs to neither the model nor the optimizer",
         "object": "args is a pathlib",
-        "exists": "exists already",
+        "exists": "already exists",
         "on one rank": "odd is a pathlib",
     }.items():
         assert expected in told[what], f"{what}: {told.get(what)}"

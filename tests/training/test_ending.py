@@ -145,7 +145,7 @@ def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path, monkeypatch
     checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
     checkpointer.save(1, model=torch.nn.Linear(2, 2))
     checkpointer.save(2, model=torch.nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="are still there: .*Permission denied"):
+    with pytest.warns(UserWarning, match="could not remove checkpoints that are no longer kept: .*Permission denied"):
         checkpointer.close()
     assert (tmp_path / "latest").read_text() == "step-00000002"
 

@@ -125,7 +125,7 @@ def test_a_picture_that_is_there_is_not_replaced(called, tmp_path):
     (tmp_path / "thesis.png").write_bytes(b"precious")
     status, out, error = called("--quick", "--directory", tmp_path / "run", "--png", tmp_path / "thesis.png")
     assert (status, out) == (4, "")
-    assert "exists already" in error
+    assert "already exists" in error
     assert (tmp_path / "thesis.png").read_bytes() == b"precious"
     assert not (tmp_path / "run").exists()
 

@@ -106,7 +106,7 @@ def not_in_the_plan(rank, world_size, folder: Path) -> None:
     assert torch.equal(opened.read("norm.weight", "exp_avg_sq"), expected["exp_avg_sq/norm.weight"])
     if rank == 1:
         model.get_parameter("norm.weight").to_local().data += 1
-    with pytest.raises(LayoutError, match=r"weight of norm\.weight has other values on other ranks"):
+    with pytest.raises(LayoutError, match=r"weight of norm\.weight has different values on ranks"):
         zckpt.save(folder / "other", model=model, optimizer=optimizer)
 
 

@@ -145,7 +145,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
     saved = run(random_numbers, 2, tmp_path, "save")
     loaded = run(random_numbers, 3, tmp_path, "load")
     assert [numbers for numbers, _ in loaded[:2]] == [numbers for numbers, _ in saved]
-    assert loaded[2][1] == ["no random states of rank 2: 2 ranks have saved theirs"]
+    assert loaded[2][1] == ["no random states for rank 2: 2 ranks saved theirs"]
     torch.manual_seed(101)
     assert run(random_numbers, 2, tmp_path, "leave")[1][0] == torch.rand(2).tolist()
 
@@ -182,7 +182,7 @@ def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(tmp_path):
         assert missing == ["d.weight", "d.bias"]
         assert unexpected == ["c.weight", "c.bias"]
         assert reshaped == ["b.weight", "b.bias"]
-        assert "hyperparameters stay as they are" in notes[0]
+        assert "hyperparameters are not changed" in notes[0]
 
 
 # --- sharded models, subgroups, and what is read by one
@@ -330,7 +330,7 @@ def save_with_workers(world_size: int, directory: Path) -> bool:
     data = bytearray(Path(one.path).read_bytes())
     data[one.offset] ^= 1
     Path(one.path).write_bytes(data)
-    with pytest.raises(DamagedFileError, match="exp_avg_sq/p0: not as it was written"):
+    with pytest.raises(DamagedFileError, match="exp_avg_sq/p0: changed since it was written"):
         zckpt.load(directory / "c", optimizer=another)
     zckpt.load(directory / "c", optimizer=another, verify=False)
     return True

@@ -180,21 +180,21 @@ def refused(rank, world_size, folder: Path) -> None:
             zckpt.save(folder / "refused", model=parts, optimizer=optimizer)
 
     torch.manual_seed(rank)
-    save(r"weight of 0\.bias has other values on other ranks", LayoutError, [nn.Sequential(nn.Linear(2, 2))])
-    save("is another tensor on rank 1", LayoutError, [nn.Sequential(nn.Linear(2, 2 + rank))])
+    save(r"weight of 0\.bias has different values on ranks", LayoutError, [nn.Sequential(nn.Linear(2, 2))])
+    save("on rank 1 differs from earlier ranks", LayoutError, [nn.Sequential(nn.Linear(2, 2 + rank))])
     save("two parts of the model have a parameter bias", UsageError, [nn.Linear(2, 2), nn.Linear(2, 2)])
     part = Part([rank])
     adam = torch.optim.Adam(part.parameters(), lr=0.1 + rank)
     save("param group 0 differs between parts of an optimizer: lr", UsageError, [part], [adam])
     sgd = torch.optim.SGD(part.parameters(), lr=0.1)
-    save("of several classes", UsageError, [part], [adam if rank else sgd])
+    save("have different classes", UsageError, [part], [adam if rank else sgd])
     redundant = zckpt.optim.ZeroRedundancyOptimizer(part.parameters(), torch.optim.SGD, lr=0.1)
-    save("of a model in parts", UnsupportedError, [part], [redundant])
+    save("for a model in parts", UnsupportedError, [part], [redundant])
     save("not a model", UsageError, [part if rank else 7])  # type: ignore[list-item]
     zckpt.save(folder / "saved", model=[part], optimizer=[sgd])
     with pytest.raises(UsageError, match=r"the model has no layers\.1"):
         zckpt.load(folder / "saved", model=[Part([0])])
-    with pytest.raises(UsageError, match="broadcast is for a model that all ranks have whole"):
+    with pytest.raises(UsageError, match="broadcast only applies to a model that all ranks have whole"):
         zckpt.load(folder / "saved", model=[part], broadcast=True)
 
 

@@ -155,5 +155,5 @@ def test_what_the_checkpoint_has_not_is_not_restored(tmp_path):
     ):
         with pytest.raises(NotRestoredError, match=said):
             zckpt.assert_restored(tmp_path / "saved", **{"model": model, **one})
-    with pytest.raises(UsageError, match="nothing is given"):
+    with pytest.raises(UsageError, match="nothing was given"):
         zckpt.assert_restored(tmp_path / "saved")

@@ -114,7 +114,7 @@ def test_what_no_checkpointer_wrote_is_not_replaced(make, tmp_path):
     make(tmp_path / name_of(2))
     before = content(tmp_path / name_of(2))
     run = saved(tmp_path, 1)
-    with pytest.raises(TargetExistsError, match=f"{name_of(2)}: is there, and no Checkpointer wrote it"):
+    with pytest.raises(TargetExistsError, match=f"{name_of(2)}: exists, but no Checkpointer wrote it"):
         run.save(2, model=model_of(2))
     assert content(tmp_path / name_of(2)) == before
     assert (tmp_path / "latest").read_text() == name_of(1)
@@ -217,11 +217,11 @@ def test_where_latest_is_not_sound_what_was_saved_before_it_is_next(tmp_path):
     another_runs(tmp_path / name_of(900))
     for step, following in ((400, 300), (300, 500)):
         (tmp_path / name_of(step) / "checkpoint.json").unlink()
-        with pytest.warns(UserWarning, match=f"passed over {name_of(step)}"):
+        with pytest.warns(UserWarning, match=f"skipped {name_of(step)}"):
             assert resumed(tmp_path) == following
     shutil.rmtree(tmp_path / name_of(500))
     model = model_of(0)
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped"):
         checkpointer(tmp_path).resume(model=model)
     assert model.weight[0, 0] == 7  # what no Checkpointer wrote comes last
 
@@ -306,7 +306,7 @@ def test_save_does_not_replace_a_directory_that_only_has_a_name_of_ours(content,
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.gguf"])
 def test_save_makes_no_directory_with_the_name_of_a_file(name, tmp_path):
-    with pytest.raises(UsageError, match="a directory is written, and its name ends as a file's"):
+    with pytest.raises(UsageError, match="the target is a directory, but its name ends like a file's"):
         zckpt.save(tmp_path / name, model=model_of(1))
     assert not any(tmp_path.iterdir())
 
@@ -332,9 +332,9 @@ def test_what_only_has_a_temporary_name_of_ours_stays_and_is_named(tmp_path):
     every = [".step-00000002.zckpt-partial", ".step-00000003.zckpt-old", ".step-00000001.zckpt-removed"]
     for name in every:
         notes(tmp_path / name)
-    with pytest.raises(TargetError, match=r"-partial: holds files that no run has left there.* found notes\.txt"):
+    with pytest.raises(TargetError, match=r"-partial: holds files that zckpt did not write.* found notes\.txt"):
         saved(tmp_path, 2)
-    with pytest.raises(TargetError, match=r"-old: holds files that no run has left there.* found notes\.txt"):
+    with pytest.raises(TargetError, match=r"-old: holds files that zckpt did not write.* found notes\.txt"):
         zckpt.save(tmp_path / "step-00000003", model=model_of(1), overwrite=True)
     assert resumed(tmp_path) == 3
     saved(tmp_path, 4)

@@ -185,7 +185,7 @@ def test_what_cannot_be_saved_is_refused_in_a_line_on_all_ranks(tmp_path):
     for said in run(refuse, 2, tmp_path):
         assert "cannot be written" in said[0]
         assert "extra['thing'] is a builtins.object" in said[1]
-        assert "exists already" in said[2]
+        assert "already exists" in said[2]
         assert "has no name" in said[3]
         assert "unknown format frobnicated" in said[4]
         assert "does not suit AdamW" in said[5]

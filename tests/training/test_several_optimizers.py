@@ -163,7 +163,7 @@ def resume_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
         restored = zckpt.load(directory / kind, model=training.model, optimizer=given)
         assert (restored.step, restored.notes) == (
             STEPS,
-            [f"no random states of rank {rank}: 2 ranks have saved theirs"] * (rank > 1),
+            [f"no random states for rank {rank}: 2 ranks saved theirs"] * (rank > 1),
         )
         assert [g["lr"] for one in training.every for g in one.param_groups] == [0.02, 0.01, 0.01]
         assert differences(training.state(), torch.load(directory / f"{kind}.truth", weights_only=True)) == [], kind
@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
         zckpt.save(tmp_path / "x", model=model, optimizer=[gen, disc], format="deepspeed")
     with pytest.raises(zckpt.UsageError, match="name"):
         zckpt.save(tmp_path / "x", model=model, optimizer={"": gen})
-    with pytest.raises(zckpt.UsageError, match="have the name weight"):
+    with pytest.raises(zckpt.UsageError, match="are named weight"):
         zckpt.save(tmp_path / "x", optimizer=[adam(model[name].named_parameters()) for name in ("gen", "disc")])
     assert not (tmp_path / "x").exists()
 
@@ -247,12 +247,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
     for parameter in model.parameters():
         parameter.data.add_(1)
     for name, given, said in (
-        ("named", both, r"the checkpoint has 2 optimizers, and 1 is given"),
+        ("named", both, r"the checkpoint has 2 optimizers, but 1 was given"),
         ("named", [gen, disc, sgd([torch.zeros(1, requires_grad=True)])], "no name"),
         ("named", [gen, disc], r"optimizers of other names: expected gen, disc, found 0, 1"),
         ("named", {"gen": gen, "dis": disc}, r"other names: expected gen, disc, found gen, dis"),
         ("named", {"gen": disc, "disc": gen}, r"param group 0 has other parameters"),
-        ("one", [gen, disc], r"the checkpoint has 1 optimizer, and 2 are given"),
+        ("one", [gen, disc], r"the checkpoint has 1 optimizer, but 2 were given"),
     ):
         with pytest.raises(zckpt.UsageError, match=said):
             zckpt.load(tmp_path / name, model=model, optimizer=given)  # type: ignore[arg-type]

@@ -162,7 +162,7 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
         zckpt.Checkpointer(run_directory, replicate=True, replicate_every=0)
     mine = within / f"zckpt-{os.getuid()}"
     mine.chmod(0o755)
-    with pytest.raises(TargetError, match="this user alone"):
+    with pytest.raises(TargetError, match="a directory that only this user can access"):
         resumed()
 
 

@@ -193,7 +193,7 @@ def test_to_fewer_ranks_blocks_stay_and_what_was_floats_is_quantised(cls, tmp_pa
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(found[last][key][:8], expected[last][key][:8])
     rounded = "exp_avg of last.weight, exp_avg_sq of last.weight"
-    assert notes == [f"rounded into blocks, which the checkpoint has as floats: {rounded}"]
+    assert notes == [f"quantised from the checkpoint's floats, which rounds: {rounded}"]
     assert then[0] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -225,13 +225,14 @@ def test_other_sources_and_other_optimizers(rank, world_size, tmp_path):
 
         net4, four = made("plain", "AdamW4bit")
         restored = zckpt.load(path, model=net4, optimizer=four, dequantize=True)
-        assert any("rounded into blocks" in note for note in restored.notes)
+        assert any("quantised from the checkpoint's floats" in note for note in restored.notes)
         assert type(four.state[net4.wide.weight]["exp_avg"]).__name__ == "OptimState4bit"
         train(net4, four, range(1))
     zckpt.save(tmp_path / "floats", model=plain, optimizer=adam)
     net8, eight = made("plain", "AdamW8bit")
     assert any(
-        "rounded into blocks" in note for note in zckpt.load(tmp_path / "floats", model=net8, optimizer=eight).notes
+        "quantised from the checkpoint's floats" in note
+        for note in zckpt.load(tmp_path / "floats", model=net8, optimizer=eight).notes
     )
     for mine, one in zip(floats(eight), expected, strict=True):
         assert torch.allclose(mine["exp_avg"], one["exp_avg"], atol=1e-2 * float(one["exp_avg"].abs().max()))
@@ -242,7 +243,7 @@ def test_other_sources_and_other_optimizers(rank, world_size, tmp_path):
     zckpt.load(tmp_path / "dcp", model=net_dcp, optimizer=optimizer)
     assert same(pieces(optimizer), expected) == []
     for to in ("zero-redundancy", "consolidated"):
-        with pytest.raises(UnsupportedError, match="in pieces of ranks"):
+        with pytest.raises(UnsupportedError, match="in pieces per rank"):
             zckpt.convert(tmp_path / "run", tmp_path / to, to=to)
         zckpt.convert(tmp_path / "run", tmp_path / to, to=to, dequantize=True)
 

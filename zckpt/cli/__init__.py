@@ -1,8 +1,8 @@
 """The command line: parse, call an operation, print. No logic.
 
-Exit status: 0 done, 1 different (`diff`) or unsound (`verify`), 2 unusable arguments, 3 the source cannot be read or is
-damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 6 processes that were to do
-the work are lost, 130 interrupted, 143 terminated.
+Exit status: 0 done, 1 different (`diff`), unsound (`verify`) or dangerous (`scan`), 2 unusable arguments, 3 the source
+cannot be read or is damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 6
+processes that were to do the work are lost, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from zckpt.cli.reading import (
     inspect_command,
     map_command,
     resume_check_command,
+    scan_command,
     verify_command,
 )
 from zckpt.cli.streams import CannotPrintError, json_text, standard_streams
@@ -40,6 +41,7 @@ from zckpt.cli.writing import (
     convert_command,
     merge_adapter_command,
     reshard_command,
+    sanitize_command,
     strip_command,
 )
 from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError, shown
@@ -71,10 +73,11 @@ def cli(debug: bool) -> None:
     """
 
 
-for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, average_command,
-                merge_adapter_command, diff_command, fingerprint_command, verify_command, map_command,
-                stats_command, show_command, resume_check_command, list_command, prune_command, pack_command,
-                unpack_command, patch_command, apply_command, formats_command):  # fmt: skip
+for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command,
+                sanitize_command, average_command, merge_adapter_command, diff_command, fingerprint_command,
+                verify_command, map_command, stats_command, show_command, scan_command, resume_check_command,
+                list_command, prune_command, pack_command, unpack_command, patch_command, apply_command,
+                formats_command):  # fmt: skip
     command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be without a group
     cli.add_command(command)
 
@@ -87,6 +90,7 @@ def main() -> None:
     standard_streams()
     arguments = sys.argv[1:]
     debug, as_json = "--debug" in arguments, "--json" in arguments
+    named, ZckptError.names_flags = ZckptError.names_flags, True
     try:
         with _ending_in_order(), _telling(arguments), launched(arguments) as has_worked:
             words = ["--debug"] * debug + [a for a in arguments if a != "--debug"]
@@ -116,6 +120,8 @@ def main() -> None:
         advice = "raise the limit of memory (`ulimit -v`) or of threads (`ulimit -u`), or give a smaller --memory"
         short = UsageError("not enough memory", found=str(error) or None, advice=advice)
         status = _failed(short, debug=debug, as_json=as_json)
+    finally:
+        ZckptError.names_flags = named
     sys.exit(status if isinstance(status, int) else 0)
 
 

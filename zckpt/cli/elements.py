@@ -16,10 +16,10 @@ from zckpt.operations.options import Compared, Salvaged
 
 @verb("stats")
 @source_argument
-@names_option("--slots", "SLOT,...", "Look at these slots only: weight, master, exp_avg, ...")
-@click.option("--parameters", multiple=True, metavar="GLOB", help="Look at these parameters only; may be repeated.")
-@click.option("--layers", is_flag=True, help="A row for each slot of a layer: of names that are alike to their number.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print a line of comma-separated values for each row.")
+@names_option("--slots", "SLOT,...", "Only these slots: weight, master, exp_avg, ...")
+@click.option("--parameters", multiple=True, metavar="GLOB", help="Only these parameters; may be repeated.")
+@click.option("--layers", is_flag=True, help="One row per slot and layer (names that begin alike up to their number).")
+@click.option("--csv", "as_csv", is_flag=True, help="Print rows of comma-separated values.")
 @json_option
 @page_options
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
@@ -37,12 +37,12 @@ def stats_command(
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
 ) -> None:
-    """Show figures of each tensor's elements: least, most, mean, deviation, norm, zeros, NaN and infinite ones.
+    """Show statistics of each tensor: min, max, mean, deviation, norm, zeros, NaN and infinities.
 
-    Every element is read once. --json also has a histogram of each, by power of two.
+    Reads every element once. --json also has a histogram of each tensor, by powers of two.
     """
     if as_csv and as_json:
-        raise UsageError("--csv and --json are two forms", expected="one of them")
+        raise UsageError("--csv and --json exclude each other", expected="one of them")
     from zckpt.operations.stats import stats
     from zckpt.report.figures import comma_separated, render
 
@@ -66,15 +66,15 @@ def stats_command(
 @click.option("--slot", metavar="SLOT", help="Default: the master if there is one, else the weight.")
 @click.option("--slice", metavar="0:4,:,-1", help="An index or a range for each dimension. Default: all.")
 @click.option(
-    "--npy", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write them to it instead."
+    "--npy", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the elements to FILE instead."
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
 @json_option
 @takes(Salvaged)
 def show_command(*, source: Path, name: str, as_json: bool, shared: dict[str, Any], **given: Any) -> None:  # noqa: ANN401
-    """Show elements of the tensor that NAME has in SOURCE, and read nothing else.
+    """Show elements of the tensor NAME in SOURCE, and read nothing else.
 
-    A file of NumPy's has types that NumPy lacks as float32, exactly.
+    In an .npy file, types that NumPy lacks are stored exactly, as float32.
     """
     from zckpt.operations.show import show
     from zckpt.report.figures import render_elements

@@ -20,8 +20,10 @@ run_argument = click.argument("run", type=Place())
 
 @verb("list")
 @run_argument
-@click.option("--deep", is_flag=True, help="Read every byte of each, to tell whether it is sound.")
-@click.option("--fingerprint", is_flag=True, help="Compute the fingerprints that are not recorded, to tell equal ones.")
+@click.option("--deep", is_flag=True, help="Read every byte of each to check that it is sound.")
+@click.option(
+    "--fingerprint", is_flag=True, help="Compute fingerprints that are not recorded, to find equal checkpoints."
+)
 @json_option
 @page_options
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
@@ -36,9 +38,9 @@ def list_command(
     quiet: bool,
     shared: dict[str, Any],
 ) -> None:
-    """List the checkpoints of a run, of whatever formats: step, date, size, ranks, which are sound, which is latest.
+    """List the checkpoints of a run, of any formats: step, date, size, ranks, which are sound, which is latest.
 
-    Reads structure and a sample of the weights of each; with --deep every byte.
+    Reads the structure and a sample of the weights of each, or with --deep every byte.
     """
     from zckpt.operations.history import history
     from zckpt.report.history import render
@@ -54,33 +56,34 @@ def list_command(
 
 @verb("prune")
 @run_argument
+@click.option("--keep-last", type=int, required=True, metavar="N", help="Keep the N sound ones with the highest steps.")
+@click.option("--keep-every", type=int, metavar="K", help="Keep those whose step is a multiple of K.")
 @click.option(
-    "--keep-last", type=int, required=True, metavar="N", help="How many sound ones stay, of the highest steps."
+    "--keep-best", metavar="METRIC[:min|max]", help="Keep the best one by a logged metric; for a loss, the lowest."
 )
-@click.option("--keep-every", type=int, metavar="K", help="Those stay whose step is a multiple of K.")
+@click.option("--delete", is_flag=True, help="Remove them. Without this, nothing changes.")
 @click.option(
-    "--keep-best", metavar="METRIC[:min|max]", help="The best by what was logged with it stays; of a loss, the least."
+    "--also",
+    multiple=True,
+    metavar="PATTERN",
+    help="Also remove these files with a checkpoint, even if they may be yours.",
 )
-@click.option("--delete", is_flag=True, help="Remove what goes. Without it nothing changes.")
-@click.option(
-    "--also", multiple=True, metavar="PATTERN", help="Files that may go with a checkpoint though they may be yours."
-)
-@click.option("--unsound", is_flag=True, help="Remove what is not sound, too.")
-@click.option("--deep", is_flag=True, help="Read every byte of each, to tell whether it is sound.")
+@click.option("--unsound", is_flag=True, help="Also remove checkpoints that are not sound.")
+@click.option("--deep", is_flag=True, help="Read every byte of each to check that it is sound.")
 @click.option(
     "--settle",
     type=float,
     default=60.0,
     show_default=True,
     metavar="S",
-    help="What was written to within so many seconds stays.",
+    help="Keep what was written to in the last S seconds.",
 )
 @json_option
 def prune_command(run: Path, as_json: bool, **given: Any) -> int:  # noqa: ANN401  # what click gives
-    """Say which checkpoints of a run may go and what that frees, and with --delete remove them.
+    """Show which checkpoints of a run can be removed, and how much that frees; --delete removes them.
 
-    Only sound ones count. What `latest` or a link names, what is being written, what is not sound, and what holds files
-    that may be yours stays. A kill leaves no half of one.
+    Only sound ones count. Checkpoints stay if `latest` or a link names them, if they are being written, are not sound,
+    or hold files that may be yours. A kill never leaves half a checkpoint.
     """
     from zckpt.operations.prune import prune
     from zckpt.report.history import render_pruned

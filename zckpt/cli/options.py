@@ -40,7 +40,7 @@ class ByteSize(_IntegerType):
             return value
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]i?)?b?", str(value).strip().lower())
         if match is None or float(match[1]) <= 0:
-            self.fail(f"{value!r} is no size; write it like 64MB or 5GiB", param, ctx)
+            self.fail(f"{value!r} is not a size; write, for example, 64MB or 5GiB", param, ctx)
         unit = match[2] or ""
         return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[:1] or " "))
 
@@ -81,13 +81,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 quantize_option = click.option(
     "--quantize",
     metavar="fp8-block[:RxC]",
-    help="Write linear layers' weights in FP8 with a scale for each block, of 128 x 128, as released models have them.",
+    help="Write linear layers' weights in FP8 with a scale for each block (128 x 128), as released models have them.",
 )
 
 dequantize_option = click.option(
     "--dequantize",
     is_flag=True,
-    help="Take quantised weights, and quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao), as "
+    help="Turn quantised weights, and quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao), "
+    "into "
     "floats.",
 )
 
@@ -125,7 +126,7 @@ def takes(group: type, *, suffix: str = "") -> Callable[[Any], Any]:
 def _flag(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
     """Return the flag of an option that verbs share."""
     flag = f"--{'no-' if one.unset else ''}{(one.flag or name).replace('_', '-')}"
-    text = f"As {flag}, of {suffix[1:].upper()}." if suffix else one.unset or one.text
+    text = f"As {flag}, for {suffix[1:].upper()}." if suffix else one.unset or one.text
     if one.kind == "flag":
         return click.option(flag, f"{name}{suffix}", is_flag=True, help=text)
     if one.kind == "size":
@@ -239,7 +240,7 @@ def _option(same: list[tuple[str, Option]], *, has_to: bool) -> click.Option:
     }
     several = {text: [name for name, its in texts.items() if its == text] for text in texts.values()}
     if has_to and len(several) > 1:
-        text = f"Differs by format: see --to FORMAT --help. ({', '.join(texts)})"
+        text = f"Depends on the format: see --to FORMAT --help. ({', '.join(texts)})"
     else:
         text = " ".join(f"{one} ({', '.join(names)})" for one, names in several.items())
     first = same[0][1]
@@ -261,6 +262,8 @@ def _option(same: list[tuple[str, Option]], *, has_to: bool) -> click.Option:
 
 
 page_options = together(
-    click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."),
+    click.option(
+        "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write an HTML page."
+    ),
     click.option("--overwrite", is_flag=True, help="Replace FILE if it exists."),
 )

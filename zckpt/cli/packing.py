@@ -16,7 +16,7 @@ from zckpt.operations.options import ReadCopied
 
 writing_options = together(
     click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
-    click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing."),
+    click.option("--dry-run", is_flag=True, help="Show what would be written; write nothing."),
     json_option,
     click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages."),
 )
@@ -39,16 +39,16 @@ def _say(document: dict[str, Any], text: str, *, as_json: bool, quiet: bool) -> 
     default=10,
     show_default=True,
     metavar="K",
-    help="Read K checkpoints at most to read one; a larger one takes less room.",
+    help="At most K checkpoints must be read to restore one; a larger K saves more space.",
 )
-@click.option("--name", metavar="NAME", help="What RUN is called in STORE, if it is one checkpoint. Default: as it is.")
-@click.option("--dry-run", is_flag=True, help="Say what would be packed; write nothing.")
+@click.option("--name", metavar="NAME", help="Name in STORE, if RUN is a single checkpoint. Default: its own name.")
+@click.option("--dry-run", is_flag=True, help="Show what would be packed; write nothing.")
 @json_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
 def pack_command(run: Path, store: Path, as_json: bool, quiet: bool, **given: Any) -> None:  # noqa: ANN401  # what click gives
-    """Add a run's checkpoints, of any formats, to a STORE, in a fraction of the room.
+    """Add a run's checkpoints, of any formats, to a STORE, in a fraction of the space.
 
-    STORE/NAME is a SOURCE of every verb. What is in STORE stays as it is, and so does RUN.
+    Every verb takes STORE/NAME as a SOURCE. RUN, and what is already in STORE, stay as they are.
     """
     from zckpt.operations.pack import pack
     from zckpt.report.packing import packed
@@ -62,7 +62,7 @@ def pack_command(run: Path, store: Path, as_json: bool, quiet: bool, **given: An
 @target_argument
 @writing_options
 def unpack_command(store: Path, target: Path, overwrite: bool, dry_run: bool, as_json: bool, quiet: bool) -> None:
-    """Write the files of a checkpoint of a store, STORE/NAME, or of all of them, STORE, bit for bit as they were."""
+    """Restore the files of one checkpoint, STORE/NAME, or of all in STORE, bit for bit."""
     from zckpt.operations.unpack import unpack
     from zckpt.report.packing import unpacked
 
@@ -80,9 +80,9 @@ def unpack_command(store: Path, target: Path, overwrite: bool, dry_run: bool, as
     type=click.Choice(["zckpt", "slime"]),
     default="zckpt",
     show_default=True,
-    help="slime: the bytes of weights that changed, as it publishes them; TARGET is called weight_v000001, ...",
+    help="slime: the changed bytes of weights, as slime publishes them; TARGET is called weight_v000001, ...",
 )
-@click.option("--encoding", type=click.Choice(["xor", "overwrite"]), default="xor", help="Of slime. Default: xor.")
+@click.option("--encoding", type=click.Choice(["xor", "overwrite"]), default="xor", help="For slime. Default: xor.")
 @writing_options
 @takes(ReadCopied)
 def patch_command(
@@ -94,9 +94,9 @@ def patch_command(
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
 ) -> None:
-    """Write what makes checkpoint B of checkpoint A of the same model, whatever their formats and world sizes.
+    """Write what turns checkpoint A into checkpoint B of the same model, whatever their formats and world sizes.
 
-    Both are known by their fingerprints: a patch is applied to A in any format, and to nothing else.
+    A and B are identified by their fingerprints: a patch applies to A in any format, and to nothing else.
     """
     from zckpt.operations.patch import patch
     from zckpt.report.packing import patched
@@ -120,9 +120,9 @@ def apply_command(
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
 ) -> None:
-    """Write the files of the checkpoint that a PATCH makes of A, bit for bit those that it was made of.
+    """Apply PATCH to A: write the files of the other checkpoint, bit for bit.
 
-    PATCH may be a version that slime has published, weight_v000003, and A the model at any version before.
+    PATCH can also be a version that slime has published, weight_v000003, with A the model at any earlier version.
     """
     from zckpt.operations.patch import apply
     from zckpt.report.packing import unpacked

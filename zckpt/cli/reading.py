@@ -1,4 +1,4 @@
-"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `map`, `formats`. Some also write a page."""
+"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `scan`, `map`, `formats`. Some write a page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zckpt.cli.options import (
     takes,
 )
 from zckpt.cli.streams import check_file, json_text, paint, reporter, width, write_file
-from zckpt.cli.verbs import verb
+from zckpt.cli.verbs import Near, verb
 from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
@@ -78,51 +78,63 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
 
 
 @verb("inspect")
-@source_argument
+@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="SOURCE...")
 @json_option
 @click.option("--parameters", is_flag=True, help="List every parameter.")
-@click.option("--files", is_flag=True, help="List every file, and what became of everything in it.")
-@click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
+@click.option("--files", is_flag=True, help="List every file, and what became of its contents.")
+@click.option("--globals", "with_globals", is_flag=True, help="List the classes and functions that each pickle names.")
 @page_options
 @takes(Salvaged)
 @_shows
 def inspect_command(
     *,
-    source: Path,
+    sources: tuple[Path, ...],
     parameters: bool,
     files: bool,
     with_globals: bool,
     quiet: bool,  # noqa: ARG001
     shared: dict[str, Any],
 ) -> _Shown:
-    """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
+    """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor.
+
+    Of several checkpoints it prints a table, with a line for each.
+    """
     from zckpt.operations.inspect import inspect
 
-    document = inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict()
+    documents = [
+        inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict() for source in sources
+    ]
 
     def text() -> str:
-        from zckpt.report.inspection import render
+        from zckpt.report.inspection import render, render_several
 
-        return render(document, parameters=parameters, files=files, with_globals=with_globals)
+        if len(sources) > 1 and not (parameters or files or with_globals):
+            return render_several(documents)
+        listed = {"parameters": parameters, "files": files, "with_globals": with_globals}
+        return "\n\n".join(render(one, **listed) for one in documents)
 
     def page() -> str:
         from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
-        return inspect_page(document, map_of(source, **shared).as_dict())
+        if len(sources) > 1:
+            raise UsageError("a page shows one checkpoint", found=f"{len(sources)} given")
+        return inspect_page(documents[0], map_of(sources[0], **shared).as_dict())
 
-    return _Shown([], document, text, page)
+    return _Shown([], documents[0] if len(sources) == 1 else {"checkpoints": documents}, text, page)
 
 
 @verb("diff")
 @click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B")
-@click.option("--rtol", type=float, default=0.0, help="Relative tolerance; by default bits are compared.")
+@click.option("--rtol", type=float, default=0.0, help="Relative tolerance. Default: compare bits.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
-@names_option("--slots", "SLOT,...", "Compare these slots only: weight, master, exp_avg, ...")
-@click.option("--parameters", multiple=True, metavar="GLOB", help="Compare these parameters only; may be repeated.")
-@click.option("--ignore", type=click.Choice(["metadata"]), help="Compare tensors only.")
+@names_option("--slots", "SLOT,...", "Compare only these slots: weight, master, exp_avg, ...")
+@click.option("--parameters", multiple=True, metavar="GLOB", help="Compare only these parameters; may be repeated.")
+@click.option("--ignore", type=click.Choice(["metadata"]), help="Compare only tensors.")
 @click.option(
-    "--series", is_flag=True, help="Several checkpoints of one run: how each slot moved from one to the next."
+    "--series",
+    is_flag=True,
+    help="Compare several checkpoints of a run: how far each slot moved between them. Of two runs: where they part.",
 )
 @json_option
 @page_options
@@ -147,7 +159,7 @@ def diff_command(
 ) -> _Shown:
     """Compare two checkpoints of any formats and world sizes: every slot of every parameter, and their settings.
 
-    --tag, --root, --names and --tp-rules are about A, and so are other names; those that end in -b about B.
+    --tag, --root, --names, --tp-rules and the renaming options apply to A; options that end in -b apply to B.
 
     Exit status 0: equal; 1: different.
     """
@@ -158,14 +170,14 @@ def diff_command(
     two |= {"ignore_metadata": ignore == "metadata", **{f"{key}_b": value for key, value in shared_b.items()}}
     if series:
         if any(two.values()):
-            raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
+            raise UsageError("--series only takes --slots, --parameters, --names and --tp-rules")
         from zckpt.operations.parting import is_run, parting
 
         if len(sources) == 2 and all(map(is_run, sources)):
             from zckpt.report.difference import render_parting
 
             if common.pop("names") or common.pop("tp_rules"):
-                raise UsageError("two runs are compared by what their checkpoints say of names")
+                raise UsageError("--names and --tp-rules do not apply to two runs")
             parted = parting(*sources, **common).as_dict()
             return _Shown(
                 [], parted, lambda: render_parting(parted, limit=limit), _no_page, int(bool(parted["changed"]))
@@ -183,7 +195,7 @@ def diff_command(
             lambda: series_page(found),
         )
     if len(sources) != 2:
-        raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
+        raise UsageError("diff compares two checkpoints", expected="A B", found=f"{len(sources)} given")
     from zckpt.operations.diff import diff
     from zckpt.report.difference import render
     from zckpt.report.page import diff_page
@@ -195,7 +207,7 @@ def diff_command(
 
 
 def _no_page() -> str:
-    raise UsageError("there is no page of two runs; give two checkpoints, or those of one run")
+    raise UsageError("there is no page for two runs; give two checkpoints, or several of one run")
 
 
 @verb("resume-check")
@@ -204,23 +216,23 @@ def _no_page() -> str:
     "--for",
     "program",
     required=True,
-    type=click.Choice(["deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning", "zckpt"]),
-    help="The program that is to resume it.",
+    type=Near(["deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning", "zckpt"]),
+    help="The program that will resume it.",
 )
-@click.option("--world-size", type=int, metavar="N", help="Data-parallel ranks. Default: as many as have saved it.")
+@click.option("--world-size", type=int, metavar="N", help="Data-parallel ranks. Default: as many as saved it.")
 @click.option(
     "--model",
     type=Place(),
     metavar="CONFIG",
-    help="The model that is to resume it: a config.json of transformers, its directory, or any checkpoint.",
+    help="The model that will resume it: a transformers config.json, its directory, or any checkpoint.",
 )
 @json_option
 @takes(Reading)
 def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any], **given: Any) -> int:  # noqa: ANN401  # what click gives
-    """Tell whether a checkpoint resumes in a program as it lies, what will not come back, and what to run if not.
+    """Tell whether a program can resume a checkpoint as it is, what would be lost, and what to run if it cannot.
 
-    Reads no tensor. Exit status 0: all of it comes back; 1: something does not, it does not resume, or that is not
-    known.
+    Reads no tensor. Exit status 0: everything comes back; 1: something is lost, it does not resume, or zckpt cannot
+    tell.
     """
     from zckpt.operations.resume_check import resume_check
     from zckpt.report.resuming import render
@@ -235,11 +247,11 @@ def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any],
 @click.option(
     "--write",
     is_flag=True,
-    help="Also store it, with the digest of each slot, in the checkpoint's directory, or next to its file.",
+    help="Also store it, with a digest of each slot, in the checkpoint's directory or next to its file.",
 )
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it there.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it in FILE.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document with a digest of each slot.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @dequantize_option
 @takes(Compared)
@@ -255,8 +267,8 @@ def fingerprint_command(
 ) -> None:
     """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
 
-    Two people compare a terabyte by one line. `zckpt verify --against FILE` tells by what is stored which slot is not
-    as it was. State that is each rank's own is not in it; `zckpt diff` compares that, too.
+    So one line is enough to compare a terabyte. With stored digests, `zckpt verify --against FILE` tells which slot has
+    changed. It does not cover state that each rank has for itself; `zckpt diff` does.
     """
     from zckpt.compare.digests import bytes_of, digests_path
     from zckpt.operations.fingerprint import fingerprint
@@ -265,8 +277,8 @@ def fingerprint_command(
     checkpoint = opened(source, **only(Reading, shared))
     if write and (dequantize or any(only(Renaming, shared).values())):
         raise UsageError(
-            "digests under other names, or of other values, are not the source's own",
-            expected="--output FILE, not --write",
+            "--write cannot store digests of other names or values with the source",
+            expected="--output FILE",
         )
     target = output or (digests_path(checkpoint) if write else None)
     check_file(target, overwrite=overwrite)
@@ -309,12 +321,19 @@ def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, sh
     help="Compare with the digests that `zckpt fingerprint --write` stored.",
 )
 @click.option(
-    "--watch", is_flag=True, help="SOURCE is a run: do so with each checkpoint that appears, until a finding."
+    "--watch", is_flag=True, help="SOURCE is a run: verify each checkpoint as it appears, until there is a finding."
 )
-@click.option("--settle", type=float, metavar="S", help="Watch: one is finished S seconds after a write. Default: 60.")
-@click.option("--idle", type=float, metavar="S", help="Watch: end when nothing has changed for S seconds.")
-@click.option("--factor", type=float, metavar="F", help="Watch: by which a norm may change. Default: 10.")
-@click.option("--on-finding", metavar="COMMAND", help="Watch: run this, with the line on standard input, and go on.")
+@click.option(
+    "--settle",
+    type=float,
+    metavar="S",
+    help="Watch: a checkpoint is finished S seconds after its last write. Default: 60.",
+)
+@click.option("--idle", type=float, metavar="S", help="Watch: stop when nothing has changed for S seconds.")
+@click.option("--factor", type=float, metavar="F", help="Watch: factor by which a norm may change. Default: 10.")
+@click.option(
+    "--on-finding", metavar="COMMAND", help="Watch: run COMMAND, with the line on its standard input, and go on."
+)
 @json_option
 @page_options
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
@@ -330,49 +349,77 @@ def verify_command(
     shared: dict[str, Any],
     **given: Any,  # noqa: ANN401  # what click gives
 ) -> int:
-    """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
+    """Check that a checkpoint is whole and makes sense. Each defect has a stable code, a location and advice.
 
-    Reads structure and a sample of the weights; with --deep every byte. Exit status: 0 sound, 1 unsound, 2 unusable
-    arguments, 3 there is nothing to verify.
+    Reads the structure and a sample of the weights, or with --deep every byte. Exit status: 0 sound, 1 unsound, 2
+    unusable arguments, 3 nothing to verify.
 
-    With --watch each checkpoint of a run is verified as it appears, fingerprinted, and held against the one before: a
-    line of JSON for each. Exit status: 1 at the first finding.
+    --watch verifies each checkpoint of a run as it appears, computes its fingerprint, compares it with the one before,
+    and prints a line of JSON. Exit status: 1 at the first finding.
     """
     said: dict[str, Any] = {"settle": settle, "idle": idle, "factor": factor, "on_finding": on_finding}
     said = {name: value for name, value in said.items() if value is not None}
     if not watch:
         if said:
-            raise UsageError(f"--{min(said).replace('_', '-')} is for --watch")
+            raise UsageError(f"--{min(said).replace('_', '-')} needs --watch")
         return _verified(source=source, shared=shared, **given)
     quiet, deep, _ = given.pop("quiet"), given.pop("deep"), given.pop("as_json")
     given |= {name: value for name, value in shared.items() if name in Reading.__annotations__}
     if idle_ones := [name for name, value in given.items() if value]:
-        raise UsageError(f"--{min(idle_ones).replace('_', '-').removesuffix('s')} is not for --watch")
+        raise UsageError(f"--{min(idle_ones).replace('_', '-').removesuffix('s')} does not go with --watch")
     return watched(source, quiet=quiet, deep=deep, **said, **only(Copying, shared))
+
+
+@verb("scan")
+@click.argument("place", metavar="SOURCE", type=Place())
+@click.option(
+    "--sarif", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write SARIF 2.1.0."
+)
+@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@json_option
+@click.option("--quiet", "-q", is_flag=True, help="No text; only the exit status.")
+def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
+    """Tell what each pickle in SOURCE would import and call, in every file whatever it is called. Runs none of them.
+
+    Graded: data; known classes of frameworks, and which program needs them; unknown; dangerous, which is what runs
+    code, and what shows one program something else than another. Exit status: 1 if anything is dangerous.
+    """
+    from zckpt.operations.scan import scan
+    from zckpt.report import scanning
+    from zckpt.torchfile.grades import DANGEROUS
+
+    check_file(sarif, overwrite=overwrite)
+    found = scan(place)
+    document = found.as_dict()
+    if sarif is not None:
+        write_file(sarif, json_text(scanning.sarif(document)) + "\n", overwrite=overwrite)
+    if as_json:
+        click.echo(json_text(document))
+    elif not quiet:
+        click.echo(scanning.render(document))
+    return int(found.grade == DANGEROUS)
 
 
 @verb("map")
 @source_argument
 @click.argument("target", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@names_option("--slots", "SLOT,...", "Draw these slots only: weight, master, exp_avg, ...")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print what is drawn as one JSON document; TARGET is optional then."
-)
+@names_option("--slots", "SLOT,...", "Draw only these slots: weight, master, exp_avg, ...")
+@click.option("--json", "as_json", is_flag=True, help="Print the data as one JSON document; TARGET is then optional.")
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
 @takes(Salvaged)
 def map_command(
     source: Path, target: Path | None, slots: list[str], as_json: bool, overwrite: bool, shared: dict[str, Any]
 ) -> None:
-    """Draw which rank holds what of which parameter, to scale, as a picture. Reads no tensor.
+    """Draw a picture, to scale, of which rank holds which part of which parameter. Reads no tensor.
 
     TARGET ends in .svg or .png; a PNG needs matplotlib (zckpt[png]).
     """
     from zckpt.operations.map import map as map_of
 
     if target is None and not as_json:
-        raise UsageError("nowhere to draw the map", expected="a TARGET in .svg or .png, or --json")
+        raise UsageError("no TARGET for the map", expected="a TARGET that ends in .svg or .png, or --json")
     if target is not None and target.suffix.lower() not in PICTURES:
-        raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name in .svg or .png")
+        raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name that ends in .svg or .png")
     check_file(target, overwrite=overwrite)
     document = map_of(source, slots=slots or None, **shared).as_dict()
     if target is not None:
@@ -386,9 +433,9 @@ def map_command(
 @verb("formats")
 @json_option
 def formats_command(as_json: bool) -> None:
-    """List the formats that are read and written, what each leaves to choose, and which verbs take it.
+    """List the formats that can be read and written, their options, and the verbs that take them.
 
-    Formats that other packages add are listed, too.
+    This includes formats that other packages add.
     """
     from zckpt.operations.listing import list_formats
     from zckpt.report.text import formats

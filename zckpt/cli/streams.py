@@ -16,7 +16,7 @@ from typing import Any, TextIO, cast
 import click
 
 from zckpt.engine import Reporter, SilentReporter
-from zckpt.errors import CONTROLS, TargetError
+from zckpt.errors import CONTROLS
 
 
 class CannotPrintError(Exception):
@@ -175,7 +175,4 @@ def write_file(file: Path, content: str | bytes, *, overwrite: bool) -> None:
     from zckpt.storage.durable import written
 
     with written([file], overwrite=overwrite) as [partial]:
-        try:
-            partial.write_bytes(content.encode() if isinstance(content, str) else content)
-        except OSError as error:
-            raise TargetError("cannot be written", path=file, found=error.strerror) from error
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)

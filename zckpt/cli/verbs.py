@@ -30,21 +30,23 @@ GROUPS = {
     "Write": {
         "consolidate": "Merge shards into one model: a file or a Hugging Face folder.",
         "reshard": "Change the number of GPUs of a DeepSpeed ZeRO checkpoint.",
-        "convert": "Write all of a training for DeepSpeed, DCP, FSDP, and others.",
+        "convert": "Convert a whole training to DeepSpeed, DCP, FSDP and others.",
         "strip": "Write a smaller copy: no optimizer, padding or unused bytes.",
+        "sanitize": "Write a copy with data and known classes only.",
         "average": "Average the weights of several checkpoints.",
         "merge-adapter": "Merge a LoRA or DoRA adapter into its base model.",
     },
     "Check": {
         "verify": "Check that a checkpoint is whole; --watch checks a run.",
+        "scan": "Tell what its pickles would import and call, if loaded.",
         "diff": "Compare two checkpoints of any formats, tensor by tensor.",
         "fingerprint": "Print a digest of the state, the same in every format.",
         "resume-check": "Tell whether a program will resume it, and what is lost.",
     },
     "Keep a run": {
-        "prune": "Remove the checkpoints that a rule does not keep.",
-        "pack": "Store the checkpoints of a run once, as differences.",
-        "unpack": "Restore checkpoints from such a store, bit for bit.",
+        "prune": "Remove checkpoints that no rule keeps.",
+        "pack": "Store the checkpoints of a run in less space, as differences.",
+        "unpack": "Restore checkpoints from a store, bit for bit.",
         "patch": "Write what changed between two checkpoints.",
         "apply": "Apply such a patch.",
     },
@@ -88,14 +90,19 @@ EXAMPLES = {
         "run/ run6/ --world-size 6 --dry-run",
     ),
     "convert": (
-        "run/ dcp/ --to dcp",
+        "run/ dcp/ --to dcp --dtype float32",
         "dcp/ run/ --to deepspeed --world-size 8 --stage 2",
         "run/ universal/ --to universal",
     ),
     "strip": (
         "run/ small/ --optimizer",
         "run/ small/ --padding --unreferenced",
-        "run/ weights/ --keep-slots weight",
+        "run/ small/ --keep-slots exp_avg",
+    ),
+    "sanitize": (
+        "downloaded/ clean/",
+        "model.pt clean.pt",
+        "run/ clean/ --dry-run",
     ),
     "average": (
         "step400/ step500/ mean.safetensors",
@@ -111,6 +118,11 @@ EXAMPLES = {
         "run/",
         "run/ --deep",
         "run/ --watch --on-finding 'mail -s zckpt me@example.org'",
+    ),
+    "scan": (
+        "run/",
+        "downloaded/ --json",
+        "model.pt --sarif model.sarif",
     ),
     "diff": (
         "run/ dcp/",
@@ -157,18 +169,27 @@ EXAMPLES = {
 
 ALIASES = {"ls": "list", "info": "inspect", "compare": "diff", "merge": "consolidate"}
 
-VALUES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+VALUES = {
+    "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+    "trainer": "transformers-trainer", "fsdp2": "dcp", "verl": "fsdp-rank-files",
+}  # fmt: skip
 """What people call values that an option has under another name."""
 
 MODELS = frozenset({"hf", "huggingface", "safetensors", "torch", "pt", "pytorch"})
 """What people call a model by itself, which `consolidate` writes."""
+
+OTHERWISE = {
+    "fsdp": "not one format: use dcp (torch.distributed.checkpoint), fsdp-rank-files (verl) or accelerate with --fsdp",
+    "lightning": "not a format that can be written; zckpt.lightning has strategies that read any format",
+}
+"""What `--to` is told of programs that have several formats, or none."""
 
 SHELLS = ("bash", "zsh", "fish")
 
 RARE = frozenset({
     "roots", "names", "tp_rules", "tag_b", "roots_b", "names_b", "tp_rules_b", "strip_prefix", "rename", "map",
     "map_config", "add_prefix", "memory", "executor", "direct", "weight_check", "checksums", "resume", "restart",
-    "overflow", "fill_masters", "config", "tied", "max_shard_size", "hyperparameters", "exclude_frozen",
+    "overflow", "fill_masters", "tied", "max_shard_size", "hyperparameters", "exclude_frozen",
 })  # fmt: skip
 """Options that few need: a verb's help has them with --help-all."""
 
@@ -185,7 +206,8 @@ def chosen_format(ctx: click.Context) -> str | None:
     found += [word.removeprefix("--to=") for word in words if word.startswith("--to=")]
     known = next((one.type for one in ctx.command.params if one.name == "to"), None)
     choices = known.choices if isinstance(known, click.Choice) else ()
-    return next((one for one in choices if found and str(one) == found[-1].lower()), None)
+    word = found[-1].lower() if found else None
+    return next((one for one in choices if str(one) in (word, VALUES.get(word or ""))), None)
 
 
 class Verb(click.Command):
@@ -283,8 +305,8 @@ class Verbs(click.Group):
                 with formatter.section(title):
                     formatter.write_dl(rows)
         formatter.write_paragraph()
-        formatter.write_text("zckpt help VERB, or VERB --help, says more of a verb; zckpt PATH inspects.")
-        formatter.write_text("zckpt completion bash|zsh|fish prints what completes words in your shell.")
+        formatter.write_text("zckpt help VERB, or zckpt VERB --help, explains a verb; zckpt PATH inspects PATH.")
+        formatter.write_text("zckpt completion bash|zsh|fish prints a completion script for your shell.")
 
 
 def _is_place(word: str) -> bool:
@@ -294,7 +316,7 @@ def _is_place(word: str) -> bool:
 @click.command("completion")
 @click.argument("shell", type=click.Choice(SHELLS))
 def _completion(shell: str) -> None:
-    """Print what completes verbs, options and paths: eval "$(zckpt completion bash)"."""
+    """Print a shell script that completes verbs, options and paths: eval "$(zckpt completion bash)"."""
     from click.shell_completion import get_completion_class
 
     root = click.get_current_context().find_root()
@@ -317,7 +339,9 @@ class Near(_Choice):
             near = get_close_matches(found, list(self.choices), n=2)
             said = f"not one of {', '.join(self.choices)}"
             if param is not None and param.name == "to" and word in MODELS:
-                said = "no format of a whole training; a model alone: zckpt consolidate"
+                said = "not a format for a whole training; for the model alone, use zckpt consolidate"
+            elif param is not None and param.name == "to" and word in OTHERWISE:
+                said = OTHERWISE[word]
             elif near:
                 said += f". Did you mean {' or '.join(near)}?"
             self.fail(f"{value!r} is {said}", param, ctx)

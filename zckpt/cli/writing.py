@@ -1,4 +1,4 @@
-"""The verbs that write: `consolidate`, `reshard`, `convert`, `strip`, `average`, `merge-adapter`.
+"""The verbs that write: `consolidate`, `reshard`, `convert`, `strip`, `sanitize`, `average`, `merge-adapter`.
 
 A command is its options and its help; the verb of its name gets what click makes of them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,8 +30,9 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import json_text, reporter
 from zckpt.cli.verbs import Near, verb
-from zckpt.errors import UsageError, without_controls
+from zckpt.errors import SourceError, UsageError, without_controls
 from zckpt.operations.options import Filled, ReadWritten, Renamed
+from zckpt.storage.remote import is_url
 
 
 def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
@@ -43,7 +45,11 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
             from zckpt.report.text import written
 
             verb = getattr(import_module(f"zckpt.operations.{name}"), name)
-            done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+            try:
+                done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+            except SourceError as error:
+                error.advice = _swapped(name, **own) or error.advice
+                raise
             document = done.as_dict()
             if as_json:
                 click.echo(json_text(document))
@@ -57,6 +63,17 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
     return running
 
 
+def _swapped(verb: str, *, source: Any = None, target: Any = None, **_others: Any) -> str | None:  # noqa: ANN401  # what click gives
+    """Say so where only the target exists."""
+    if (
+        any(one is None or is_url(one) for one in (source, target))
+        or Path(source).exists()
+        or not Path(target).exists()
+    ):
+        return None
+    return f"SOURCE comes first: zckpt {verb.replace('_', '-')} {target} {source} ..."
+
+
 def _dtype_option(text: str) -> Callable[[Any], Any]:
     types = Near(["float32", "bfloat16", "float16", "keep"])
     return click.option("--dtype", type=types, help=f"Element type of trained parameters{text}")
@@ -67,7 +84,7 @@ def _config_option(text: str) -> Callable[[Any], Any]:
         "--config",
         type=Place(),
         metavar="DIR",
-        help=f"Where config.json, tokenizer and so on are that go into a directory. Default: {text}",
+        help=f"Directory with the config.json, tokenizer and so on for a TARGET directory. Default: {text}",
     )
 
 
@@ -75,7 +92,7 @@ def _numbers(_context: click.Context, _option: click.Parameter, text: str | None
     try:
         return None if text is None else [float(one) for one in text.split(",")]
     except ValueError as error:
-        raise UsageError("unusable --weights", expected="numbers with commas between them", found=text) from error
+        raise UsageError("unusable --weights", expected="numbers separated by commas", found=text) from error
 
 
 def _last_is_target(command: Callable[..., None]) -> Callable[..., None]:
@@ -87,7 +104,7 @@ def _last_is_target(command: Callable[..., None]) -> Callable[..., None]:
             *others, target = sources
             sources = tuple(others)
         if not sources:
-            raise UsageError("sources and a target are needed", expected="SOURCE... TARGET", found=f"only {target}")
+            raise UsageError("sources and a target are required", expected="SOURCE... TARGET", found=f"only {target}")
         command(sources=sources, target=target, **given)
 
     return run
@@ -98,18 +115,22 @@ tied_option = click.option(
     type=click.Choice(["duplicate", "drop"]),
     default="duplicate",
     show_default=True,
-    help="Write a tied parameter under all its names, or its owner's only.",
+    help="Write a tied parameter under all its names, or under one only.",
 )
 exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
 max_shard_size_option = click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
+    "--max-shard-size",
+    type=ByteSize(),
+    default="5GB",
+    show_default=True,
+    help="Size limit of each file in a directory.",
 )
 recomputed_option = click.option(
-    "--verify", is_flag=True, help="After writing, compute everything once more and compare every byte."
+    "--verify", is_flag=True, help="After writing, compute everything again and compare every byte."
 )
 proof_options = together(
     click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE."),
-    click.option("--fingerprint/--no-fingerprint", default=None, help="Record the fingerprint of TARGET with it."),
+    click.option("--fingerprint/--no-fingerprint", default=None, help="Store TARGET's fingerprint with it."),
 )
 
 
@@ -117,11 +138,11 @@ proof_options = together(
 @source_argument
 @target_argument
 @_dtype_option(
-    "; frozen ones and buffers keep theirs. Default: masters as float32, parameters without a master in their own type."
+    "; frozen ones and buffers keep theirs. Default: float32 for masters, otherwise the parameter's own type."
 )
 @names_option(
     "--slots", "all|SLOT,...",
-    "Also write these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
+    "Also write these optimizer slots, to TARGET's name with .optimizer added, or into the directory.",
 )  # fmt: skip
 @tied_option
 @exclude_frozen_option
@@ -133,15 +154,15 @@ proof_options = together(
     "--hyperparameters",
     type=Place(),
     metavar="FILE",
-    help="JSON list, an object for each param group: for --slots of an elastic SOURCE, which holds none.",
+    help="JSON list with one object per param group, for --slots of an elastic SOURCE, which has no hyperparameters.",
 )
 @runs(Filled)
 def consolidate_command() -> None:
-    """Turn a sharded checkpoint into one model.
+    """Merge a sharded checkpoint into one model.
 
-    TARGET x.safetensors is one file, x.pt or x.bin a torch state dict, any other name a directory as Hugging Face
-    lays it out, for from_pretrained: safetensors, with the config.json and tokenizer that SOURCE has. Names that end as
-    other programs' files do (.gguf, .onnx, .ckpt, ...) are refused.
+    If TARGET is x.safetensors, it is one file; if x.pt or x.bin, a torch state dict. Any other name is a Hugging Face
+    directory for from_pretrained: safetensors, with SOURCE's config.json and tokenizer. Endings of other programs'
+    files (.gguf, .onnx, .ckpt, ...) are refused.
     """
 
 
@@ -153,26 +174,26 @@ def consolidate_command() -> None:
 @dequantize_option
 @runs(Renamed)
 def reshard_command() -> None:
-    """Cut a DeepSpeed ZeRO checkpoint for another number of data-, expert- or tensor-parallel ranks, or another stage.
+    """Reshard a DeepSpeed ZeRO checkpoint for another number of GPUs, other degrees of parallelism, or another stage.
 
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
-    comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
-    N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
-    and the Trainer resumes from TARGET. Names stay as they are (`convert --to deepspeed` changes them),
-    but of a pipeline, of which --rename or --map makes one model.
+    becomes a run directory with `latest`, a tag directory a tag directory. With T tensor-parallel ranks, N x T ranks
+    will load it. For Hugging Face's Trainer, SOURCE is `checkpoint-N`: everything in it is copied, and the Trainer
+    resumes from TARGET. Names do not change (`convert --to deepspeed` changes them), except that a pipeline becomes
+    one model with --rename or --map.
 
-    Megatron's legacy files (mp_rank_TT_PPP) are cut for other tensor-, pipeline- and expert-parallel ranks, too.
+    It also reshards Megatron's legacy files (mp_rank_TT_PPP) for other tensor-, pipeline- and expert-parallel ranks.
     """
 
 
-@click.command("convert", cls=ConvertCommand, short_help="Write a checkpoint in another format, with all of its state.")
+@click.command("convert", cls=ConvertCommand, short_help="Convert a checkpoint to another format, with all its state.")
 @source_argument
 @target_argument
 @proof_options
 @dequantize_option
 @runs(Filled)
 def convert_command() -> None:
-    """Write a checkpoint in another format, with all of its state."""
+    """Convert a checkpoint to another format, with all its state."""
 
 
 @verb("strip")
@@ -182,68 +203,80 @@ def convert_command() -> None:
 @click.option(
     "--optimizer",
     is_flag=True,
-    help="Remove the optimizer's state: slots, and masters of which there is a weight as well.",
+    help="Remove the optimizer's state: slots, and masters that also have a weight.",
 )
-@click.option("--unreferenced", is_flag=True, help="Remove bytes of storages that no tensor uses.")
+@click.option("--unreferenced", is_flag=True, help="Remove bytes that no tensor uses.")
 @click.option(
     "--keep-slots",
     multiple=True,
     metavar="SLOT,...",
     callback=lambda context, option, values: comma_separated(context, option, values) if values else None,
-    help="Remove all slots of the optimizer but these; weights and masters stay. May be repeated.",
+    help="Remove all optimizer slots except these; weights and masters stay. May be repeated.",
 )
 @runs(ReadWritten)
 def strip_command() -> None:
-    """Write a checkpoint again without what is not needed; the program it came from loads TARGET.
+    """Write a smaller copy of a checkpoint, without what is not needed; the same program loads TARGET.
 
     TARGET has SOURCE's format and form: a file, a run directory or a tag directory. Without any of the first four
-    options, what each would save is said and nothing is written.
+    options, this shows how much each would save, and writes nothing.
+    """
+
+
+@verb("sanitize")
+@source_argument
+@target_argument
+@runs(ReadWritten)
+def sanitize_command() -> None:
+    """Write a checkpoint again with data and classes of known frameworks only: nothing in it runs when it is loaded.
+
+    TARGET has SOURCE's format and files, all of them. Every object of another class is left out and listed, and so is
+    every file that cannot be followed to its end. `zckpt scan` says what is what.
     """
 
 
 @verb("average")
 @click.argument("sources", type=Place(), nargs=-1, required=True, metavar="SOURCE... TARGET")
-@click.option("--target", "-t", type=Place(), help="What to write, where it is not the last argument.")
+@click.option("--target", "-t", type=Place(), help="What to write, if it is not the last argument.")
 @click.option(
     "--weights",
     metavar="W,...",
     callback=_numbers,
-    help="One for each SOURCE, in any unit; they are divided by their sum. Default: all the same.",
+    help="One weight per SOURCE, in any unit; they are divided by their sum. Default: equal weights.",
 )
 @click.option(
     "--ema",
     type=float,
     metavar="D",
-    help="Exponential average in the order given, oldest first: D x what it was + (1 - D) x the next.",
+    help="Exponential average, oldest SOURCE first: D x the average so far + (1 - D) x the next.",
 )
 @_dtype_option(
-    "; frozen ones and buffers keep theirs. Default: float32 where a SOURCE has masters, else the weights' own."
+    "; frozen ones and buffers keep theirs. Default: float32 if a SOURCE has masters, otherwise the weights' own type."
 )
 @names_option(
     "--slots", "all|SLOT,...",
-    "Also average these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
+    "Also average these optimizer slots, to TARGET's name with .optimizer added, or into the directory.",
 )  # fmt: skip
 @click.option(
     "--from-last",
     multiple=True,
     metavar="GLOB",
-    help="Take these tensors from the last SOURCE: integers, say, that are not the same in all. May be repeated.",
+    help="Take these tensors from the last SOURCE, for example integers that differ. May be repeated.",
 )
 @tied_option
 @exclude_frozen_option
 @max_shard_size_option
-@_config_option("the first SOURCE, or BASE.")
+@_config_option("the first SOURCE.")
 @dequantize_option
 @quantize_option
 @recomputed_option
 @_last_is_target
 @runs(Renamed)
 def average_command() -> None:
-    """Write the mean of checkpoints of one model, of any formats and world sizes, as one model.
+    """Average checkpoints of one model, of any formats and world sizes, into one model.
 
-    Masters count where there are some, else weights; computed in float32 and rounded once. TARGET is named as that of
-    consolidate: x.safetensors, x.pt, or a directory. Of several SOURCEs, --root is a folder that holds all of them.
-    Names are changed in every SOURCE that has them; a map gives all of them the names that the first has not.
+    Averages masters, or weights if there are no masters, in float32, and rounds once. TARGET is a name as for
+    consolidate: x.safetensors, x.pt, or a directory. With several SOURCEs, --root is a directory that holds all of
+    them. Names are changed in every SOURCE that has them; a map gives all SOURCEs the names that the first one lacks.
     """
 
 
@@ -255,7 +288,7 @@ def average_command() -> None:
     "--adapter-config",
     type=Place(),
     metavar="FILE",
-    help="The adapter_config.json, where it is not with ADAPTER's tensors.",
+    help="The adapter_config.json, if it is not with ADAPTER's tensors.",
 )
 @click.option(
     "--adapter",
@@ -266,20 +299,20 @@ def average_command() -> None:
 @click.option(
     "--fan-in-fan-out/--no-fan-in-fan-out",
     default=None,
-    help="Whether square weights lie as (in, out), as in GPT-2, where neither shapes nor others tell.",
+    help="Whether square weights are (in, out), as in GPT-2, if neither shapes nor other weights tell.",
 )
-@_dtype_option(". Default: masters as float32, parameters without a master in their own.")
+@_dtype_option(". Default: float32 for masters, otherwise the parameter's own type.")
 @tied_option
 @max_shard_size_option
-@_config_option("the first SOURCE, or BASE.")
+@_config_option("BASE.")
 @dequantize_option
 @quantize_option
 @recomputed_option
 @runs(Renamed, label="merge")
 def merge_adapter_command() -> None:
-    """Write a model with a LoRA or DoRA adapter of PEFT merged into it.
+    """Merge a PEFT adapter (LoRA or DoRA) into its base model.
 
-    BASE is the model that the adapter was trained on, of any format; ADAPTER a directory that PEFT saved, or a
-    checkpoint with an adapter in it, which may be BASE itself. TARGET is named as that of consolidate. Of BASE are
-    --tag, --root, --names and --tp-rules, and the options for other names: those with which ADAPTER was trained.
+    BASE is the model that the adapter was trained on, in any format. ADAPTER is a directory that PEFT saved, or a
+    checkpoint with an adapter in it, which can be BASE itself. TARGET is a name as for consolidate. --tag, --root,
+    --names, --tp-rules and the renaming options apply to BASE; they give it the names that ADAPTER was trained with.
     """

@@ -53,8 +53,8 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
     names = list(dict.fromkeys(one.of for one in found))
     files = list(dict.fromkeys(Path(span.path).name for one in found for span in list(one.original.spans)[:1]))
     return [
-        f"copies of {listed(names)} that ranks keep differ: where one is written, it is that of {listed(files)}; "
-        f"`zckpt verify --deep` says in how many elements"
+        f"ranks' copies of {listed(names)} differ: the one in {listed(files)} is written; `zckpt verify --deep` "
+        "says in how many elements they differ"
     ]
 
 

@@ -30,7 +30,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, dict_of
 from zckpt.state.brief import Brief
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
@@ -110,7 +110,7 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         stored = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
-    text, entries = (stored.get(key) if isinstance(stored, dict) else None for key in ("fingerprint", "entries"))
+    text, entries = (dict_of(stored).get(key) for key in ("fingerprint", "entries"))
     are_entries = isinstance(entries, dict) and all(
         isinstance(found, dict) and all(isinstance(one, str) for one in found.values()) for found in entries.values()
     )
@@ -118,14 +118,14 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")
     if not text.startswith(f"{VERSION}:"):
         raise UnsupportedError(
-            "of another version",
+            "has another version",
             path=file,
             expected=VERSION,
             found=text[:20],
             advice="use a newer zckpt, or record it again with `zckpt fingerprint --write`",
         )
     if text != root(entries):
-        raise DamagedFileError("not as it was written", path=file, expected=text, found=root(entries))
+        raise DamagedFileError("changed since it was written", path=file, expected=text, found=root(entries))
     return Fingerprint(text, entries)
 
 

@@ -104,9 +104,9 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
     for key, value in group.state.items():
         if isinstance(value, Tensor):
             raise UnsupportedError(
-                f"{key} is a tensor for a whole param group, which no single parameter's state can hold",
+                f"{key} is a tensor for a whole param group, which a parameter's state cannot hold",
                 path=checkpoint.source,
-                advice="`zckpt consolidate` writes the model without it, and `zckpt diff` compares all but it",
+                advice="`zckpt consolidate` writes the model without it, and `zckpt diff` compares everything else",
             )
     return {**group.state, **own}
 

@@ -55,7 +55,7 @@ def files_twice(checkpoint: Checkpoint) -> Iterator[ShardError]:
     for one, other in _same(checkpoint):
         if one not in found and other not in found and one in ranks and other in ranks:
             what = "holds the same as another file, of elements that are not the same"
-            yield _error(ranks[other], ranks[one], what, "what is only in this file")
+            yield _error(ranks[other], ranks[one], what, "something that only this file has")
 
 
 def check_files_apart(checkpoint: Checkpoint) -> None:
@@ -71,7 +71,7 @@ def _error(file: SourceFile, other: SourceFile, what: str, expected: str, code: 
         path=file.path,
         expected=expected,
         found=Path(other.path).name,
-        advice="copy it again from where it came from; --no-weight-check (in a load, verify=False) takes it as it is",
+        advice="copy it again from its origin; --no-weight-check (in a load, verify=False) accepts it",
         code=code,
         ranks=[rank for rank in ranks[: 1 if code == TWICE else 2] if rank is not None],
     )

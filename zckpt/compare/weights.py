@@ -259,6 +259,6 @@ def _compare(
         path=span.path,
         expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
         found=repr(float(rounded)),
-        advice="the file may be from another step or run; --no-weight-check takes the masters as they are",
+        advice="the file may be from another step or run; --no-weight-check accepts the masters",
         parameters=[name],
     )

@@ -24,7 +24,7 @@ from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.torch_files.tensors import TensorItem, encode
 from zckpt.optim.values import Values, as_stored
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, most_steps
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, most_steps, without
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.directory import Piece, entries
@@ -100,7 +100,7 @@ def tie(checkpoint: Checkpoint, first: str, other: str) -> None:
     owner, alias = checkpoint.parameters[first], checkpoint.parameters[other]
     if alias.group is not None and owner.group is None:
         owner, alias = alias, owner
-        owner.slots = {WEIGHT: alias.slots[WEIGHT], **{k: slot for k, slot in owner.slots.items() if k != WEIGHT}}
+        owner.slots = {WEIGHT: alias.slots[WEIGHT], **without(owner.slots, WEIGHT)}
     checkpoint.parameters[alias.name] = Parameter(alias.name, owner.shape, owner.dtype, tied_to=owner.name)
 
 
@@ -160,8 +160,8 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
         elif key not in local.found.slots:
             if item.type == WriteItemType.SHARD:
                 raise UnsupportedError(
-                    f"{key} is sharded, and belongs to neither the model nor the optimizer",
-                    advice="save it as a checkpoint of its own",
+                    f"{key} is sharded, but belongs to neither the model nor the optimizer",
+                    advice="save it as a separate checkpoint",
                 )
             part.tensors[key] = _resolved(item, planner).detach().cpu()
         elif item.tensor_data is not None and key not in part.tied:  # what is tied is written under another name
@@ -183,7 +183,7 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     found = planner.resolve_data(item)
     if not isinstance(found, torch.Tensor):
         raise UnsupportedError(
-            f"the planner gives no tensor for {item.index.fqn}", expected="a tensor", found=type(found).__name__
+            f"the planner returned no tensor for {item.index.fqn}", expected="a tensor", found=type(found).__name__
         )
     return found
 

@@ -193,7 +193,7 @@ class Keys(dict[str, StorageEntry]):
         if parameter is None:
             if name.isdecimal():
                 raise UsageError(
-                    f"{key} is state of a parameter that is told by number",
+                    f"{key} is state of a numbered parameter",
                     path=self.checkpoint.source,
                     expected="names",
                     advice="make the state dict with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
@@ -251,7 +251,7 @@ class Keys(dict[str, StorageEntry]):
         values = [number_of(one) for one in found]
         if any(value != values[0] for value in values):
             raise UsageError(
-                f"a param group has parameters that have several values of {option.key} in the checkpoint",
+                f"parameters in one param group have different values of {option.key} in the checkpoint",
                 path=self.checkpoint.source,
                 found=", ".join(map(str, values)),
                 advice="give the optimizer the param groups that were saved",

@@ -38,41 +38,41 @@ PLAIN = (
 
 
 class Reader(StorageReader):
-    """Reads a checkpoint of any format for `dcp.load`, at any number of ranks; a rank reads its own chunks only.
+    """Read a checkpoint of any format with `dcp.load`, at any number of ranks; a rank reads only its own chunks.
 
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         dcp.load(state, storage_reader=zckpt.dcp.Reader("run/global_step500"))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
-    `get_state_dict` of `torch.distributed.checkpoint.state_dict` also makes an optimizer's state where it has none yet;
-    state that a state dict does not have is not loaded. Both of its forms will do, nested or with
-    `flatten_optimizer_state_dict`, and so will a model's own `state_dict()`. What `Optimizer.state_dict` itself returns
-    has numbers for names and is refused.
+    `get_state_dict` of `torch.distributed.checkpoint.state_dict` also creates an optimizer's state if it has none yet;
+    state that the state dict lacks is not loaded. Both of its forms work, nested or with
+    `flatten_optimizer_state_dict`, and so does a model's own `state_dict()`. What `Optimizer.state_dict` itself returns
+    has numbers instead of names, and is refused.
 
     The model is found under "model" or another usual key, or at the root, and the optimizer under "optimizer", "optim"
-    and the like; both may be below "app". Parameters are found by name, without what DistributedDataParallel and
-    `torch.compile` put before it. Elements are rounded where types differ: weights are read from the slot of the
-    program's type, or else the most exact, which is the master if there is one. Hyperparameters are those of the
-    group that a parameter is in; those that the checkpoint has not stay as they are. State of a parameter that no step
-    had reached when it was saved is zero.
+    and the like; both can be below "app". Parameters are found by name, without the prefixes of DistributedDataParallel
+    and `torch.compile`. Elements are rounded if types differ: weights are read from the slot of the program's type, or
+    else from the most exact one, which is the master if there is one. Hyperparameters are those of the parameter's
+    group; those that the checkpoint lacks do not change. State of a parameter that no step had reached when it was
+    saved is zero.
 
-    A key for which the checkpoint has nothing is an error of DCP's planner, or stays as it is with
-    `DefaultLoadPlanner(allow_partial_load=True)`.
+    If the checkpoint has nothing for a key, DCP's planner raises an error, or with
+    `DefaultLoadPlanner(allow_partial_load=True)` the value does not change.
 
     Parameters
     ----------
     path : path-like, optional
-        What `zckpt.open` takes; by default the `checkpoint_id` that `dcp.load` is given.
+        As for `zckpt.open`. Default: the `checkpoint_id` given to `dcp.load`.
     model, optimizer : str, optional
-        The key under which the program keeps it, where that is another; dots between several; "": at the root.
+        The program's key for it, if unusual; dots separate several; "": at the root.
     tag : str, optional
-        Which checkpoint of a run's directory.
+        Which checkpoint of a run directory.
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for a checkpoint that only numbers them.
     verify : bool
-        Hold what is read against the checksums in the files; what ranks read in parts they put together. Tensors have
-        been read then: a state dict of a damaged checkpoint must not be used.
+        Compare what is read with the checksums in the files; ranks combine checksums of what they read in parts.
+        Tensors have already been read then: a state dict from a damaged checkpoint must not be used.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Reader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """What is read, as DCP calls it."""
+        """The path, as DCP calls it."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether there is a checkpoint that zckpt reads."""
+        """Return whether there is a checkpoint that zckpt reads."""
         try:
             open_checkpoint(checkpoint_id)
         except ZckptError:
@@ -106,7 +106,7 @@ class Reader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin again; called on each rank."""
+        """Start over; called on each rank."""
         self._keys = None
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
@@ -127,17 +127,17 @@ class Reader(StorageReader):
         return Metadata(state_dict_metadata=keys, planner_data=keys.paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **options: object) -> None:
-        """Do nothing more; called on each rank, with the metadata that it has read itself."""
+        """Do nothing; called on each rank, with the metadata that it has read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is, if all that this rank wants is there to be read; nothing is read yet.
+        """Return the plan unchanged, if everything that this rank needs can be read; nothing is read yet.
 
         Raises
         ------
         SourceError
             A file is missing or too short; DCP tells all ranks.
         UsageError
-            Two keys of the model would get one tensor, since they differ by what a wrapper may have put there only.
+            Two keys of the model would get one tensor, because they only differ by a wrapper's prefix.
         """
         found, keys = self._opened(), dict[str, str]()
         holes: list[Hole] = []
@@ -157,7 +157,7 @@ class Reader(StorageReader):
         return replace(plan, storage_data=dist.get_rank() if dist.is_initialized() else 0)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans, which say whose they are; called on one rank."""
+        """Return the plans, marked with their ranks; called on one rank."""
         return [replace(plan, storage_data=[one.storage_data for one in plans]) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -42,26 +42,26 @@ class _Place:
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint in zckpt's own format from `dcp.save` or `dcp.async_save`; each rank writes its own part.
+    """Write a checkpoint in zckpt's format with `dcp.save` or `dcp.async_save`; each rank writes its own part.
 
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
         dcp.save(state | {"step": step}, storage_writer=zckpt.dcp.Writer("run/step-500"))
 
-    The model and the optimizer are found in the state dict by their form, under whatever keys: as `get_state_dict` of
-    `torch.distributed.checkpoint.state_dict` gives them, nested or flattened, or as their own `state_dict`. All else is
-    kept beside them: plain data, numpy arrays and tensors that are not sharded, which should be small, since the
-    coordinator writes them. Replicas are written once, as DCP's planner assigns them.
+    The model and the optimizer are recognised in the state dict by their form, under any keys: as from `get_state_dict`
+    of `torch.distributed.checkpoint.state_dict`, nested or flattened, or as from their own `state_dict`. Everything
+    else is saved, too: plain data, numpy arrays and unsharded tensors, which should be small, since the coordinator
+    writes them. Replicas are written once, as DCP's planner assigns them.
 
-    The checkpoint appears whole or not at all. `zckpt.open`, `load`, `convert` and the others read it, and `dcp.load`
-    does with `zckpt.dcp.Reader`.
+    The checkpoint appears whole or not at all. `zckpt.open`, `load`, `convert` and so on read it, and so does
+    `dcp.load` with `zckpt.dcp.Reader`.
 
     Parameters
     ----------
     path : path-like, optional
-        A directory that does not exist, on a file system that all ranks share, or the URL of one in a store; by default
-        the `checkpoint_id` that `dcp.save` is given.
+        A directory that does not exist, on a file system that all ranks share, or its URL in a store. Default: the
+        `checkpoint_id` given to `dcp.save`.
     overwrite : bool
-        Replace a directory of zckpt's format, if it exists.
+        Replace an existing directory of zckpt's format.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
@@ -71,12 +71,12 @@ class Writer(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """What is written, as DCP calls it."""
+        """The path, as DCP calls it."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether it is a path on a file system, or a URL."""
+        """Return whether it is a path on a file system, or a URL."""
         try:
             place_of(checkpoint_id)
         except UsageError:
@@ -84,7 +84,7 @@ class Writer(StorageWriter):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin again; called on each rank."""
+        """Start over; called on each rank."""
         self._abandon()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
@@ -92,12 +92,12 @@ class Writer(StorageWriter):
     def set_up_storage_writer(
         self, is_coordinator: bool, *args: object, use_collectives: bool = True, **kwargs: object
     ) -> None:
-        """Begin a save; called on each rank.
+        """Start a save; called on each rank.
 
         Raises
         ------
         UsageError
-            No path was given, or a file's; ranks are to save without telling each other.
+            No path was given, or that of a file; or ranks would save without communicating.
         """
         del is_coordinator, args, kwargs  # torch gives what it sees that there is a place for
         self._abandon()
@@ -105,14 +105,14 @@ class Writer(StorageWriter):
             raise UsageError("no checkpoint to write", advice="give Writer a path, or dcp.save a checkpoint_id")
         check_directory(Path(self._target()))
         if not use_collectives:
-            raise UsageError("zckpt's format has one document of all ranks", advice="leave use_collectives as it is")
+            raise UsageError("zckpt's format has one document for all ranks", advice="do not change use_collectives")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the partial directory and tell each rank its file; called on the coordinator.
+        """Create the partial directory and tell each rank its file; called on the coordinator.
 
         Raises
         ------
@@ -141,7 +141,7 @@ class Writer(StorageWriter):
         Raises
         ------
         UnsupportedError
-            Something that the format has no place for.
+            The format cannot hold something.
         TargetError
             It cannot be written.
         """
@@ -175,7 +175,7 @@ class Writer(StorageWriter):
         """
         made, self._made = self._made, None
         if made is None:
-            raise UsageError("no save has been planned with this writer", advice="let dcp.save call it")
+            raise UsageError("this writer has not planned a save", advice="use it through dcp.save")
         _WRITING.pop(self._target(), None)
         parts: list[Part] = [one.storage_data for of_rank in results for one in of_rank]
         try:
@@ -236,7 +236,7 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
     paths = {key: path for key, path in (metadata.planner_data or {}).items() if key in found}
     whole = contents(source, found, paths)
     if whole.lost:
-        raise UnsupportedError(f"nothing is known of {', '.join(whole.lost[:4])}", path=source)
+        raise UnsupportedError(f"there is no information about {', '.join(whole.lost[:4])}", path=source)
     for alias, owner in tied.items():
         names = [whole.slots[key][1] for key in (owner, alias)]
         if set(names) <= whole.checkpoint.parameters.keys():

@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.target import Unpartitioned
 from zckpt.formats.deepspeed.trees import FUSED, PLAIN, UNFUSED
 from zckpt.optim.states.by_parameter import owner_of
 from zckpt.optim.states.expected import check_keys
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, without
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -45,13 +45,11 @@ def replaced_method(
     of one: its own method would hide this one.
     """
     if engine is None and _replaced:
-        raise UsageError(
-            "this is within another context that was given an engine", advice="give the engine to both, or to neither"
-        )
+        raise UsageError("an outer context was given an engine", advice="give both contexts the engine, or neither")
     try:
         holder: Any = importlib.import_module(ENGINE).DeepSpeedEngine if engine is None else engine
     except ImportError as error:
-        raise MissingPackageError("without an engine, this needs DeepSpeed") from error
+        raise MissingPackageError("without an engine argument, this needs DeepSpeed") from error
     was = vars(holder).get(name)
     original = getattr(holder, name)
 
@@ -131,9 +129,9 @@ def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
     stage = int(engine.zero_optimization_stage())
     if stage == 3 and isinstance(optimizer, torch.optim.Adagrad) and checkpoint.param_groups:
         raise UnsupportedError(  # it gives all partitions to one param group, and files have one for each
-            "DeepSpeed's ZeRO-3 loads no state into Adagrad, its own neither",
+            "DeepSpeed's ZeRO-3 cannot load any state into Adagrad, not even its own",
             path=path,
-            advice="load_checkpoint(..., load_optimizer_states=False) leaves the engine's optimizer as it is",
+            advice="load_checkpoint(..., load_optimizer_states=False) leaves the engine's optimizer unchanged",
         )
     flat = bool(stage) or hasattr(engine.optimizer, "fp32_groups_flat")
     for number, group in enumerate(checkpoint.param_groups):
@@ -152,11 +150,11 @@ def check_goes_on(engine: Any, checkpoint: Checkpoint) -> list[str]:
         lacking = _lacking(optimizer, group.hyperparameters) if group.hyperparameters else []
         if lacking and not stateful:
             raise UsageError(
-                f"param group {number} is not one that {type(optimizer).__name__} goes on with",
+                f"{type(optimizer).__name__} cannot continue from param group {number}",
                 path=path,
                 expected=listed(lacking),
                 found=listed(list(group.hyperparameters)),
-                advice="load_checkpoint(..., load_optimizer_states=False) leaves the engine's optimizer as it is",
+                advice="load_checkpoint(..., load_optimizer_states=False) leaves the engine's optimizer unchanged",
             )
         found |= dict.fromkeys(lacking)
     return list(found)
@@ -225,7 +223,7 @@ def training_of(engine: Any) -> Training:
         unpartitioned=None if form is None else
         Unpartitioned(form, [[known[one] for one in group] for group in numbered], scaling),
         pipeline=pipeline,
-        hyperparameters=[{key: value for key, value in group.items() if key != "params"}
+        hyperparameters=[without(group, "params")
                          for group in getattr(optimizer, "param_groups", ())],
     )  # fmt: skip
 
@@ -249,7 +247,7 @@ def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]
         return PLAIN, [group["params"] for group in optimizer.param_groups], {}
     else:
         raise UnsupportedError(
-            "an engine of stage 0 with this optimizer is not known",
+            "a stage-0 engine with this optimizer is not supported",
             found=type(optimizer).__name__,
             expected="one of torch, FP16_Optimizer or FP16_UnfusedOptimizer",
         )

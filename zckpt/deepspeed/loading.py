@@ -97,9 +97,9 @@ class Loading:
     read_nbytes : int, bytes
         Of tensors.
     notes : list of str
-        What of the checkpoints did not arrive as it was.
+        What did not arrive unchanged.
     in_place : list of str
-        Checkpoints that were laid out for the engine; what it could load as it is, it did.
+        Checkpoints that were laid out for the engine (not those that it could load as they are).
     """
 
     read_nbytes: int = 0
@@ -111,25 +111,26 @@ class Loading:
 def any_world_size(
     engine: Any = None, *, verify: bool = True, unpickle_client_state: bool = False
 ) -> Iterator[Loading]:
-    """Let `load_checkpoint` take any checkpoint that zckpt reads, as long as the context lasts.
+    """Within this context, let `load_checkpoint` load any checkpoint that zckpt reads.
 
-    Another world size, another stage of ZeRO, another format: state is found by the names of the engine's parameters.
-    Each rank reads the bytes of its own part, and of the model what DeepSpeed gives every rank. What the engine can
-    load as it is, it loads from its files. All arguments of `load_checkpoint` mean what they mean; a directory
-    that is not there, or empty, is left to DeepSpeed, and so is a universal checkpoint that its configuration asks for.
+    The checkpoint can have another world size, another ZeRO stage or another format: state is found by the names of the
+    engine's parameters. Each rank reads only the bytes of its own part, and what DeepSpeed gives every rank of the
+    model. What the engine can load as it is, it loads from the checkpoint's files. Arguments of `load_checkpoint` keep
+    their meaning. A missing or empty directory is left to DeepSpeed, and so is a universal checkpoint that its
+    configuration asks for.
 
-    Nothing is unpickled but data: numbers, texts, containers, tensors, arrays, `argparse.Namespace`, times, paths and
-    DeepSpeed's own loss scalers. Other objects in client state are refused, unless they are asked for.
+    Only data is unpickled: numbers, texts, containers, tensors, arrays, `argparse.Namespace`, times, paths and
+    DeepSpeed's own loss scalers. Other objects in client state are refused, unless requested.
 
     Parameters
     ----------
     engine : DeepSpeedEngine, optional
-        By default every engine: for programs that make theirs in the call that loads.
+        Default: every engine, for programs that create theirs in the call that loads.
     verify : bool
-        Hold what is read against the checksums in the files; what ranks read in parts they put together. The engine has
-        what was read by then: the error says that it must not be used.
+        Compare what is read with the checksums in the files; ranks combine checksums of what they read in parts. The
+        engine already has the data by then: the error says that it must not be used.
     unpickle_client_state : bool
-        Let torch unpickle files as DeepSpeed does by itself, which runs what their pickles name.
+        Let torch unpickle files as DeepSpeed itself does, which executes what their pickles name.
 
     Yields
     ------
@@ -138,17 +139,17 @@ def any_world_size(
     Raises
     ------
     UsageError
-        From `load_checkpoint`, on all ranks: the checkpoint is of another model, of other param groups, or of an
-        optimizer whose state the engine's does not go on with.
+        From `load_checkpoint`, on all ranks: the checkpoint is for another model or other param groups, or the engine's
+        optimizer cannot continue from its state.
     UnsupportedError
-        The engine is of a kind that only loads what one like it saved (experts, pipelines without ZeRO, NVMe), or the
-        checkpoint holds what DeepSpeed's files cannot.
+        The engine only loads what such an engine saved (experts, pipelines without ZeRO, NVMe), or the checkpoint holds
+        something that DeepSpeed's files cannot.
     SourceError
-        The checkpoint cannot be read, or (UnsupportedError) holds objects that are not to be unpickled.
+        The checkpoint cannot be read, or (UnsupportedError) holds objects that must not be unpickled.
     DamagedFileError
-        From `load_checkpoint`, on all ranks: bytes are not those that were written.
+        From `load_checkpoint`, on all ranks: bytes have changed since they were written.
     MissingPackageError
-        Without an engine: DeepSpeed is not installed.
+        Without an engine argument: DeepSpeed is not installed.
     """
     loading = Loading()
     token = _UNPICKLING.set(unpickle_client_state or _UNPICKLING.get())
@@ -234,11 +235,11 @@ def _served(
                 check_goes_on(engine, checkpoint)
             return None
         raise UnsupportedError(
-            f"an engine with {kind} loads only what one like it has saved",
+            f"an engine with {kind} only loads what such an engine saved",
             path=path,
-            found=f"{checkpoint.format} of {topology.dp} data-parallel ranks{_over(topology.ep, over)}",
-            expected=f"DeepSpeed's, of {engine.dp_world_size}{_over(over, over)}",
-            advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+            found=f"{checkpoint.format} on {topology.dp} data-parallel ranks{_over(topology.ep, over)}",
+            expected=f"DeepSpeed's, on {engine.dp_world_size}{_over(over, over)}",
+            advice="`zckpt reshard` or `zckpt convert` writes it for this engine, if possible",
         )
     training = training_of(engine)
     if is_as_it_is(checkpoint, training):  # of ZeRO-3's weights alone, a script of DeepSpeed's would open the files
@@ -260,9 +261,9 @@ def _served(
     content = served.target.ranks[training.mp_rank].model.content
     if scheduler and plain(content.get("lr_scheduler")) is None:
         raise UsageError(
-            "holds no state of a learning-rate scheduler, and the engine has one",
+            "has no learning-rate scheduler state, but the engine has a scheduler",
             path=path,
-            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
+            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's unchanged",
         )
     return served
 
@@ -282,7 +283,7 @@ def _check_nothing_lost(checkpoint: Checkpoint) -> None:
         raise LeftOutError(
             f"{listed([f'{item.name} ({item.about})' for item in left])} would be lost",
             path=opened,
-            advice="`zckpt reshard` or `zckpt convert` writes it without, given --drop",
+            advice="`zckpt reshard` or `zckpt convert` writes it without them, with --drop",
             names=[item.name for item in left],
         )
 
@@ -340,7 +341,8 @@ def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> A
             raise
         mentioned = _MENTIONED.search(str(error))
         raise UnsupportedError(
-            "holds objects besides tensors and data, which only unpickling would make, and that runs what they name",
+            "holds objects that are neither tensors nor data; only unpickling can create them, which executes what "
+            "they name",
             path=source,
             found=None if mentioned is None else mentioned[1],
             advice="`zckpt inspect --globals` names them; if you trust them, "

@@ -99,10 +99,10 @@ def _named() -> Iterator[None]:
         yield
     except OSError as error:
         raise TargetError(
-            "names of files, which have no bytes there, cannot be made",
+            "the temporary directory cannot hold empty files",
             path=in_memory() or tempfile.gettempdir(),
             found=error.strerror,
-            advice="make room there, or leave format out",
+            advice="free some space there, or omit format",
         ) from error
 
 
@@ -118,8 +118,8 @@ def names_of(engine: Any) -> list[str]:
         kind = "tensor parallelism"
     if kind is not None:
         raise UnsupportedError(
-            f"an engine with {kind} loads DeepSpeed's own format only",
-            advice="leave format out, and let `zckpt convert --to zckpt` write it",
+            f"an engine with {kind} only loads DeepSpeed's own format",
+            advice="omit format, and use `zckpt convert --to zckpt` afterwards",
         )
     return [name for names in training_of(engine).numbered for name in names]
 
@@ -168,7 +168,7 @@ class _Files:
         unknown = [name for name in others if Path(name).name != name or Path(name).suffix != SCRIPT]
         if unknown:
             raise UnsupportedError(
-                "the engine saves files of which zckpt's format has nothing", found=", ".join(unknown)
+                "the engine saves files that zckpt's format has no place for", found=", ".join(unknown)
             )
         self._ranks, self._path = ranks, path
         self._held: dict[str, Held] = {}
@@ -183,7 +183,7 @@ class _Files:
 
     def _add(self, rank: int, name: str, nbytes: int, pieces: Pieces) -> None:
         if name in self._held:
-            raise UnsupportedError("two ranks save a file of the same name", path=self._path / name)
+            raise UnsupportedError("two ranks save files with the same name", path=self._path / name)
         with _named():
             stand_in(self.directory / name, nbytes)
         self._rank_of[name] = rank
@@ -232,10 +232,10 @@ class _Files:
         """Get a tensor of so many bytes that is read, and all that are not much larger: one is looked at as others."""
         if nbytes > ASKED_NBYTES:
             self._refused = UnsupportedError(
-                "the first rank has to look at a tensor that another has, such as one in its client state",
+                "the first rank needs a large tensor that another rank holds, for example in its client state",
                 expected=f"at most {ASKED_NBYTES} bytes",
                 found=f"{nbytes} bytes",
-                advice="leave format out, and let `zckpt convert --to zckpt` write it",
+                advice="omit format, and use `zckpt convert --to zckpt` afterwards",
             )
             raise self._refused
         most = min(nbytes * GROWTH, ASKED_NBYTES)

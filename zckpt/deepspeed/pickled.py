@@ -85,7 +85,7 @@ class _Pickler(Pickler):
             return None
         if storage.data_ptr() and self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
             raise UnsupportedError(
-                "tensors of several types lie in the same memory, which a torch file cannot have",
+                "tensors of several types share memory, which a torch file cannot express",
                 found=f"{self._dtypes[storage.data_ptr()]} and {dtype}",
             )
         key = self._numbers.setdefault(storage._cdata, str(len(self._numbers)))

@@ -45,9 +45,9 @@ OWNED = Owned(is_own)
 
 @dataclass(slots=True)
 class Saves:
-    """What engines save as long as the context lasts, on this rank.
+    """What engines save within the context, on this rank.
 
-    `saved`: the directories that have been written, in their order; with `async_`, of what has been waited for.
+    `saved`: the directories that have been written, in order; with `async_`, only those that were waited for.
     """
 
     async_: bool
@@ -57,12 +57,12 @@ class Saves:
     _writing: Path | None = None
 
     def wait(self) -> None:
-        """Wait until what is being written is whole. All ranks call it together; a load does so by itself.
+        """Wait until the running save is finished. All ranks call it together; a load does so by itself.
 
         Raises
         ------
         ZckptError
-            On all ranks: it could not be written, and is not there.
+            On all ranks: it could not be written, and does not exist.
         """
         path, self._writing = self._writing, None
         BACKGROUND.finish()
@@ -88,22 +88,23 @@ def durable_saves(
     async_: bool = False,
     format: str = "deepspeed",  # noqa: A002  # as elsewhere
 ) -> Iterator[Saves]:
-    """Let zckpt write what `save_checkpoint` saves, as long as the context lasts; stock DeepSpeed loads it.
+    """Within this context, let zckpt write what `save_checkpoint` saves; stock DeepSpeed loads it.
 
-    The same files, with the same in them. But a checkpoint appears whole or not at all: what is killed, or fails on any
-    rank, leaves the one before it and `latest` as they were. A tag that is there is replaced as a whole. All is synced
-    to disk before it gets its name, and every tensor has a checksum, which `zckpt verify` reads.
+    The files have the same contents. But a checkpoint appears whole or not at all: if a save is killed, or fails on any
+    rank, the previous checkpoint and `latest` stay as they were. An existing tag is replaced as a whole. Everything is
+    synced to disk before it is renamed, and every tensor has a checksum, which `zckpt verify` reads.
 
     Parameters
     ----------
     engine : DeepSpeedEngine, optional
-        By default every engine: for programs that make theirs themselves.
+        Default: every engine, for programs that create their own.
     async_ : bool
-        `save_checkpoint` returns as soon as all has been copied to the host's memory. At most one save is going on: the
-        next one, `load_checkpoint`, `wait` and the end of the context wait for it, and raise its error on all ranks.
+        `save_checkpoint` returns as soon as everything has been copied to host memory. Only one save runs at a time:
+        the next one, `load_checkpoint`, `wait` and the end of the context wait for it, and raise its error on all
+        ranks.
     format : {"deepspeed", "zckpt"}
-        "zckpt": its own, without a pickle, a file for each rank. The engine loads it in `any_world_size` only, at any
-        number of ranks and stage.
+        "zckpt": zckpt's own format, without a pickle, one file per rank. The engine can only load it in
+        `any_world_size`, at any number of ranks and any stage.
 
     Yields
     ------
@@ -114,12 +115,12 @@ def durable_saves(
     UsageError
         There is no such format.
     TargetError
-        From `save_checkpoint`, on all ranks: it cannot be written, or there is something else of that name.
+        From `save_checkpoint`, on all ranks: it cannot be written, or something else has that name.
     UnsupportedError
-        From it, too: the engine has a checkpoint engine of its own, node-local storage, or an optimizer on NVMe. As
-        zckpt's format: it has experts, a pipeline, tensor parallelism or state that is each rank's own.
+        From `save_checkpoint`: the engine has its own checkpoint engine, node-local storage, or an optimizer on NVMe.
+        In zckpt's format: it has experts, a pipeline, tensor parallelism, or state that each rank has for itself.
     MissingPackageError
-        Without an engine: DeepSpeed is not installed.
+        Without an engine argument: DeepSpeed is not installed.
     """
     if format not in WRITTEN:
         raise UsageError(f"unknown format {format}", expected=" or ".join(WRITTEN))
@@ -176,7 +177,7 @@ def _check(engine: Any, written: str) -> list[str] | None:
     stock = type(engine.checkpoint_engine).__name__
     if stock != _STOCK:
         raise UnsupportedError(
-            "the engine's files are written by a checkpoint engine that is not replaced",
+            "a checkpoint engine that zckpt does not replace writes the engine's files",
             expected=_STOCK,
             found=stock,
             advice="take it out of `checkpoint` in its configuration, or save without this context",
@@ -239,7 +240,7 @@ class Collected:
         """Take what DeepSpeed has written by itself, such as its scripts, and name all by where it belongs."""
         self.files = {os.path.relpath(path, folder / tag): one for path, one in self.files.items()}
         if any(name.startswith(os.pardir) for name in self.files):
-            self.error = UnsupportedError("the engine saves beside its directory", found=", ".join(self.files))
+            self.error = UnsupportedError("the engine saves files outside its directory", found=", ".join(self.files))
         for path in folder.rglob("*"):
             if path.is_file() and path != folder / LATEST:
                 self.others[os.path.relpath(path, folder)] = path.read_bytes(), path.stat().st_mode

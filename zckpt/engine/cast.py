@@ -65,7 +65,7 @@ def resolved(array: Array, dtype: str, unresolved: Iterable[str]) -> Array:
     Source: `Tensor.resolve_conj`, `Tensor.resolve_neg` (torch 2.13): signs are turned, of zeros and NaN too.
     """
     if not is_negatable(dtype):
-        raise UnsupportedError(f"elements of type {dtype} are not negated", expected="numbers with a sign of their own")
+        raise UnsupportedError(f"elements of type {dtype} cannot be negated", expected="signed numbers")
     size = itemsize(dtype) // (2 if is_complex(dtype) else 1)
     words: Array = np.ascontiguousarray(array).reshape(-1).view(f"u{size}").copy()
     for bit in unresolved:
@@ -91,7 +91,7 @@ def cast(array: Array, target: str) -> Array:
     kinds = {array.dtype.kind, result.kind} - {"f"}
     extended = set(map(numpy_dtype, _EXTENDED))
     if kinds and not {d for d in (array.dtype, result) if d.kind != "f"} <= extended:
-        raise UnsupportedError(f"elements of {array.dtype} are not cast to {target}")
+        raise UnsupportedError(f"elements of {array.dtype} cannot be cast to {target}")
     if array.size > FEW_NUMEL:
         if array.itemsize == 1 or (array.itemsize == 2 and {array.dtype.name, target} != {"bfloat16", "float32"}):
             return _looked_up(array, target)

@@ -15,7 +15,6 @@ A target states CRC-32s of itself. They come from what was written, and only wha
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
-from zckpt.storage.files import Sources
+from zckpt.storage.files import Sources, write_all
 
 STEP_NBYTES = 1 << 19
 """Read and summed at once: small enough for the cache of a core, large enough that threads seldom wait for a turn."""
@@ -259,9 +258,9 @@ class Checks:
         overflowed = _counted(self._overflowed)
         if overflowed and not self.allows_overflow:
             raise UsageError(
-                f"{overflowed}: finite in the source, and beyond the type that they get",
-                advice="use a type that holds them (float32, bfloat16); --overflow allow (where training loads, "
-                "verify=False) makes them infinite",
+                f"{overflowed}: finite in the source, but too large for the target type",
+                advice="use a larger type (float32, bfloat16); --overflow=allow (in a load, verify=False) makes "
+                "them infinite",
             )
         return Checked(len(self._done), sum(one.nbytes for one in self._done), overflowed)
 
@@ -272,12 +271,12 @@ class Checks:
         first, found = min(self.wrong, key=lambda one: _place(one[0]))
         others = f" and {len(self.wrong) - 1} more" if len(self.wrong) > 1 else ""
         raise DamagedFileError(
-            f"{first.name}{others}: not as it was written",
+            f"{first.name}{others}: changed since it was written",
             path=first.path,
             expected=f"CRC-32 {first.crc32:08x}",
             found=f"{found:08x}",
-            advice="copy the file again from where it came from; `zckpt verify --deep` names all that is damaged, "
-            "--no-checksums (where training loads, verify=False) salvages the rest",
+            advice="copy the file again from its origin; `zckpt verify --deep` lists all damage, --no-checksums (in "
+            "a load, verify=False) salvages the rest",
             code=CHECKSUM,
         )
 
@@ -368,7 +367,7 @@ def patch_checksums(path: Path, checksums: Iterable[Checksum], written: Iterable
             tiles = _tiles(each for each in seen[low:high] if end_of(each) <= checksum.end)
             crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)
             for offset in checksum.offsets:
-                os.pwrite(file.fileno(), crc.to_bytes(4, "little"), offset)
+                write_all(file.fileno(), memoryview(crc.to_bytes(4, "little")), offset)
 
 
 def _counted(some: Iterable[Overflowed]) -> str:

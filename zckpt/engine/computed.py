@@ -91,7 +91,7 @@ def flattened(slot: Computed, extent: Extent) -> Extent:
     first = next((at for at, size in enumerate(extent.sizes) if size != 1), len(extent.sizes))
     if extent.sizes[first + 1 :] != slot.shape[first + 1 :]:
         raise LayoutError(
-            f"{slot.name} is computed, and can only be written whole, cut along its first dimension, or as ZeRO cuts",
+            f"{slot.name} is computed, and can only be written whole, cut along its first dimension, or cut as in ZeRO",
             expected=slot.shape,
             found=f"a box of {extent.sizes}",
         )

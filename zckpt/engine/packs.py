@@ -51,7 +51,7 @@ class PackedSlot:
         self.position, self.share = np.array(position, np.int64), np.array(share, np.int64)
         ends = self.position + self.share
         if (self.position < 0).any() or (self.share < 0).any() or (self.position[1:] < ends[:-1]).any():
-            raise LayoutError(f"{label}: shares lie over each other, or outside of their hole")
+            raise LayoutError(f"{label}: shares overlap, or lie outside their hole")
         self.numel = int(ends.max(initial=0))
         self.itemsize = itemsize(files.dtype)
 

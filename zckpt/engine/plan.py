@@ -10,7 +10,7 @@ merged wherever both sides allow, so that what is contiguous on both sides is on
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import sub
@@ -214,14 +214,15 @@ class Plan:
     write_nbytes: int
 
 
-def plan(files: Iterable[TargetFile]) -> Plan:
+def plan(files: Iterable[TargetFile], note: Callable[[FilePlan], object] | None = None) -> Plan:
     """Meet every hole with the spans that cover it.
 
-    `files`: of files that come `Lazily`, so do the plans, unless all of them together are within `KEPT_NBYTES`. Raises
-    LayoutError: some element of a hole is covered by no span, or by more than one.
+    `files`: of files that come `Lazily`, so do the plans, unless all of them together are within `KEPT_NBYTES`;
+    `note`: is shown each plan once, for who would make them all again. Raises LayoutError: some element of a hole is
+    covered by no span, or by more than one.
     """
     if not isinstance(files, Lazily):
-        return _summed(list(_planned(files)))
+        return _summed(list(_planned(files)), note)
     few: list[FilePlan] = []
     room = KEPT_NBYTES
 
@@ -236,7 +237,7 @@ def plan(files: Iterable[TargetFile]) -> Plan:
                 room = -1
             yield one
 
-    found = _summed(Lazily(noted, len(files)))
+    found = _summed(Lazily(noted, len(files)), note)
     again = tuple(few) if len(few) == len(files) else Lazily(lambda: _planned(files), len(files))
     return replace(found, files=again)
 
@@ -255,9 +256,11 @@ def _fill(hole: Hole, indexes: SpanIndexes) -> Fill:
     return Fill(hole, Lazily(lambda: iter(fill(hole, indexes)), end - first))
 
 
-def _summed(files: Collection[FilePlan]) -> Plan:
+def _summed(files: Collection[FilePlan], note: Callable[[FilePlan], object] | None) -> Plan:
     names, sources, read, copied, written = [], set[str](), 0, 0, 0
     for one in files:
+        if note is not None:
+            note(one)
         names.append(one.file.name)
         written += one.file.nbytes
         for each in one.fills:
@@ -275,7 +278,7 @@ def _summed(files: Collection[FilePlan]) -> Plan:
             read, copied = read + pack.moved_nbytes, copied + pack.moved_nbytes
             sources |= pack.paths()
     for lost in (path for path in sources if path.startswith(LOST)):
-        raise LayoutError("elements of it are wanted, and it is lost", path=lost[len(LOST) :])
+        raise LayoutError("it is lost, but some of its elements are needed", path=lost[len(LOST) :])
     return Plan(files, tuple(names), frozenset(sources), read, copied, written)
 
 
@@ -383,14 +386,14 @@ def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]
     covered = sum(copy.numel for copy in copies)
     if twice:
         raise LayoutError(
-            f"{hole.label}: some elements are there more than once",
+            f"{hole.label}: some elements appear more than once",
             found=f"{covered} elements",
-            expected=f"{hole.extent.numel} elements, each once",
+            expected=f"{hole.extent.numel} elements, each exactly once",
         )
     if covered != hole.extent.numel:
         raise LayoutError(
-            f"{hole.label}: not every element is there",
+            f"{hole.label}: some elements are missing",
             expected=f"{hole.extent.numel} elements",
             found=covered,
-            advice="a rank's file is missing or belongs to another run",
+            advice="a rank's file is missing, or belongs to another run",
         )

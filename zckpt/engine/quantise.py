@@ -92,9 +92,9 @@ def _in_blocks(
     largest = np.maximum(values.max(axis=1), -values.min(axis=1)).reshape(len(values), -1, block[1]).max(axis=2)
     if not np.isfinite(largest).all():
         raise UnsupportedError(
-            f"{what} holds what is not finite, and a block with it has no scale",
+            f"{what} has NaN or infinite values, so its blocks have no scale",
             expected="numbers",
-            advice="leave --quantize out, or mend the model",
+            advice="omit --quantize, or repair the model",
         )
     factors = np.float32(1) / largest * LARGEST_FP8  # as torch divides a number by a tensor
     factors[~np.isfinite(factors)] = 1  # of zeros, and of what is next to them, which become zeros

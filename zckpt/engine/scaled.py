@@ -287,7 +287,7 @@ def of_integers(
     zero = across(zeros[0], scale.shape[1]) + offset if zeros else np.full_like(scale, 1 << bits - 1)
     if offset and zero.max() >= 1 << bits:
         raise UnsupportedError(
-            f"{what}: zeros that are no codes, of which programs make different numbers",
+            f"{what}: zeros that are not codes, which programs interpret differently",
             expected=f"at most {(1 << bits) - 1 - offset}, to which {offset} is added",
             advice="dequantise it with the program that made it",
         )

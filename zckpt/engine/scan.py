@@ -300,11 +300,11 @@ def refuse_endless(slot: Slot, name: str) -> None:
     (once,) = stored_once([slot])
     if slot.nbytes > MOST_NBYTES and once.numel * MOST_REPEATED <= slot.numel:
         raise UnsupportedError(
-            f"{name} repeats {once.numel} stored elements as {slot.numel}, which are not read one by one",
+            f"{name} repeats {once.numel} stored elements as {slot.numel}, which are too many to read",
             path=slot.spans[0].path,
             expected=f"at most {MOST_NBYTES} bytes of such a tensor",
             found=slot.nbytes,
-            advice="save it again after .contiguous(), or leave it out",
+            advice="save it again after .contiguous(), or omit it",
         )
 
 

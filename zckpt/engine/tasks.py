@@ -89,7 +89,7 @@ class Known:
         """Raise WorkerError unless it is the same file here."""
         found = _looked_at(self.path, is_written=self.changed is None)
         if found is None:
-            raise self._error("is not there", None, None)
+            raise self._error("does not exist", None, None)
         if found.st_size != self.nbytes:
             raise self._error("is another file", f"{self.nbytes} bytes", found.st_size)
         if self.changed is not None and int(found.st_mtime) != self.changed:
@@ -97,7 +97,7 @@ class Known:
 
     def _error(self, what: str, expected: str | None, found: int | None) -> WorkerError:
         return WorkerError(
-            f"{what} on {_host()}, where a worker runs",
+            f"{what} on the worker's host {_host()}",
             path=self.path,
             expected=expected,
             found=found,
@@ -151,10 +151,10 @@ def results_of(task: Task[Item, Result]) -> list[Result]:
     """
     if task.version != __version__:
         raise WorkerError(
-            f"{_host()}, where a worker runs, has another zckpt",
+            f"the worker's host {_host()} has another version of zckpt",
             expected=task.version,
             found=__version__,
-            advice="install the same one everywhere",
+            advice="install the same version everywhere",
         )
     for file in task.files:
         file.check()
@@ -277,6 +277,6 @@ def worker_errors(executor: Executor) -> Iterator[None]:
         while first.__cause__ is not None:
             first = first.__cause__
         raise WorkerError(
-            f"a worker cannot do its task: {type(first).__name__}: {first}",
-            advice="every worker needs the same zckpt and Python; --debug shows where it failed",
+            f"a worker cannot perform its task: {type(first).__name__}: {first}",
+            advice="every worker needs the same zckpt and Python; `zckpt --debug ...` shows where it failed",
         ) from error

@@ -260,12 +260,12 @@ class _Files:
             found = os.fstat(file.fileno())
             if (found.st_dev, found.st_ino) in self._known:
                 raise TargetError(
-                    "the file system takes two names for one",
+                    "the file system treats two names as the same",
                     path=path,
-                    advice="write to one that tells upper and lower case apart",
+                    advice="use a file system that distinguishes upper and lower case",
                 )
             self._known.add((found.st_dev, found.st_ino))
-            file.truncate(nbytes)
+            os.ftruncate(file.fileno(), nbytes)  # which goes on after a signal
             for literal in literals:
                 file.seek(literal.offset)
                 file.write(literal.data)

@@ -211,7 +211,7 @@ class Search:
         for i, name in enumerate(names):
             before = 0
             for j, other in enumerate(names):
-                is_before = (j < own <= i) or _numbered_before(other, name)
+                is_before = (j < own <= i) or (is_number(other) and is_number(name) and int(other) < int(name))
                 is_before = is_before or (other in known and name in known and known[other] < known[name])
                 is_before = is_before or (i != j and _placed_before(reaches[j], reaches[i]))
                 before |= is_before << j
@@ -223,10 +223,6 @@ class Search:
                 child = module.children[name]
                 found.append(_Item(None, child, tuple(child.widths), before))
         return found
-
-
-def _numbered_before(one: str, other: str) -> bool:
-    return is_number(one) and is_number(other) and int(one) < int(other)
 
 
 def _placed_before(one: tuple[int, int], other: tuple[int, int]) -> bool:

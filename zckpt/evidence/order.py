@@ -37,9 +37,9 @@ def put_in_order(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     if missing or strange or len(set(order)) != len(order):
         wrong = f"without {listed(missing)}" if missing else f"with {listed(strange)}" if strange else "some twice"
         raise UsageError(
-            "the names are not those of the model's parameters",
+            "the names do not match the model's parameters",
             path=checkpoint.source,
-            expected=f"all {len(checkpoint.parameters)} of them in the model's order, each once",
+            expected=f"all {len(checkpoint.parameters)} names in the model's order, each once",
             found=f"{len(names)} names, {wrong}",
         )
     arranged = [name for name in order if name in checkpoint.parameters]

@@ -114,7 +114,7 @@ class Evidence(Generic[Number]):
                     found=self.shapes.get(number),
                 )
         if len(set(found.values())) < len(found):
-            raise UsageError("two of the names are of one tied parameter")
+            raise UsageError("two of the names belong to one tied parameter")
         return found
 
     def recorded(self, names: Sequence[str]) -> dict[Number, str]:
@@ -206,9 +206,9 @@ def may_be_trained(name: str, dtypes: Mapping[str, str]) -> bool:
 
 # --- what is said, and refused, where no name is certain, and what would settle it
 
-NAMES_ADVICE = "give --names FILE, one name a line in the optimizer's order"
+NAMES_ADVICE = "give --names FILE, with one name per line in the optimizer's order"
 
-NAMES_BY_STAGE_ADVICE = "give --names FILE, one name a line: stage by stage, in the order of each optimizer"
+NAMES_BY_STAGE_ADVICE = "give --names FILE, with one name per line: stage by stage, in the order of each optimizer"
 
 NAMES_OF_RANK_ADVICE = f"{NAMES_ADVICE}, experts by their number on a rank"
 
@@ -221,10 +221,13 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
     every = checkpoint.grouped
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(name for name in every if name not in checkpoint.parameters)]))
     if unknown:
+        mapped = (
+            "add --map=transformers, or " if any("--map=transformers" in one for one in checkpoint.warnings) else ""
+        )
         raise UnsupportedError(
-            f"the names of some of the optimizer's parameters are not known, {why}",
+            f"the names of some of the optimizer's parameters are unknown, {why}",
             found=listed(unknown, most=MOST_SHOWN),
-            advice=NAMES_ADVICE,
+            advice=f"{mapped}{NAMES_ADVICE}",
         )
 
 
@@ -240,12 +243,12 @@ def note_numbers(checkpoint: Checkpoint, numbers: Sequence[object], *, advice: s
     """Warn of parameters that have no certain names and stay numbers, if there are any."""
     if numbers:
         checkpoint.warnings.append(
-            f"the optimizer numbers its parameters, and several of the model's tensors fit "
-            f"{listed(numbers, most=MOST_SHOWN)}: state is kept under the number there ({advice})"
+            "the optimizer numbers its parameters, and several of the model's tensors fit "
+            f"{listed(numbers, most=MOST_SHOWN)}: this state keeps its number ({advice})"
         )
 
 
 def note_not_used(checkpoint: Checkpoint, names: Sequence[str] | None, whose: str = "the directory has") -> None:
     """Warn of names that were given where a file has them all."""
     if names is not None:
-        checkpoint.warnings.append(f"--names is not used: {whose} the names of the parameters")
+        checkpoint.warnings.append(f"--names is ignored: {whose} the names of the parameters")

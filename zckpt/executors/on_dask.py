@@ -66,7 +66,7 @@ class DaskExecutor(Executor):
             self._client = Client(where, timeout=CONNECTED_SECONDS, set_as_default=False, name="zckpt")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise WorkerError(
-                "no Dask scheduler can be reached",
+                "cannot reach the Dask scheduler",
                 path=address,
                 found=str(error),
                 advice="start one with `dask scheduler`, and give its HOST:PORT",
@@ -76,7 +76,7 @@ class DaskExecutor(Executor):
         except TimeoutError as error:
             self._client.close()
             raise WorkerError(
-                "the Dask scheduler has no workers", path=address, advice=f"start some: `dask worker {address}`"
+                "the Dask scheduler has no workers", path=address, advice=f"start some with `dask worker {address}`"
             ) from error
         self.workers = max(self._threads(), 1)
         self.lost = (KilledWorker, CommClosedError, CancelledError)
@@ -130,7 +130,7 @@ class DaskExecutor(Executor):
                 self._why = f"the scheduler {what} for {waited:.0f} s"
             elif waited > TOLD_SECONDS and not is_told:
                 is_told = True
-                warnings.warn(f"dask://{self._address} {what}; {self._patience:g} s are waited", stacklevel=1)
+                warnings.warn(f"dask://{self._address} {what}; waiting up to {self._patience:g} s", stacklevel=1)
 
     def settle(self) -> None:
         """Wait until no worker runs a task of this executor; without a scheduler, nobody can know."""

@@ -25,7 +25,8 @@ def ranks() -> Iterator[Executor | None]:
 
     if MPI.COMM_WORLD.Get_size() < 2:
         raise UsageError(
-            "one rank has no others to work", expected="mpiexec -n N zckpt ... --executor mpi, where N is 2 or more"
+            "a single rank has no others to do the work",
+            expected="`mpiexec -n N zckpt ... --executor mpi`, with N of 2 or more",
         )
     with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
         yield cast("Executor | None", executor)

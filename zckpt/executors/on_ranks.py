@@ -120,14 +120,14 @@ def ranks() -> Iterator[Executor | None]:
         The ranks do not find each other; or, on the first, torchrun ends it since another one is gone.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        raise UsageError("torchrun has not started this process", expected="torchrun --nproc-per-node N -m zckpt ...")
+        raise UsageError("torchrun has not started this process", expected="`torchrun --nproc-per-node N -m zckpt ...`")
     require_torch("--executor torchrun")
     import torch.distributed as dist
 
     try:
         dist.init_process_group("gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
-        raise WorkerError("the ranks do not find each other", found=str(error)) from error
+        raise WorkerError("the ranks cannot find each other", found=str(error)) from error
     if dist.get_rank() != 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank ends us
         with suppress(RuntimeError):  # the first one is gone
@@ -146,5 +146,5 @@ def ranks() -> Iterator[Executor | None]:
 
 def _ended(*_: object) -> None:
     raise WorkerError(
-        "torchrun ends this run", found="SIGTERM: another rank has ended", advice="nothing was written; run it again"
+        "torchrun ended this run", found="SIGTERM: another rank has ended", advice="nothing was written; run it again"
     )

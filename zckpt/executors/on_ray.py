@@ -35,7 +35,7 @@ class RayExecutor(Executor):
             try:
                 ray.init(logging_level=logging.ERROR, log_to_driver=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise WorkerError("no Ray cluster can be reached", found=str(error)) from error
+                raise WorkerError("cannot reach a Ray cluster", found=str(error)) from error
         self.workers = max(int(ray.cluster_resources().get("CPU", 1)), 1)
         self.lost = (RayError,)
         self._call = ray.remote(max_retries=RETRIES, retry_exceptions=False)(call)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import SourceError, UnknownFormatError, UsageError, about, listed
 from zckpt.formats.format import Format, Found, NearMiss, Search
-from zckpt.formats.registry import BrokenPluginError, formats
+from zckpt.formats.registry import TRIED_LAST, BrokenPluginError, formats
 from zckpt.storage.files import collector_paused
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def open_checkpoint(
 
             if salvage and error.code == MISSING_FILE:
                 error.advice = UNSALVAGED
-            raise explained(error, search, misses) from error.__cause__
+            raise explained(error, search, misses, found_by) from error.__cause__
     settle(checkpoint, lost)
     checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
     checkpoint.given_names = None if names is None else tuple(names)
@@ -107,9 +107,8 @@ def open_checkpoint(
     return checkpoint
 
 
-def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[Format, Found]:
+def recognise(search: Search, misses: list[NearMiss]) -> tuple[Format, Found]:
     """Return the format that a source is of, and what it found."""
-    misses = [] if misses is None else misses
     unsure: tuple[Format, Found] | None = None
     broken: list[BrokenPluginError] = []
     for one in formats(broken):
@@ -120,8 +119,8 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
             misses.append(answer)
         elif answer is not None and answer.sure:
             return one, answer
-        elif answer is not None:
-            unsure = unsure or (one, answer)
+        elif answer is not None and (unsure is None or unsure[0].name == TRIED_LAST):
+            unsure = one, answer
     from zckpt.formats.near import settle, tags_in
 
     if search.tag is not None and (tags := tags_in(search.path)) is not None:
@@ -131,7 +130,7 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
     if search.given:
         takers = [one.title for one in formats() if search.given <= one.takes]
         given = ", ".join(f"--{'root' if name == 'roots' else name.replace('_', '-')}" for name in sorted(search.given))
-        raise UsageError(f"{given}: is for a directory of {' or '.join(takers)}", path=search.path)
+        raise UsageError(f"{given}: only applies to a directory of {' or '.join(takers)}", path=search.path)
     return settle(search.path, misses, broken, unsure)
 
 

@@ -163,14 +163,14 @@ class Adapter:
             return fitting[0]
         ends = "fit its parameters in several orders" if fitting else "do not fit the model's parameters"
         raise (UnsupportedError if fitting else UsageError)(
-            f"adapters of {listed(targets)} in {module} {ends}",
+            f"adapters for {listed(targets)} in {module} {ends}",
             path=self.checkpoint.source,
             expected=listed([f"{name} {shapes[name]}" for name in names]) if names else "a base that has these names",
             found=", ".join(f"A {a.shape}, B {b.shape}" for a, b in factors),
             advice="merge it with PEFT's merge_and_unload"
             if fitting
-            else "they are of the model in memory, where all "
-            "experts are one tensor: --map gives the base its names there, transformers, say",
+            else "they belong to the model in memory, where all experts are one tensor: --map (for example "
+            "--map=transformers) gives the base these names",
         )
 
 
@@ -179,9 +179,7 @@ def holds_adapter(path: Path) -> bool:
     return any((path / one).is_file() for one in (CONFIG_NAME, VERL_NAME))
 
 
-def read_adapter(
-    path: Path, opened: Callable[[Path], Checkpoint], config: Path | None = None, name: str | None = None
-) -> Adapter:
+def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path | None, name: str | None) -> Adapter:
     """Read the structure of a LoRA adapter.
 
     Parameters
@@ -211,7 +209,7 @@ def read_adapter(
         several = own | {one: its for one, its in folders.items() if not (own and again.fullmatch(one))}
         if len(several) > 1 and name not in several:
             raise UsageError(f"holds adapters: {listed(list(several))}", path=path, found=name,
-                             advice=f"say which: --adapter {next(iter(several))}")  # fmt: skip
+                             advice=f"select one: --adapter={next(iter(several))}")  # fmt: skip
         path = several.get(name or "", path if name or own else next(iter(several.values()), path))
     file = next((path / one for one in MODEL_NAMES if (path / one).is_file()), None)
     checkpoint = opened(file or path)
@@ -222,7 +220,7 @@ def read_adapter(
         where /= VERL_NAME if (where / VERL_NAME).is_file() and not (where / CONFIG_NAME).is_file() else CONFIG_NAME
     if not where.is_file():
         raise UsageError(
-            f"holds no {CONFIG_NAME}, which says how an adapter is scaled",
+            f"holds no {CONFIG_NAME}, which states the adapter's scale",
             path=where.parent,
             advice="give it with --adapter-config",
         )
@@ -244,8 +242,9 @@ def of_modules(config: Path, names: Iterable[str]) -> bytes:
     modules = sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name})
     stated = {key: value for key in ("rank_pattern", "alpha_pattern") if (value := found.get(key))}
     if stated or {"experts", "base_layer"} & {*modules}:
-        raise UsageError("is of other names than the map gives", path=config, found=brief(stated or modules),
-                         advice=f"--config DIR takes the {CONFIG_NAME} that you write for them")  # fmt: skip
+        raise UsageError("has other names than the map gives", path=config, found=brief(stated or modules),
+                         advice=f"write a {CONFIG_NAME} for them, and give its directory with --config "
+                             "DIR")  # fmt: skip
     found |= {"target_parameters": None, "target_modules": modules}
     return json.dumps(found, indent=2).encode() + b"\n"
 
@@ -278,19 +277,19 @@ def _settings(path: Path) -> dict[str, Any]:
         found = {"peft_type": "LORA", "init_lora_weights": True, **found}
     kind = found.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedError("is no LoRA adapter", path=path, expected="peft_type LORA", found=kind,
+        raise UnsupportedError("is not a LoRA adapter", path=path, expected="peft_type LORA", found=kind,
                                advice="merge it with PEFT's merge_and_unload")  # fmt: skip
     unknown = sorted(key for key, value in found.items() if key not in _HARMLESS and value not in (None, False, [], {}))
     if unknown:
         raise UnsupportedError(
-            f"{listed(unknown)}: not merged as weight + scale * B @ A",
+            f"{listed(unknown)}: does not merge as weight + scale * B @ A",
             path=path,
             expected="plain LoRA",
             advice="merge it with PEFT's merge_and_unload",
         )
     if found.get("init_lora_weights") not in _INITIAL:
         raise UnsupportedError(
-            f"an adapter that began as {found['init_lora_weights']!r} belongs to weights that this changed",
+            f"an adapter that began as {found['init_lora_weights']!r} belongs to a base that this changed",
             path=path,
             expected="plain LoRA",
             advice="save it with PEFT's path_initial_model_for_weight_conversion",
@@ -320,7 +319,7 @@ class _Reading:
             raise UsageError(f"no adapter is called {chosen}", path=self.checkpoint.source, expected=several)
         if chosen is None and (len(unlike) > 1 or len(adapters - {UNNAMED}) > 1):
             raise UnsupportedError(f"holds several adapters: {several}", path=self.checkpoint.source,
-                                   advice="say which with --adapter")  # fmt: skip
+                                   advice="select one with --adapter")  # fmt: skip
         found = Adapter(self.checkpoint, self, fan_in_fan_out=bool(self.settings.get("fan_in_fan_out")))
         read = {
             filed: (name, match) for filed, name in names.items() for match in (of[name],)
@@ -358,7 +357,8 @@ class _Reading:
                 if match or ensured or any(f".{one}." in f".{plain}" for one in modules):
                     saved.add(plain)
         if strange:
-            raise UnsupportedError(f"{listed(strange)}: not added to weights as B @ A", path=self.checkpoint.source,
+            raise UnsupportedError(f"{listed(strange)}: cannot be added to weights as B @ "
+                "A", path=self.checkpoint.source,
                                    advice="merge it with PEFT's merge_and_unload")  # fmt: skip
         for filed, every in tokens.items():
             rows = self._rows(every, self.checkpoint.owner(filed).shape)
@@ -388,7 +388,7 @@ class _Reading:
                     raise DamagedFileError(f"{module} has only {listed(sorted(own))}", path=self.checkpoint.source,
                                            expected=listed(sorted(wanted[0])))  # fmt: skip
             if sorted(depths) != list(range(len(depths))):
-                raise DamagedFileError(f"{module} lacks an adapter, of those that are one in the other",
+                raise DamagedFileError(f"{module} lacks one of its nested adapters",
                                        path=self.checkpoint.source)  # fmt: skip
             embedding = "lora_embedding_A" in depths[0]
             if self._is_of_parameters(module, is_embedding=embedding, depth=len(depths)):
@@ -410,10 +410,10 @@ class _Reading:
         modules = self.settings.get("target_modules")
         of_module = modules is not None and self._is_target(module, modules) if targets else True
         if depth > 1 and not fits:
-            raise DamagedFileError(f"{module} has {depth} adapters, one in the other", path=self.checkpoint.source,
-                                   expected=f"target_parameters of it in {self.path.name}")  # fmt: skip
+            raise DamagedFileError(f"{module} has {depth} nested adapters", path=self.checkpoint.source,
+                                   expected=f"its target_parameters in {self.path.name}")  # fmt: skip
         if fits and of_module:
-            raise UnsupportedError(f"{module} is of target_modules and of target_parameters", path=self.path,
+            raise UnsupportedError(f"{module} is in both target_modules and target_parameters", path=self.path,
                                    advice="merge it with PEFT's merge_and_unload")  # fmt: skip
         return fits
 
@@ -432,7 +432,7 @@ class _Reading:
     def _product(self, module: str, is_embedding: bool, factors: Mapping[str, Slot]) -> Product:
         targets = self.settings.get("target_modules")
         if not self._is_target(module, targets):
-            raise DamagedFileError(f"{module} is none of target_modules", path=self.path, expected=str(targets))
+            raise DamagedFileError(f"{module} is not in target_modules", path=self.path, expected=str(targets))
         a, b = (factors[f"lora_{'embedding_' * is_embedding}{one}"] for one in "AB")
         rank = self._number("r", module, "rank_pattern")
         if len(a.shape) < 2 or len(b.shape) < 2 or not a.shape[0] == b.shape[1] == rank:
@@ -441,7 +441,7 @@ class _Reading:
                 path=self.checkpoint.source,
                 expected=f"a rank of {rank:g}, as {self.path.name} says",
                 found=f"A {a.shape}, B {b.shape}",
-                advice="partitions of ZeRO-3 or FSDP that were not gathered look like this" if 0 in a.shape else None,
+                advice="ungathered partitions of ZeRO-3 or FSDP look like this" if 0 in a.shape else None,
             )
         magnitude, bias = (factors.get(one) for one in _OF_SETTINGS.values())
         name, scale = f"{module}.weight", self._scale(module, rank)

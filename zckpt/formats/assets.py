@@ -53,7 +53,7 @@ def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, 
     if given is not None:
         found = _assets_in(given)
         if not {CONFIG_NAME, ADAPTER_CONFIG} & found.keys():
-            raise UsageError("holds no configuration of a model", path=given, expected=CONFIG_NAME)
+            raise UsageError("holds no model configuration", path=given, expected=CONFIG_NAME)
         return found
     roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
     every = [_assets_in(root / folder) for root in roots for folder in FOLDERS]

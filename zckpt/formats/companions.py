@@ -27,7 +27,19 @@ from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    Extent,
+    Parameter,
+    Slot,
+    SourceFile,
+    Span,
+    stated,
+    without,
+)
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
@@ -60,7 +72,7 @@ METADATA_ROLE = "metadata"
 """Of files that hold neither a model nor an optimizer."""
 
 
-def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Path] = ()) -> None:
+def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Path]) -> None:
     """Add what a directory holds besides what was read; a file that cannot be read is not added.
 
     `directory`: the one that was opened; `roots`: the same on other nodes, which keep what is of their ranks only.
@@ -71,7 +83,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
         if CARRIED.fullmatch(entry.name) and entry.is_file():
             kept = entries.setdefault(entry.name, entry).path
             if kept != entry.path and not _same(kept, entry.path):
-                checkpoint.warnings.append(f"{entry.path} has other bytes than {kept}, which is the one that is kept")
+                checkpoint.warnings.append(f"{entry.path} differs from {kept}, which is kept")
     models = []
     for entry in entries.values():
         path = Path(entry.path)
@@ -116,9 +128,9 @@ def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
     for stem, found in numbered.items():
         if len(found) <= (last := max(found)):
             gone = next(number for number in range(last) if number not in found)
-            checkpoint.warnings.append(f"no {stem} of number {gone} is there, and {found[last]} is: is it lost?")
+            checkpoint.warnings.append(f"{stem} number {gone} is missing, although {found[last]} exists: was it lost?")
     if "scheduler" in numbered and not checkpoint.param_groups:
-        checkpoint.warnings.append("a scheduler's state is there, and no optimizer's: is it lost?")
+        checkpoint.warnings.append("there is a scheduler's state but no optimizer state: was it lost?")
 
 
 def carry(checkpoint: Checkpoint, path: Path) -> None:
@@ -200,7 +212,7 @@ def _note_copies(
         slots = {names.get(name, name): slot for _, its in files for name, slot in its.items()}
         copies = list(_duplicates(checkpoint, slots))
         named = {one.name for one in copies}
-        copies += _under_other_names(checkpoint, {name: one for name, one in slots.items() if name not in named}, named)
+        copies += _under_other_names(checkpoint, without(slots, *named), named)
         held = {span.path for one in copies for span in one.slot.spans}
         checkpoint.files += [file for file, _ in files if file.path in held]
         checkpoint.duplicates += copies
@@ -213,11 +225,11 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
     from zckpt.formats.rearranged import rearranged
 
     masters = any(MASTER in parameter.slots for parameter in checkpoint.parameters.values())
-    without = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
+    lacking = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
     copies = []
-    for dtype in sorted({slot.dtype for slot in slots.values()}) if without else ():
-        held = {one.name: _original(one, Slot(WEIGHT, dtype, one.shape, ()), widens=masters) for one in without}
-        originals = {name: slot for name, slot in held.items() if slot is not None}
+    for dtype in sorted({slot.dtype for slot in slots.values()}) if lacking else ():
+        held = {one.name: _original(one, Slot(WEIGHT, dtype, one.shape, ()), widens=masters) for one in lacking}
+        originals = stated(held)
         some = {name: slot for name, slot in slots.items() if slot.dtype == dtype}
         with suppress(SourceError):  # what cannot be read is a copy of nothing
             for name, slot in rearranged(some, originals):
@@ -281,14 +293,14 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
         for name in folders:
             if (here / name).is_symlink():
                 raise SourceError(
-                    "is a link to a directory, which is not followed",
+                    "is a link to a directory, which zckpt does not follow",
                     path=here / name,
-                    advice="put the directory there",
+                    advice="put the directory itself there",
                 )
         for name in sorted(names):
             path = here / name
             if not path.is_file():
-                raise SourceError("is no regular file", path=path, advice="remove it")
+                raise SourceError("is not a regular file", path=path, advice="remove it")
             yield path.relative_to(root).as_posix(), path
 
 

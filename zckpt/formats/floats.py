@@ -35,11 +35,10 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
     computed = any(isinstance(slot, Computed) for each in every for slot in each.slots.values())
     if not computed and not any(one.per_rank for one in checkpoints):  # of small tensors, a rank's is in floats
         raise UsageError(
-            "no quantised weights, and no quantised state of an optimizer, that could be made floats",
+            "there are no quantised weights and no quantised optimizer state to turn into floats",
             path=checkpoints[0].source,
-            expected="weights of few bits with scales, 8-bit states of bitsandbytes, or 8-bit, 4-bit or fp8 ones of "
-            "torchao",
-            advice="leave --dequantize out",
+            expected="low-bit weights with scales, bitsandbytes' 8-bit state, or torchao's 8-bit, 4-bit or fp8 state",
+            advice="omit --dequantize",
         )
     return found
 

@@ -275,7 +275,7 @@ class Format(Protocol):
         UnsupportedError
             The format has no place for something in the checkpoint.
         """
-        raise UnsupportedError(f"{self.title} is not written", path=job.checkpoint.source)
+        raise UnsupportedError(f"{self.title} cannot be written", path=job.checkpoint.source)
 
     def checks(self, file: SourceFile) -> Iterable[Sum] | None:  # noqa: ARG002
         """Return the checksums that a file of a checkpoint holds of its own bytes; None: those of a torch archive.
@@ -315,8 +315,8 @@ class Format(Protocol):
             Nothing is taken out of this format.
         """
         raise UnsupportedError(
-            "nothing can be taken out of this format", path=checkpoint.source, found=self.name,
-            advice="`zckpt consolidate` writes the model alone; `zckpt formats` lists those that are stripped",
+            "this format cannot be stripped", path=checkpoint.source, found=self.name,
+            advice="`zckpt consolidate` writes only the model; `zckpt formats` lists those that can be stripped",
         )  # fmt: skip
 
     def renames(self, checkpoint: Checkpoint) -> bool:  # noqa: ARG002
@@ -336,10 +336,10 @@ class Format(Protocol):
             It cannot be cut for others.
         """
         raise UnsupportedError(
-            "only DeepSpeed's checkpoints (but universal ones) and Megatron's legacy files are resharded",
+            "only DeepSpeed's checkpoints (except universal ones) and Megatron's legacy files can be resharded",
             path=job.checkpoint.source,
             found=self.name,
-            advice="use `zckpt convert`, whose targets any number of ranks loads",
+            advice="use `zckpt convert`; any number of ranks can load its targets",
         )
 
     def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002

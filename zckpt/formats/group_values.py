@@ -18,10 +18,10 @@ def refuse_several(checkpoint: Checkpoint, what: str) -> None:
     names = checkpoint.optimizers()
     if names:
         raise UnsupportedError(
-            f"holds several optimizers, and {what} one",
+            f"holds several optimizers, but {what} one",
             path=checkpoint.source,
             found=", ".join(names),
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps them",
         )
 
 

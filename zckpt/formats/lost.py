@@ -98,7 +98,7 @@ def absent_boxes(shape: Shape, boxes: Sequence[Box]) -> list[Box]:
 def settle(checkpoint: Checkpoint, lost: Lost) -> None:
     """Say what is lost, and let a whole copy of what is lost in part be what is read."""
     checkpoint.lost = lost
-    checkpoint.warnings += [f"{path} is lost, and so is what it held that is no tensor" for path in lost]
+    checkpoint.warnings += [f"{path} is lost, including everything in it that is not a tensor" for path in lost]
     for at, one in enumerate(checkpoint.duplicates if lost else ()):
         owner = checkpoint.find(one.name)
         if one.kind != "tied" and owner is not None and one.original.lost and not one.slot.lost:

@@ -84,10 +84,9 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
     for slot, dtype in casts:
         if slot.dtype != dtype and is_floating(slot.dtype) and (not trains or _place(slot) in own):
             raise UnsupportedError(
-                f"{listed(codes)}: codes of few bits, which are numbers with their scales only, and a cast would take "
-                f"them for numbers",
+                f"{listed(codes)}: low-bit codes, which only mean something with their scales, so they cannot be cast",
                 path=checkpoint.named,
-                expected=f"{slot.dtype} as it is, or weights of which no scales lie beside",
+                expected=f"{slot.dtype} unchanged, or weights without scales",
                 found=dtype,
                 advice=advice,
             )

@@ -19,7 +19,7 @@ from zckpt.engine.computed import Computed
 from zckpt.engine.quantise import in_blocks
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.consolidated.model import Tensors
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.dtypes import is_floating, itemsize
 
 _LINEAR = re.compile(
@@ -38,7 +38,7 @@ def block_of(quantize: str) -> tuple[int, int]:
     found = re.fullmatch(r"fp8-block(?::(\d+)x(\d+))?", quantize)
     block = (int(found[1] or BLOCK[0]), int(found[2] or BLOCK[1])) if found else (0, 0)
     if not all(block):
-        raise UsageError("not written", expected="fp8-block, or fp8-block:ROWSxCOLUMNS", found=quantize)
+        raise UsageError("unknown --quantize", expected="fp8-block, or fp8-block:ROWSxCOLUMNS", found=quantize)
     return block
 
 
@@ -49,17 +49,17 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
     """
     hidden = (config.get("text_config") or config).get("hidden_size")
     before = config.get("quantization_config")
-    short = isinstance(before, dict) and before.get("quant_method") == "fp8"
+    short = dict_of(before).get("quant_method") == "fp8"
     units = {name: _unit(name) for name in tensors}
     fits = {name: _fits(name, slot.shape, dtype, block, hidden, short=short) for name, (slot, dtype) in tensors.items()}
     left = {unit for name, unit in units.items() if not fits[name] and name != f"{unit}.bias"}
     coded = {units[name] for name in tensors if fits[name]} - left
     if not coded:
         raise UnsupportedError(
-            "no weight of a linear layer is a whole number of blocks",
+            "no linear layer has a weight that is a whole number of blocks",
             path=path,
-            expected=f"names as model.layers.0.mlp.up_proj.weight, and multiples of {block[0]} x {block[1]}",
-            advice="give smaller blocks, as fp8-block:ROWSxCOLUMNS",
+            expected=f"names such as model.layers.0.mlp.up_proj.weight, and multiples of {block[0]} x {block[1]}",
+            advice="give smaller blocks: fp8-block:ROWSxCOLUMNS",
         )
     found: Tensors = {}
     for name, (slot, dtype) in tensors.items():

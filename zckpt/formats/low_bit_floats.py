@@ -31,7 +31,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.scaled import Part, alone, coded, matrices, whole
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.low_bit import codes_in, settings_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, Span, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.spans import Extent
 from zckpt.state.views import transpose
@@ -72,7 +72,7 @@ def weights_as_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
     unknown = [name for name, found in made.items() if found is None and name not in work.used]
     if unknown:
         raise UnsupportedError(
-            f"{listed(unknown)}: codes of few bits of a kind that is not dequantised",
+            f"{listed(unknown)}: low-bit codes of a kind that zckpt cannot dequantise",
             path=checkpoint.named,
             expected="FP8, MXFP8, MXFP4, NVFP4, bitsandbytes' nf4, fp4 and int8, compressed-tensors' integers, GPTQ, "
             "or AWQ as `gemm`",
@@ -105,10 +105,6 @@ def plain_config(path: Path, dtype: str | None, settings: Mapping[str, object]) 
     if dtype and not {"dtype", "torch_dtype"} & found.keys():
         found["torch_dtype"] = dtype
     return json.dumps(found, indent=2).encode() + b"\n"
-
-
-def _as_read(slot: Slot) -> str:
-    return "float32" if is_floating(slot.dtype) else slot.dtype
 
 
 def _read(slot: Slot) -> Array:
@@ -170,7 +166,7 @@ class _Model:
         if scale.dtype == "uint8" and self.settings.get("quant_method") == "compressed-tensors":
             dtype = "bfloat16"
         columns = slot.shape[-1]
-        grid = [(one, _as_read(one)) for one in (scale, zero) if one is not None]
+        grid = [(one, "float32" if is_floating(one.dtype) else one.dtype) for one in (scale, zero) if one is not None]
         codes = Part(slot, width=columns, dtype=slot.dtype)
         values = partial(scaled.multiplied, columns=columns, block=block, dtype=dtype)
         if scale.numel == 1:
@@ -198,14 +194,15 @@ class _Model:
         if scale.shape[:-1] == (*stack, rows) and scale.numel and not columns % scale.shape[-1]:
             return 1, columns // scale.shape[-1]
         raise DamagedFileError(
-            f"{name}: its scales fit no blocks", path=self.path, expected=f"one for each {stated} of {shape}",
+            f"{name}: its scales do not fit any blocks", path=self.path, expected=f"one scale for each {stated} of "
+                f"{shape}",
             found=scale.shape,
         )  # fmt: skip
 
     def _groups(self) -> list[Mapping[str, Any]]:
         """Return how compressed-tensors quantises weights, of each group of modules."""
         groups = self.settings.get("config_groups")
-        every = groups.values() if isinstance(groups, dict) else ()
+        every = dict_of(groups).values()
         return [one["weights"] for one in every if isinstance(one, dict) and isinstance(one.get("weights"), dict)]
 
     def _int8(self, name: str, of: str, slot: Slot) -> tuple[str, Slot] | None:
@@ -303,7 +300,7 @@ class _Model:
         wanted = shape, (-(-columns // size), rows * bits // 32)
         if (slot.shape, zero.shape) != wanted or groups != wanted[1][0] or {slot.dtype, zero.dtype} != {"int32"}:
             raise DamagedFileError(
-                f"{name}: codes, scales and zeros do not belong together", path=self.path,
+                f"{name}: codes, scales and zeros do not fit together", path=self.path,
                 expected=f"{wanted} in groups of {size}", found=f"{slot.shape}, {zero.shape} and {scale.shape}",
             )  # fmt: skip
         which: Array | int = size
@@ -311,7 +308,7 @@ class _Model:
             found = _read(order)
             if order.shape != (columns,) or found.min() < 0 or found.max() >= groups:
                 raise DamagedFileError(
-                    f"{of}g_idx: it does not say the group of each column", path=self.path,
+                    f"{of}g_idx: does not state the group of each column", path=self.path,
                     expected=f"{columns} numbers below {groups}", found=f"{order.shape}, up to {found.max()}",
                 )  # fmt: skip
             which = size if (found == np.arange(columns) // size).all() else found.astype(np.intp)

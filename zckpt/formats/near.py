@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, listed
 from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
-from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
+from zckpt.formats.registry import BUILT_IN, TRIED_LAST, BrokenPluginError, formats
 from zckpt.formats.units import is_named, latest_of, numbered, units
 from zckpt.storage.files import entries_of, is_file, read_head
 
@@ -45,10 +45,10 @@ _FILES = (
     (b"PK\3\4", r".*\.keras", "is a model of Keras"),
     (b"", r".*\.(data-[0-9]{5}-of-[0-9]{5}|ckpt[-.0-9]*\.(index|meta))", "is a part of a checkpoint of TensorFlow"),
     (b"", r"saved_model\.pb", "is a saved model of TensorFlow"),
-    (b"", r"(flax_model\.msgpack|.*\.msgpack)", "is a file of Flax"),
+    (b"", r".*\.msgpack", "is a file of Flax"),
     (b"", r".*\.(onnx|tflite)", "is a graph for inference, without training state"),
 )
-"""First bytes and name of a file of another program, and what it is."""
+"""First bytes and name of a file of another program, and what it is, where no format claims it."""
 
 _DIRECTORIES = (
     (r"_CHECKPOINT_METADATA|manifest\.ocdbt|_METADATA", "is a checkpoint of Orbax (JAX)"),
@@ -59,7 +59,7 @@ _DIRECTORIES = (
     (r".+\.npz", "holds archives of NumPy arrays"),
     (r"flax_model.*\.msgpack", "is a model of Flax"),
 )
-"""Names in a directory of another program, and what it is."""
+"""Names in a directory of another program, and what it is, where no format claims that."""
 
 
 def settle(
@@ -92,7 +92,8 @@ def settle(
         error: SourceError = found.error(path) if found is not None else _unknown(path)
         error.advice = error.advice or _parent(path) or _file_in(path)
     else:
-        found = pointer(path) or next(iter(misses), None) or _of_other(path)
+        claimed = unsure is not None and unsure[0].name != TRIED_LAST
+        found = pointer(path) or next(iter(misses), None) or (None if claimed else _of_other(path))
         if found is None and unsure is not None and not broken:
             return unsure
         error = found.error(path) if found is not None else _unknown(path)
@@ -101,15 +102,16 @@ def settle(
     raise error
 
 
-def explained(error: SourceError, search: Search, misses: Sequence[NearMiss]) -> SourceError:
-    """Return the error that reading stopped at, or one that says better what the file is."""
+def explained(error: SourceError, search: Search, misses: Sequence[NearMiss], by: Format) -> SourceError:
+    """Return the error that a format's `read` stopped at, or one that says better what the file is."""
     at = Path(error.path) if error.path is not None else None
     found = pointer(at) if at is not None and is_file(at) else None
     if found is not None and at is not None:
         return found.error(at)
     if at != search.path or at is None or at.is_dir():
         return error
-    found = _of_other(at) if isinstance(error, UnknownFormatError) or is_archive(at) else None
+    is_other = by.name == TRIED_LAST and (isinstance(error, UnknownFormatError) or is_archive(at))
+    found = _of_other(at) if is_other else None
     if found is not None:
         return found.error(at)
     if misses:
@@ -126,15 +128,15 @@ def meant(path: Path) -> str | None:
             return f"did you mean {above / near[0]}?"
     if _HUB.fullmatch(str(path)):
         return f"if it is a model of the Hugging Face Hub, download it first: hf download {path}"
-    if above is None or above == path.parent:
+    if above is None or above == path.parent or above == Path(above.anchor):
         return None
-    return f"there is {above}, and not {path.relative_to(above).parts[0]} in it"
+    return f"{above} exists, but not {path.relative_to(above).parts[0]} in it"
 
 
 def pointer(path: Path) -> NearMiss | None:
     """Tell a file in whose place git-lfs has left a pointer."""
     if _head(path).startswith(LFS):
-        return NearMiss("is a pointer of git-lfs, not the file itself", "run `git lfs pull`")
+        return NearMiss("is a git-lfs pointer, not the file itself", "run `git lfs pull`")
     return None
 
 
@@ -142,7 +144,7 @@ def _of_other(path: Path) -> NearMiss | None:
     """Tell a file of another program."""
     head = _head(path)
     if is_archive(path):
-        return NearMiss("is an archive", "unpack it, and give what was in it")
+        return NearMiss("is an archive", "unpack it, and give its contents")
     for first, name, what in _FILES:
         if head.startswith(first) and (not name or re.fullmatch(name, path.name)):
             return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
@@ -165,7 +167,7 @@ def _of_others(path: Path) -> NearMiss | None:
             return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
     pointers = [name for name in names if "/" not in name and pointer(path / name)]
     if pointers:
-        return NearMiss(f"holds pointers of git-lfs, such as {pointers[0]}, not the files", "run `git lfs pull`")
+        return NearMiss(f"holds git-lfs pointers, such as {pointers[0]}, not the files", "run `git lfs pull`")
     return None
 
 
@@ -184,12 +186,12 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 def _unknown(path: Path) -> SourceError:
     if not path.is_dir():
         expected = "a file of torch.save or safetensors"
-        return UnknownFormatError("no checkpoint recognised", path=path, expected=expected)
+        return UnknownFormatError("not recognised as a checkpoint", path=path, expected=expected)
     names = [entry.name for entry in _entries(path)]
     return UnknownFormatError(
-        "no checkpoint recognised",
+        "not recognised as a checkpoint",
         path=path,
-        expected=f"one of: {', '.join(one.title for one in formats())}",
+        expected="one of the formats that `zckpt formats` lists",
         found=listed(names, most=SHOWN_NAMES) or "nothing",
     )
 

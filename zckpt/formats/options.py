@@ -92,13 +92,15 @@ def choose(kind: type | None, given: Mapping[str, object], what: str) -> Any:  #
     chosen = {name: value for name, value in given.items() if value is not None}
     for name, value in chosen.items():
         if name not in known:
-            flags = ", ".join(one.flag for one in known.values())
-            raise UsageError(f"{name.replace('_', '-')} does not apply to {what}", expected=flags or "no option")
+            flags = ", ".join(f"--{one.flag}" for one in known.values())
+            raise UsageError(f"--{name.replace('_', '-')} does not apply to {what}", expected=flags or "no option")
         one = known[name]
         if one.choices and value not in one.choices:
-            raise UsageError(f"unusable {one.flag}", expected=" or ".join(map(str, one.choices)), found=repr(value))
+            raise UsageError(f"unusable --{one.flag}", expected=" or ".join(map(str, one.choices)), found=repr(value))
         if not isinstance(value, one.kind) or (one.kind is int and isinstance(value, bool)):
-            raise UsageError(f"unusable {one.flag}", expected=f"a value of type {one.kind.__name__}", found=repr(value))
+            raise UsageError(
+                f"unusable --{one.flag}", expected=f"a value of type {one.kind.__name__}", found=repr(value)
+            )
         if name == "world_size" and isinstance(value, int):
             from zckpt.state.partition import check_world_size
 

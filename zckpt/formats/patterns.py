@@ -94,7 +94,7 @@ class Patterns:
             return lambda name, places: {
                 at for at in places if (at >= back and bool(inner(name, {at - back}))) is wanted
             }
-        raise ValueError(f"it has {kind.lower()}, which is not followed")
+        raise ValueError(f"it has {kind.lower()}, which is not supported")
 
 
 _SIMPLE = frozenset({"LITERAL", "NOT_LITERAL", "ANY", "IN", "AT"})

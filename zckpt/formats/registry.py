@@ -39,6 +39,9 @@ BUILT_IN = {
 }
 """The module of each format, which has it in `FORMATS`. The order is that in which they are asked."""
 
+TRIED_LAST = next(reversed(BUILT_IN))
+"""The format that may be of any file, if no other one claims it."""
+
 
 class BrokenPluginError(UsageError):
     """A format of another package cannot be loaded."""

@@ -58,7 +58,7 @@ def remainder_rules(*place: str) -> tuple[Rule, ...]:
         "dtypes",
         NUMBERS,
     )
-    return tuple(Rule((*place, key, "**"), IMPLIED, "what is said of parameters and of the source") for key in keys)
+    return tuple(Rule((*place, key, "**"), IMPLIED, "descriptions of parameters and of the source") for key in keys)
 
 
 def remainder(checkpoint: Checkpoint) -> dict[str, object]:
@@ -197,7 +197,7 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
         optimizers = tree.get("optimizers")
         if optimizers is not None:
             if not isinstance(optimizers, list) or len(optimizers) != len(checkpoint.param_groups):
-                raise DamagedFileError("does not say which optimizer each param group is of")
+                raise DamagedFileError("does not state the optimizer of each param group")
             for group, name in zip(checkpoint.param_groups, optimizers, strict=True):
                 group.optimizer = name if isinstance(name, str) else None
         models = tree.get("models")
@@ -220,7 +220,7 @@ def _mark(checkpoint: Checkpoint, tree: Mapping[object, object]) -> None:
         if name in checkpoint.parameters:
             checkpoint.buffers[name] = checkpoint.parameters.pop(name)
         elif name not in checkpoint.buffers:
-            raise DamagedFileError(f"buffer {name} is not there")
+            raise DamagedFileError(f"buffer {name} does not exist")
     for name in [name for name in checkpoint.buffers if name not in known]:
         checkpoint.parameters[name] = checkpoint.buffers.pop(name)
     for name in as_names(tree.get("frozen", [])):
@@ -228,7 +228,7 @@ def _mark(checkpoint: Checkpoint, tree: Mapping[object, object]) -> None:
     for alias, owner in as_mapping(tree.get("tied", {})).items():
         parameter, other = _parameter(checkpoint, alias), _parameter(checkpoint, owner)
         if parameter.shape != other.shape or other.tied_to is not None or set(parameter.slots) - {WEIGHT}:
-            raise DamagedFileError(f"{alias} cannot be {owner} under another name")
+            raise DamagedFileError(f"{alias} cannot be another name of {owner}")
         copy, own = parameter.slots.get(WEIGHT), other.slots.get(WEIGHT)
         if copy is not None and own is not None and copy.spans != own.spans:
             checkpoint.duplicates.append(Duplicate("tied", parameter.name, other.name, copy, own))
@@ -237,7 +237,7 @@ def _mark(checkpoint: Checkpoint, tree: Mapping[object, object]) -> None:
 
 def _parameter(checkpoint: Checkpoint, name: object) -> Parameter:
     if name not in checkpoint.parameters:
-        raise DamagedFileError(f"parameter {name} is not there")
+        raise DamagedFileError(f"parameter {name} does not exist")
     return checkpoint.parameters[str(name)]
 
 

@@ -70,7 +70,8 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
         return None
     if all(whole):
         return NearMiss(
-            f"holds the steps of two programs: {listed([max(one, key=one.__getitem__) for one in whole])}", "give one"
+            f"holds steps of two programs: {listed([max(one, key=one.__getitem__) for one in whole])}",
+            "give one of them",
         )
     at = 0 if whole[0] else 1
     if at and (run / LINK).is_symlink():
@@ -105,7 +106,7 @@ def _linked(run: Path, found: dict[str, tuple[int, ...]]) -> LastStep:
             path=run / LINK,
             expected=f"a link to one beside it: {listed(names, most=SHOWN)}",
             found=name,
-            advice=f"give the one that is meant: {run / names[-1]}",
+            advice=f"give the one that you mean: {run / names[-1]}",
             code=LATEST,
         )
     return LastStep(run / name)
@@ -117,7 +118,7 @@ def _last(run: Path, found: dict[str, tuple[int, ...]]) -> LastStep | NearMiss:
     epochs = [found[name][1:] for name in names]
     if epochs != sorted(epochs):
         return NearMiss(
-            f"holds checkpoints of which epochs and batches are in different orders: {listed(names, most=SHOWN)}",
-            f"give the one that is meant, such as {run / names[-1]}",
+            f"holds checkpoints whose epochs and batches are in different orders: {listed(names, most=SHOWN)}",
+            f"give the one that you mean, such as {run / names[-1]}",
         )
     return LastStep(run / names[-1])

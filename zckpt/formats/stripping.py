@@ -403,7 +403,7 @@ def _replaced(root: object, new: dict[int, Tensor], path: Path) -> object:
     count = len(new)
     tree = replace_tensors(root, new)
     if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(tree)) != count:
-        raise UnsupportedError("tensors in places where they cannot be replaced", path=path)
+        raise UnsupportedError("some tensors are in places where they cannot be replaced", path=path)
     return tree
 
 

@@ -64,7 +64,7 @@ def kind_of_model(target: Path) -> str:
         return TORCH
     if suffix in _FOREIGN:
         raise UsageError(
-            f"{suffix} is the end of {_FOREIGN[suffix]}, which is not written",
+            f"{suffix} is the ending of {_FOREIGN[suffix]}, which zckpt does not write",
             path=target,
             expected=f"x.safetensors or {', '.join(f'x{one}' for one in TORCH_SUFFIXES)} for a file, or the name of a "
             "directory, which gets safetensors files and an index",
@@ -82,9 +82,9 @@ def check_directory(target: Path) -> None:
     suffix = target.suffix.lower()
     if suffix != ".ckpt" and (suffix in (".safetensors", *TORCH_SUFFIXES) or suffix in _FOREIGN):
         raise UsageError(
-            "a directory is written, and its name ends as a file's",
+            "the target is a directory, but its name ends like a file's",
             path=target,
             expected="the name of a directory",
             found=suffix,
-            advice=f"name it {target.stem or 'otherwise'}",
+            advice=f"name it {target.stem or 'differently'}",
         )

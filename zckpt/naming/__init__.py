@@ -121,8 +121,8 @@ class Naming:
             notes |= dict.fromkeys(its)
         for option in sorted(set.intersection(*idles)) if idles else ():
             raise UsageError(
-                f"{option} finds no name", path=checkpoints[0].named,
-                expected="one in any of the sources",
+                f"{option} matches no name", path=checkpoints[0].named,
+                expected="a name in any of the sources",
             )  # fmt: skip
         return made or list(checkpoints), tuple(notes)
 
@@ -158,7 +158,7 @@ class Naming:
                 check_settings(found, said)
             done = mapped(checkpoint, found.numbered(numbers), numbers, side)
         if where is not None and found.sizes and done.notes:
-            done.notes.append(f"the numbers of the model are those of {where}")
+            done.notes.append(f"the model's sizes are from {where}")
         return done
 
 

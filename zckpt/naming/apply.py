@@ -101,7 +101,7 @@ def fit(map_: Map, shapes: Mapping[str, Shape], advice: str) -> Fit:
     found, misses = fits(map_, shapes)
     first, second = (side.name for side in map_.sides)
     if len(found) == 2:
-        raise UsageError(f"{map_.name}: the names are those of both {first} and {second}")
+        raise UsageError(f"{map_.name}: the names fit both {first} and {second}")
     if found:
         return found[0]
     _, number, left = min(misses)
@@ -110,12 +110,12 @@ def fit(map_: Map, shapes: Mapping[str, Shape], advice: str) -> Fit:
     if left and len(known) == len(left):
         raise UnsupportedError(
             f"{map_.name}: {listed(left)}: {known[left[0]]}",
-            advice=f"a map of your own, like {map_.name}, with these in `ignored` leaves them out",
+            advice=f"write your own map, like {map_.name}, with these in `ignored`",
         )
     raise UsageError(
         f"the map {map_.name} has no rule for {listed(left)}",
-        expected=f"the names of {first} or {second}, all parts of a tensor included",
-        found=f"{len(left)} of {len(shapes)} that are none of {side.name}",
+        expected=f"the names of {first} or {second}, with all parts of a tensor",
+        found=f"{len(left)} of {len(shapes)} names that {side.name} does not have",
         advice=advice,
     )
 
@@ -239,12 +239,12 @@ class Joined:
             values = [getattr(one, what) for one in parts]
             if any(value != values[0] for value in values):
                 raise UnsupportedError(
-                    f"{self._are}, and differ in {said}",
-                    expected="one that all have",
+                    f"{self._are}, but differ in {said}",
+                    expected="the same for all",
                     found=", ".join(map(str, values)),
                 )
         if len({one.name in checkpoint.buffers for one in parts}) > 1:
-            raise UnsupportedError(f"{parts[0].name} and others are a buffer and a parameter")
+            raise UnsupportedError(f"{parts[0].name} and others include both a buffer and a parameter")
         self._keys = self._shared_keys([list(one.slots) for one in parts])
         state = self._shared_keys([list(one.state) for one in parts])
         self._state = {key: self._value(key, [one.state[key] for one in parts]) for key in state}
@@ -255,7 +255,7 @@ class Joined:
             if set(own) != set(keys[0]):
                 missing = sorted(set(keys[0]) ^ set(own))
                 raise LayoutError(
-                    f"{self._are}, and not all have {', '.join(missing)}",
+                    f"{self._are}, but not all have {', '.join(missing)}",
                     found=f"{one.name} has {', '.join(own) or 'none'}",
                 )
         return keys[0]
@@ -264,7 +264,7 @@ class Joined:
         """Return a value that all parts have."""
         told = [single(value) for value in values] if len(values) > 1 else [None]
         if any(one != told[0] for one in told):
-            raise LayoutError(f"{self._are}, and differ in {key}", found=", ".join(map(str, told)))
+            raise LayoutError(f"{self._are}, but differ in {key}", found=", ".join(map(str, told)))
         return values[0]
 
     def parameter(self, name: str, target: Arrangement) -> Parameter:
@@ -276,7 +276,7 @@ class Joined:
             slots = {key: self._slot(key, target) for key in self._keys}
             for key, value in self._state.items():
                 if holds_tensors(value):
-                    raise self._not_arranged(key, "dequantize it, and map what was written")
+                    raise self._not_arranged(key, "dequantize it, then map the result")
         return replace(first, name=name, shape=target.shape, slots=slots, state=dict(self._state))
 
     def check_equal(self, made: Parameter, copy: Arrangement) -> None:
@@ -285,7 +285,7 @@ class Joined:
         found = differences([pair(f"{key}/{made.name}", one, other.slots[key]) for key, one in made.slots.items()])
         if found:
             raise UnsupportedError(
-                f"{self._names} are not copies of one tensor, as {self._map} has them: {found[0].label}",
+                f"{self._names} are not copies of one tensor, as {self._map} requires: {found[0].label}",
                 expected="equal bits",
                 found=f"{found[0].figures.num_different} elements that differ",
             )
@@ -294,14 +294,14 @@ class Joined:
         slots = [one.slots[key] for one in self._parts]
         first = slots[0]
         if any(isinstance(slot, Computed) for slot in slots):
-            raise self._not_arranged(key, "write it without the map, and map what was written")
+            raise self._not_arranged(key, "write it without the map, then map the result")
         if all(not slot.shape for slot in slots) and self._parts[0].shape:
             self._value(key, slots)
             return first
         for part, slot in zip(self._parts, slots, strict=True):
             if slot.shape != part.shape:
                 raise UnsupportedError(
-                    f"{key} of {part.name} is not one number for each element, which {self._map} arranges",
+                    f"{key} of {part.name} does not have one number per element, so {self._map} cannot rearrange it",
                     expected=part.shape,
                     found=slot.shape,
                     advice=None
@@ -310,14 +310,14 @@ class Joined:
                 )
             if slot.dtype != first.dtype or len(slot.replicas) != len(first.replicas):
                 raise UnsupportedError(
-                    f"{key} of {self._names}, parts of one tensor in {self._map}, is of several types",
+                    f"{key} of {self._names}, parts of one tensor in {self._map}, has several types",
                     found=f"{slot.dtype} and {first.dtype}",
                 )
         return arranged(target, list(zip(self._arrangements, slots, strict=True)))
 
     def _not_arranged(self, key: str, advice: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{key} of {self._names} is or was quantised, in blocks that {self._map} takes apart", advice=advice
+            f"{key} of {self._names} is or was quantised in blocks, which {self._map} splits", advice=advice
         )
 
 
@@ -373,7 +373,8 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         is_alike = list(one.slots) == [WEIGHT] and WEIGHT in own.slots and one.shape == own.shape
         if one.tied_to != of and not (is_alike and not differences([pair(name, one.slots[WEIGHT], own.slots[WEIGHT])])):
             raise UnsupportedError(
-                f"{name} is no copy of {of}, and the map {map_.name} has no other place for it", expected="equal bits"
+                f"{name} is not a copy of {of}, and the map {map_.name} has no other place for it",
+                expected="equal bits",
             )
     checkpoint = replace(whole, parameters=kept)
     advice = "--strip-prefix and --rename come before the map; or write a map of your own"
@@ -400,7 +401,7 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
         work.give(instance, one)
     done = work.result()
     if copies:
-        done.notes.append(f"{map_.name}: {listed([name for name, _ in copies])} are copies, equal ones, and left out")
+        done.notes.append(f"{map_.name}: {listed([name for name, _ in copies])} are equal copies, and left out")
     return done
 
 
@@ -408,14 +409,14 @@ def _check_arrangeable(checkpoint: Checkpoint, map_: Map) -> None:
     """Raise UnsupportedError if a checkpoint has state that is of no tensor of the model, or of what a rank holds."""
     if checkpoint.unnamed:
         raise UnsupportedError(
-            f"the optimizer's state of {listed(list(checkpoint.unnamed))} belongs to no tensor of the model, which the "
-            f"map {map_.name} is about",
-            advice="give --names FILE where a file only numbers them, or the model with its optimizer",
+            f"the optimizer's state of {listed(list(checkpoint.unnamed))} belongs to no tensor of the model, so the "
+            f"map {map_.name} does not apply",
+            advice="give --names FILE if the file only numbers them, or the model with its optimizer",
         )
     if checkpoint.per_rank:
         raise UnsupportedError(
-            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, which no map "
-            f"arranges"
+            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, which a "
+            "map cannot rearrange"
         )
 
 
@@ -464,7 +465,7 @@ class _Mapping:
                 self._keep(parameter, names)
         elif len(parameters) > 1 or len(targets) > 1:
             raise UnsupportedError(
-                f"{listed(names)} is in part another name of another tensor, which the map {self._map.name} takes apart"
+                f"{listed(names)} is partly another name of a tensor that the map {self._map.name} splits"
             )
         else:
             one, (arrangement, *_) = targets[0]
@@ -484,7 +485,7 @@ class _Mapping:
             counts = {letter: sizes.value(letter) for letter in template.indices if letter not in instance.shared}
             if math.prod(counts.values()) > MAXIMUM_TENSORS:
                 raise UsageError(
-                    f"{first} would be more tensors than a model has",
+                    f"{first} would become too many tensors",
                     expected=f"at most {MAXIMUM_TENSORS}",
                     found=", ".join(f"{letter}={size}" for letter, size in counts.items()),
                 )
@@ -511,9 +512,9 @@ class _Mapping:
             twice = overlap([(one.low, one.sizes) for one in side])
             if twice or count > numel or (count < numel and not rule.padded):
                 raise UsageError(
-                    f"{own}: not every element of {first} is on both sides once",
+                    f"{own}: not every element of {first} is on both sides exactly once",
                     expected=f"{numel} with {', '.join(f'{letter}={size}' for letter, size in whole.items())}",
-                    found="some are there twice" if twice else count,
+                    found="some appear twice" if twice else count,
                 )
         for padded in rule.padded:
             at = letters.index(padded)
@@ -527,7 +528,7 @@ class _Mapping:
     def _keep(self, parameter: Parameter, sources: Sequence[str], *, is_same: bool = False) -> None:
         before = self._made.get(parameter.name)
         if before is not None:
-            check_different(dict.fromkeys((*before.sources, *sources), parameter.name), f"--map {self._map.name}")
+            check_different(dict.fromkeys((*before.sources, *sources), parameter.name), f"--map={self._map.name}")
         is_buffer = sources[0] in self._checkpoint.buffers
         position = min(self._positions[name] for name in sources)
         self._made[parameter.name] = _Made(parameter, position, is_buffer, tuple(sources), is_same)
@@ -542,13 +543,13 @@ class _Mapping:
             own = None if made is None else made.parameter
             if made is None or own is None or own.tied_to is not None or own.shape != taken.shape:
                 raise UnsupportedError(
-                    f"the optimizer's state of {whole.name} is in part that of {taken.name}, which the model has not",
+                    f"the optimizer's state of {whole.name} is partly that of {taken.name}, which the model lacks",
                     expected=f"{taken.name} of shape {taken.shape}",
                     found=None if own is None else own.shape,
                 )
             if own.group is not None:
                 raise UnsupportedError(
-                    f"the optimizer has state of {listed(made.sources)} and of {whole.name}, of which it is a part"
+                    f"the optimizer has state both for {listed(made.sources)} and for {whole.name}, which includes it"
                 )
             slots = {**own.slots, **taken.slots, **own.slots}
             parameter = replace(own, slots=slots, group=taken.group, frozen=False, state=taken.state)
@@ -580,7 +581,7 @@ class _Mapping:
                 its = None if owner_name is None else self._made[owner_name].parameter
                 if its is None or its.shape != parameter.shape:
                     raise UnsupportedError(
-                        f"{name} is another name of {parameter.tied_to}, which {self._map.name} arranges otherwise"
+                        f"{name} is another name of {parameter.tied_to}, which {self._map.name} rearranges differently"
                     )
                 parameter = replace(parameter, tied_to=owner_name)
             (buffers if one.is_buffer else parameters)[name] = parameter
@@ -604,7 +605,9 @@ class _Mapping:
         sources = {source for own in members.values() for source in own}
         rest = [name for name in group.parameters if name not in sources]
         if rest:
-            raise UnsupportedError(f"param group {number} has {listed(rest)}, which the map {self._map.name} has not")
+            raise UnsupportedError(
+                f"param group {number} has {listed(rest)}, which the map {self._map.name} does not have"
+            )
         return replace(group, parameters=list(members))
 
 

@@ -102,7 +102,7 @@ def evaluated(expression: str, known: Known, where: str) -> int | None:
         return _value(_parsed(expression), known)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise UsageError(
-            f"{where}: {expression[:80]!r} is no size",
+            f"{where}: {expression[:80]!r} is not a size",
             expected="whole numbers and names with + - * and /, which must divide",
             found=", ".join(f"{name}={known(name)}" for name in names_in(expression)) or None,
         ) from None

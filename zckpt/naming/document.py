@@ -36,6 +36,7 @@ from typing import NoReturn, TypeGuard
 from zckpt.errors import UsageError
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes
 from zckpt.naming.taken import Taken, parse_taken
+from zckpt.state import without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
@@ -226,7 +227,7 @@ class Map:
 
 def _untold(what: str, keys: Sequence[str], found: int | None) -> UsageError:
     return UsageError(
-        f"names have {what} in them, which nothing tells",
+        f"names contain {what}, whose values are unknown",
         expected=f"a configuration with {' or '.join(keys)}",
         found=found,
         advice="give --map-config FILE, the model's config.json",
@@ -256,7 +257,7 @@ def read_map(source: str | os.PathLike[str] | Mapping[str, object]) -> Map:
         near = get_close_matches(name, shipped(), cutoff=0.5)
         found = f", such as {' or '.join(near)}" if near else ""
         raise UsageError(
-            f"no map {name}", expected=f"transformers, a JSON file, or a map that `zckpt formats` lists{found}"
+            f"there is no map {name}", expected=f"transformers, a JSON file, or a map that `zckpt formats` lists{found}"
         )
     return parse_map(read_json(name), name)
 
@@ -305,9 +306,7 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
     for key, value in _mapping(document, "sizes", name).items():
         several = value if isinstance(value, list) else [value]
         if not several or not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in several):
-            _refuse(
-                f"{name}: size {key}", "unusable", "an expression, or a list of which the first that can be told counts"
-            )
+            _refuse(f"{name}: size {key}", "unusable", "an expression, or a list whose first computable one counts")
         sizes[key] = tuple(map(str, several))
     settings = _mapping(document, "settings", name)
     if not all(isinstance(value, (str, int, float)) for value in settings.values()):
@@ -326,7 +325,7 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
 def _taken(document: Mapping[str, object], name: str) -> Map:
     said = _mapping(document, "taken", name)
     if document.keys() - {"about", "taken"} or not said or not _is_texts([*said, *said.values()]):
-        _refuse(name, "unusable taken", "what of which layers and rows, in a map that says nothing else")
+        _refuse(name, "unusable taken", "layers and rows to take, in a map without other keys")
     texts = {front: str(value) for front, value in said.items()}
     names = ["before", "after"]
     sides = (_side({}, 0, names, name), _side({}, 1, names, name))
@@ -344,7 +343,7 @@ def _like(document: Mapping[str, object], name: str) -> Mapping[str, object]:
     made = {**_like(_read_shipped(base), base), **document}
     if not isinstance(more, list) or not isinstance(made["rules"], list):
         _refuse(name, "unusable rules, or more", "a list of them")
-    return {key: value for key, value in made.items() if key not in (LIKE, MORE)} | {"rules": [*more, *made["rules"]]}
+    return without(made, LIKE, MORE) | {"rules": [*more, *made["rules"]]}
 
 
 def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
@@ -355,7 +354,7 @@ def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
     if not isinstance(spellings, list) or not all(
         isinstance(one, dict) and _is_texts([*one, *one.values()]) for one in spellings
     ):
-        _refuse(name, "unusable again", "a list of beginnings of names, and what they become")
+        _refuse(name, "unusable again", "a list of name prefixes, and what they become")
     made = [
         json.loads(reduce(lambda text, pair: text.replace(f'"{pair[0]}', f'"{pair[1]}'), spelling.items(), text))
         for spelling in spellings
@@ -376,7 +375,7 @@ def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
         else texts
         for side, texts in _mapping(document, "order", name).items()
     }
-    return {key: value for key, value in document.items() if key != AGAIN} | {"rules": [*made, *rules], "order": order}
+    return without(document, AGAIN) | {"rules": [*made, *rules], "order": order}
 
 
 def _refuse(where: str, message: str, expected: str) -> NoReturn:
@@ -442,7 +441,7 @@ def template(text: str, axes: str | None, where: str) -> Template:
     first: dict[str, int] = {}
     pattern, end, behind = "", 0, ""
     if re.search(r"\}(?:[0-9]|\{[A-Za-z_])", text):
-        _refuse(where, f"{text}: what follows a number is not told from it", "a text between, no digit first")
+        _refuse(where, f"{text}: a number and what follows it cannot be told apart", "a text between, no digit first")
     for match in _INDEX.finditer(text):
         letter, after = match[1], match[2] or "0"
         behind = behind if after.isdecimal() else after
@@ -482,7 +481,7 @@ def _rule(value: object, names: list[str], where: str) -> Rule:
     first, *rest = every = [*rule.sides[0], *rule.sides[1]]
     if any(one.axes is None for one in every):
         if len(every) != 2 or any(one.axes is not None for one in every) or copied:
-            _refuse(where, "some tensors have no arrangement", "that of all, or of none where one tensor is one")
+            _refuse(where, "some tensors have no arrangement", "the state of all, or of none if one tensor has none")
         if set(first.indices) != set(rest[0].indices):
             _refuse(where, f"{first.text} and {rest[0].text} have other letters", "the same in both names")
         return rule

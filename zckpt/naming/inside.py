@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.torchfile import FromFile, children, each
 from zckpt.torchfile.nodes import DefaultMapping, OrderedMapping
 
@@ -28,8 +28,8 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
     """
     notes: list[str] = []
     if INFO_KEY in changed.metadata:
-        changed.metadata = {key: value for key, value in changed.metadata.items() if key != INFO_KEY}
-        notes.append(f"{INFO_KEY} has patterns of the source's names and is left out")
+        changed.metadata = without(changed.metadata, INFO_KEY)
+        notes.append(f"{INFO_KEY} has patterns for the source's names, and is left out")
     others = {one.name for one in before.tensors() if names.get(one.name) != one.name}
     new = {name: names[name] for name in others if name in names and "." in name}
     for section in ("metadata", "optimizer_metadata"):
@@ -41,12 +41,12 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
             wrong = following.missed or min(told - new.keys(), default=None)
             if wrong is not None:
                 raise UnsupportedError(
-                    f"{key} speaks of {wrong}, which would have another name",
+                    f"{key} refers to {wrong}, which would be renamed",
                     path=before.named,
-                    advice="`zckpt consolidate` writes model and optimizer under other names, without it",
+                    advice="`zckpt consolidate` writes model and optimizer with the new names, without it",
                 )
             if told:
-                notes.append(f"{key} speaks of tensors, by their new names now")
+                notes.append(f"{key} refers to tensors, now by their new names")
         setattr(changed, section, found)
     return tuple(notes)
 

@@ -34,7 +34,7 @@ def transformers_map(config: Mapping[str, object]) -> dict[str, Any]:
     """
     if not isinstance(config.get("model_type"), str):
         raise UsageError(
-            "--map transformers needs the configuration of the model", expected="model_type in config.json",
+            "--map=transformers needs the configuration of the model", expected="model_type in config.json",
             advice="give --map-config FILE, the model's config.json",
         )  # fmt: skip
     return _made(json.dumps(config))
@@ -51,7 +51,7 @@ def _made(config: str) -> dict[str, Any]:
         )
         found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2] or "{}")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise UnsupportedError(f"--map transformers: the model could not be made: {error}") from error
+        raise UnsupportedError(f"--map=transformers: the model could not be made: {error}") from error
     if "No module named" in str(found.get("refused")):
         tables = json.loads(Path(__file__).with_name("transformers.json").read_text(encoding="utf-8"))
         name = next(iter(json.loads(config).get("architectures") or []), "")
@@ -61,14 +61,14 @@ def _made(config: str) -> dict[str, Any]:
             every = [{"file": one, "memory": one} if isinstance(one, str) else one for one in rules]
             return document_of({**table, "rules": every}, name, tables["transformers"])
         raise MissingPackageError(
-            "--map transformers needs transformers, from version 5, and torch", found=tables["refused"].get(name),
-            expected=f"it, or a model that zckpt has in its table of {tables['transformers']}",
+            "--map=transformers needs transformers, from version 5, and torch", found=tables["refused"].get(name),
+            expected=f"transformers, or a model in zckpt's table for {tables['transformers']}",
             advice="pip install 'transformers>=5'",
         )  # fmt: skip
     if "rules" not in found:
         why = found.get("refused") or (done.stderr.strip().splitlines() or ["it ended"])[-1]
         raise UnsupportedError(
-            f"--map transformers: what transformers does to this model is no map: {why}",
+            f"--map=transformers: what transformers does to this model cannot be expressed as a map: {why}",
             advice="write a map of your own (docs/maps.md)",
         )
     return found

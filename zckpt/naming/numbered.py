@@ -14,7 +14,7 @@ from zckpt.naming.apply import Mapped, fits, mapped
 from zckpt.naming.document import Map, parse_map
 from zckpt.naming.installed import live_maps, transformers_map
 from zckpt.naming.sizes import read_config
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.state.names import is_number
 
 NO_SHAPE = {"step", "RMS"}
@@ -53,9 +53,10 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
             found = names_in_order(said, [name for name in dict.fromkeys(order) if name in candidates], known)
         if len(found) < len(said.numbers):
             raise UsageError(
-                "the names do not fit the optimizer",
+                "the names do not match the optimizer",
                 path=source.named,
-                expected=f"{len(said.numbers)} names in its order, or all of the model in memory, in the model's order",
+                expected=f"{len(said.numbers)} names in its order, or all names of the model in memory, in the "
+                "model's order",
                 found=f"{len(given)} names, {len({*order} & {*candidates})} of the model's in memory",
             )
     elif len(names) == len(live["trained"]) and _is_of(live["transformers"], source):
@@ -78,7 +79,7 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
     return replace(mapped, parameters=parameters, param_groups=named)
 
 
-def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: int | None = None) -> Mapped:
+def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: int | None) -> Mapped:
     """Return what the map of transformers makes of a checkpoint; errors are those of `mapped` and `named_as_live`."""
     found = _changing(document)
 
@@ -103,7 +104,7 @@ def _changing(document: Mapping[str, Any]) -> Map | None:
     """Return the map that a document of transformers' is, unless all names are the same."""
     if all(rule["file"] == rule["memory"] for rule in document["rules"]):
         return None
-    return parse_map({key: value for key, value in document.items() if key != "live"}, document["about"])
+    return parse_map(without(document, "live"), document["about"])
 
 
 def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:
@@ -114,11 +115,21 @@ def _side_of(document: Mapping[str, Any], checkpoint: Checkpoint) -> int | None:
     changing = [one for fit in followed for one in fit.instances if one.rule.sides[0] != one.rule.sides[1]]
     if len(followed) > 1 and changing:
         raise UsageError(
-            "the names are those that transformers has in files, and in memory",
+            "the names fit transformers' names both in files and in memory",
             path=checkpoint.named,
-            advice="give another --map or --rename, or a file, x.safetensors, as a target, which has names as they are",
+            advice="give another --map or --rename, or a target file x.safetensors, which keeps the names",
         )
     return followed[0].source if followed else None
+
+
+def has_names_of_files(checkpoint: Checkpoint, config: Mapping[str, object]) -> bool | None:
+    """Tell whether tensors have the names that transformers gives them in files only; None: others than it gives.
+
+    Errors are those of `transformers_map`; and UsageError: they may be of either.
+    """
+    document = transformers_map(config)
+    side = _side_of(document, checkpoint)
+    return None if side is None and _changing(document) is not None else side == FILE
 
 
 def _is_of(version: str, checkpoint: Checkpoint) -> bool:

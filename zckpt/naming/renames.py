@@ -30,7 +30,7 @@ def new_names(
         except (re.error, IndexError) as error:
             said = option.removeprefix("--rename ")
             raise UsageError(
-                "--rename is no regular expression", expected="OLD=NEW", found=f"{said}: {error}"
+                "--rename has an invalid regular expression", expected="OLD=NEW", found=f"{said}: {error}"
             ) from None
         if found:
             check_different(after, option)
@@ -38,7 +38,7 @@ def new_names(
             idle.add(option)
         else:
             raise UsageError(
-                f"{option} finds no name",
+                f"{option} matches no name",
                 path=checkpoint.named,
                 found=listed(list(names.values())) or "no names",
             )
@@ -56,7 +56,7 @@ def names_of(checkpoint: Checkpoint) -> list[str]:
 def _of_glob(old: str, new: str) -> tuple[str, str]:
     """Return a glob of whole names, and names with as many `*`, as a regular expression and what it becomes."""
     if old.count("*") != new.count("*"):
-        raise UsageError("--rename has `*` in NEW, which OLD must have as often", found=f"{old}={new}")
+        raise UsageError("--rename needs as many `*` in OLD as in NEW", found=f"{old}={new}")
     pieces = new.replace("\\", r"\\").split("*")
     groups = [rf"\g<{number}>" for number in range(1, len(pieces))]
     pattern = "(.*?)".join(map(re.escape, old.split("*")))
@@ -68,9 +68,11 @@ def check_different(names: dict[str, str], option: str) -> None:
     seen: dict[str, str] = {}
     for name, one in names.items():
         if not one:
-            raise UsageError(f"{option} leaves nothing of {name}", advice="narrow it")
+            raise UsageError(f"{option} would make {name} empty", advice="make it more specific")
         if one in seen:
-            raise UsageError(f"{option} makes {seen[one]} and {name} one", found=one, advice="narrow it")
+            raise UsageError(
+                f"{option} would give {seen[one]} and {name} the same name", found=one, advice="make it more specific"
+            )
         seen[one] = name
 
 
@@ -80,6 +82,6 @@ def parsed(texts: Iterable[str]) -> list[tuple[str, str]]:
     for text in texts:
         old, mark, new = text.rpartition("=")
         if not old or not mark:
-            raise UsageError("--rename cannot be used", expected="OLD=NEW", found=text)
+            raise UsageError("unusable --rename", expected="OLD=NEW", found=text)
         found.append((old, new))
     return found

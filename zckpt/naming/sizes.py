@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.axes.gpt_model import JOINED
-from zckpt.formats.megatron.objects import arguments_of as attributes_of
+from zckpt.formats.torch_files.tensors import arguments_of as attributes_of
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint, Shape
@@ -73,7 +73,7 @@ def check_settings(map_: Map, config: Mapping[str, object]) -> None:
         for one in _levels(config):
             if one.get(key) is not None and one[key] != value:
                 raise UnsupportedError(
-                    f"the map {map_.name} is not about models with this {key}", expected=value, found=one[key]
+                    f"the map {map_.name} does not apply to models with this {key}", expected=value, found=one[key]
                 )
 
 
@@ -143,7 +143,7 @@ class Sizes:
         name = next((one for one in names_in(expression) if self.of(one) is None), expression)
         texts = self._map.sizes.get(name, ())
         raise UsageError(
-            f"{self._map.name}: the shapes of {listed([one.name for one in self._tensors])} do not tell {name}",
+            f"{self._map.name}: the shapes of {listed([one.name for one in self._tensors])} do not determine {name}",
             expected=f"a configuration with {' or '.join(texts)}" if texts else f"a size {name} in the map",
             advice="give --map-config FILE, the model's config.json or params.json",
         )
@@ -179,7 +179,7 @@ class Sizes:
             f"{self._map.name}: {of.name} has another shape",
             expected=expected,
             found=of.shape,
-            advice="is the configuration that of this model?",
+            advice="check that the configuration is this model's",
         )
 
     def _check(self, rule: Rule, *, is_padded: bool) -> None:
@@ -188,10 +188,10 @@ class Sizes:
             most = self.value(factor.name)
             if not 0 <= low <= high <= most:
                 raise UsageError(
-                    f"{self._map.name}: there are not so many {factor.name}",
+                    f"{self._map.name}: there are not that many {factor.name}",
                     expected=f"at most {most}",
                     found=f"{low} to {high}",
-                    advice="the configuration is of another model" if is_padded else None,
+                    advice="the configuration belongs to another model" if is_padded else None,
                 )
         for one in self._tensors:
             expected = tuple(

@@ -46,7 +46,7 @@ class Taken:
             if not low <= high < count:
                 raise UsageError(f"{where}: {self.front} has no {item[0]}", expected=f"0 to {count - 1}")
             if times * (high + 1 - low if self.pattern.groups else 1) > MOST:
-                raise UsageError(f"{where}: {self.front} {item[0]} is too much", expected=f"at most {MOST}")
+                raise UsageError(f"{where}: {self.front} {item[0]} is too large", expected=f"at most {MOST}")
             found += [(low, high + 1 - low)] * times
         return found
 
@@ -62,7 +62,7 @@ def parse_taken(said: Mapping[str, str], templates: Iterable[tuple[str, re.Patte
         if "+" in front or pattern.groups > 1 or zero or None in items:
             raise UsageError(
                 f"{name}: unusable taken {front}: {said[front]}",
-                expected="numbers, ranges such as 0-23 or 8-, any of them *N times; of rows also zero*N",
+                expected="numbers or ranges such as 0-23 or 8-, each optionally *N; for rows also zero*N",
             )
         found.append(Taken(front, pattern, tuple(filter(None, items))))
     return found
@@ -77,7 +77,7 @@ def take(checkpoint: Checkpoint, taken: Sequence[Taken], where: str) -> tuple[Ch
     for one in taken:
         checkpoint = (_layers if one.pattern.groups else _rows)(checkpoint, one, where)
         items = ",".join(item[0] for item in one.items)
-        notes.append(f"{where}: {one.front} {items} are taken; config.json has to say how many")
+        notes.append(f"{where}: takes {one.front} {items}; config.json must state how many there are")
     return checkpoint, notes
 
 
@@ -89,7 +89,7 @@ def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
         raise UsageError(f"{where}: no name begins with {taken.front}", path=checkpoint.named)
     ties = [one.name for one in checkpoint.tensors() if one.tied_to and {one.name, one.tied_to} & parts.keys()]
     if ties:
-        raise UnsupportedError(f"{where}: {listed(ties)} is another name of a tensor, of layers that are taken")
+        raise UnsupportedError(f"{where}: {listed(ties)} is another name of a tensor in the layers that are taken")
     numbers = {number for _, number, _ in parts.values()}
     ranges = taken.ranges(max(numbers) + 1, where)
     places: dict[int, list[int]] = {}
@@ -135,15 +135,15 @@ def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
     own = checkpoint.find(name)
     if own is None or own.tied_to is not None or not own.shape:
         raise UsageError(
-            f"{where}: {name} has no rows of its own", path=checkpoint.named, expected="the name of a tensor",
+            f"{where}: {name} does not have its own rows", path=checkpoint.named, expected="the name of a tensor",
             found=None if own is None or own.tied_to is None else f"another name of {own.tied_to}",
         )  # fmt: skip
     ranges = taken.ranges(own.shape[0], where)
     if name in codes_in(checkpoint) or any(isinstance(slot, Computed) for slot in own.slots.values()):
-        raise UnsupportedError(f"{name} is quantised, and has no rows", advice="dequantize it first")
+        raise UnsupportedError(f"{name} is quantised, so it has no rows", advice="dequantize it first")
     for key, slot in own.slots.items():
         if slot.shape not in (own.shape, ()) or holds_tensors(own.state.get(key)):
-            raise UnsupportedError(f"{key} of {name} is not one number for each element, and has no rows",
+            raise UnsupportedError(f"{key} of {name} does not have one number per element, so it has no rows",
                                    expected=own.shape, found=slot.shape)  # fmt: skip
     slots = {key: _of_rows(slot, ranges) if slot.shape else slot for key, slot in own.slots.items()}
     shape = (sum(size for _, size in ranges), *own.shape[1:])

@@ -45,7 +45,7 @@ class Letters:
         """Let a whole letter be others."""
         letter, low, high = factor
         if (low, high) != (0, self.sizes[letter]) or letter in self._made_of:
-            raise NoMapError("cuts what is cut already in another way")
+            raise NoMapError("it cuts what is already cut in another way")
         if as_ != [factor]:
             self._made_of[letter] = as_
 
@@ -69,7 +69,7 @@ class Letters:
         (letter, begin, _), *rest = factors
         inner = numel(rest)
         if low % inner or high % inner:
-            raise NoMapError("cuts through what is counted together")
+            raise NoMapError("it cuts through dimensions that are counted together")
         return [(letter, begin + low // inner, begin + high // inner), *rest]
 
 
@@ -97,7 +97,7 @@ class Traced:
         own = {"cat": joined, "concat": joined, "stack": stacked}.get(function.__name__)
         own = own or getattr(cls, function.__name__, None)
         if own is None:
-            raise NoMapError(f"calls {function.__name__}")
+            raise NoMapError(f"it calls {function.__name__}")
         return own(
             *args, **{{"dim0": "first", "dim1": "second"}.get(key, key): one for key, one in (kwargs or {}).items()}
         )
@@ -161,7 +161,7 @@ class Traced:
             return self
         own = axes.pop(dim)
         if not axes:
-            raise NoMapError("makes a single number")
+            raise NoMapError("it makes a single number")
         beside = min(dim % (len(axes) + 1), len(axes) - 1)
         axes[beside] = own + axes[beside]
         return self._with(axes)
@@ -184,14 +184,14 @@ class Traced:
                 left = size // numel(axis)
                 if numel([factor]) > left:
                     if size % numel(axis) or numel([factor]) % left:
-                        raise NoMapError("reshapes what does not divide")
+                        raise NoMapError("it reshapes sizes that do not divide")
                     parts = [self._letters.new(left), self._letters.new(numel([factor]) // left)]
                     self._letters.define(factor, parts)
                     factor = parts[0]
                     rest.insert(0, parts[1])
                 axis.append(factor)
             if numel(axis) != size:
-                raise NoMapError("reshapes what does not divide")
+                raise NoMapError("it reshapes sizes that do not divide")
             axes.append(axis)
         return self._with(axes)
 
@@ -201,7 +201,7 @@ class Traced:
 def _alike(letters: Letters, one: list[Factor], other: list[Factor]) -> None:
     """Let two dimensions be the same."""
     if [numel([factor]) for factor in one] != [numel([factor]) for factor in other]:
-        raise NoMapError("joins what is cut in different ways")
+        raise NoMapError("it joins tensors that are cut in different ways")
     for mine, its in zip(one, other, strict=True):
         if mine != its:
             letters.define(its, [mine])
@@ -224,14 +224,14 @@ def joined(tensors: Sequence[Traced], dim: int = 0) -> Traced:
             low += one.shape[dim]
         axes[dim] = [whole]
     else:
-        raise NoMapError("joins what is arranged otherwise in each")
+        raise NoMapError("it joins tensors that are arranged differently")
     return Traced(letters, axes, frozenset().union(*(one.roots for one in tensors)))
 
 
 def stacked(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     """Return what `torch.stack` does."""
     del tensors, dim
-    raise NoMapError("stacks tensors of memory in the file")
+    raise NoMapError("it stacks tensors in the file")
 
 
 def rules_of(live: dict[str, Traced], saved: dict[str, Traced], letters: Letters) -> list[dict[str, Any]]:
@@ -244,7 +244,7 @@ def rules_of(live: dict[str, Traced], saved: dict[str, Traced], letters: Letters
         groups[roots] = names
     lost = live.keys() - frozenset().union(*groups)
     if lost:
-        raise NoMapError(f"leaves out {min(lost)}")
+        raise NoMapError(f"it leaves out {min(lost)}")
     made: list[dict[str, Any]] = []
     for roots, names in groups.items():
         sides: list[Any] = [
@@ -330,7 +330,7 @@ def model_of(config: dict[str, Any]) -> Any:  # noqa: ANN401
     transformers: Any = import_module("transformers")
     kind, names = config.get("model_type"), config.get("architectures") or []
     if kind not in transformers.CONFIG_MAPPING:
-        raise NoMapError(f"has no model of type {kind}")
+        raise NoMapError(f"there is no model of type {kind}")
     found = transformers.CONFIG_MAPPING[kind].from_dict(config)
     owner = getattr(transformers, names[0], None) if names else None
     with torch.device("meta"):

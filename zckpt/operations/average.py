@@ -37,9 +37,9 @@ class Averaged(Consolidated):
     Parameters
     ----------
     sources : tuple of dict
-        Of each source what it is, and its `weight` in the mean; all weights together are 1.
+        For each source what it is, and its `weight` in the mean; weights add up to 1.
     num_averaged, num_equal, num_from_last : int
-        Tensors of the model that are means, that are the same in all sources, and that are the last one's.
+        Tensors of the model that are means, that are equal in all sources, and that are the last source's.
     """
 
     sources: tuple[dict[str, object], ...]
@@ -67,12 +67,12 @@ def average(
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Averaged:
-    """Write the mean of checkpoints of one model, of any formats, world sizes and types, as one model.
+    """Average checkpoints of one model, of any formats, world sizes and types, into one model.
 
-    Of every source the masters count if it has them, else the weights. The mean is computed in float32 (float64 where a
-    source has float64) and rounded once, to the target's type. Of several sources, each root is the folder in which all
-    of them lie on another node. Names are changed in every source that has them, and a map goes in the direction that
-    fits the first.
+    Uses each source's masters if it has them, otherwise its weights. The mean is computed in float32 (float64 if a
+    source has float64) and rounded once, to the target's type. With several sources, each root is a directory of
+    another node that holds all of them. Names are changed in every source that has them, and a map goes in the
+    direction that fits the first.
 
     Parameters
     ----------
@@ -81,28 +81,28 @@ def average(
     target : path-like
         As for `consolidate`.
     weights : sequence of float, optional
-        One for each source, in any unit: they are divided by their sum. Negative ones subtract. By default the same.
+        One per source, in any unit: they are divided by their sum. Negative ones subtract. Default: equal weights.
     ema : float, optional
-        Instead of weights: an exponential average over the sources in their order, oldest first. What it was stays by
-        this factor, and 1 - `ema` of the next source is added.
+        Instead of weights: an exponential average over the sources, oldest first: `ema` x the average so far + (1 -
+        `ema`) x the next source.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
         As for `consolidate`; sources of different types without masters give float32.
     slots : "all" or sequence of str
-        Slots of the optimizer that are averaged too, as `consolidate` writes them; every source must have them. Param
-        groups, steps and hyperparameters are the last source's.
+        Optimizer slots to average as well, written as by `consolidate`; every source must have them. Param groups,
+        steps and hyperparameters are the last source's.
     from_last : sequence of str
-        Shell patterns of names: these tensors are not averaged but the last source's. Tensors of integers, bools,
-        complex numbers and 8-bit floats must be the same in all sources, or be named here.
+        Shell patterns of names: these tensors are taken from the last source. Tensors of integers, bools, complex
+        numbers and 8-bit floats must be equal in all sources, or be named here.
     tied, exclude_frozen, max_shard_size
-        As for `consolidate`. Names that are one parameter in every source stay one.
+        As for `consolidate`. Names that are one parameter in every source stay tied.
     config : path-like, optional
         As for `consolidate`; by default the first source's.
     dequantize : bool
-        Take weights of few bits, and quantised state of optimizers, as the numbers that they stand for.
+        Average low-bit weights and quantised optimizer state as the floats that they stand for.
     quantize : str, optional
         Write the mean in few bits, as `consolidate` does.
     verify : bool
-        Compute everything once more after writing, and compare every byte.
+        After writing, compute everything again and compare every byte.
     **shared
 
     Returns
@@ -112,7 +112,7 @@ def average(
     Raises
     ------
     UsageError
-        An option that cannot be used; the sources are not of one model.
+        An option cannot be used, or the sources are not of one model.
     SourceError
         A source cannot be read or contradicts itself.
     TargetError
@@ -130,8 +130,8 @@ def average(
         found = with_floats(*found)
     for one in found:
         if codes := codes_in(one):
-            raise UnsupportedError(f"{listed(codes)}: codes of few bits, of which there is no mean", path=named(one),
-                                   advice="--dequantize averages the numbers that they stand for")  # fmt: skip
+            raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=named(one),
+                                   advice="--dequantize averages the floats that they stand for")  # fmt: skip
     naming = Naming(**only(Renaming, shared))
     alike, notes = naming.of_all(found)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
@@ -140,11 +140,12 @@ def average(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
     num_averaged, num_equal, num_from_last = mean.counts()
-    said = [f"the mean of {len(shares)} checkpoints, by {', '.join(f'{share:.6g}' for share in shares)}"]
+    weighted = "equal weights" if len(set(shares)) == 1 else "weights " + ", ".join(f"{share:.6g}" for share in shares)
+    said = [f"the mean of {len(shares)} checkpoints, with {weighted}"]
     if num_equal:
-        said.append(f"not averaged, for they are no numbers and the same in all: {num_equal}")
+        said.append(f"not averaged, because they are not floats and equal in all: {num_equal}")
     if num_from_last:
-        said.append(f"not averaged but the last one's: {num_from_last}")
+        said.append(f"not averaged, but taken from the last checkpoint: {num_from_last}")
     return Averaged(
         **{**done.fields(), "notes": (*notes, *done.notes, *left_out, *said)},
         num_tensors=num_tensors,
@@ -175,23 +176,23 @@ def _opened(
 def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[Rule, list[float]]:
     """Return how a mean is computed, and the share of each source in it."""
     if count < 2:
-        raise UsageError("a mean needs several checkpoints", expected="two or more", found=count)
+        raise UsageError("averaging needs several checkpoints", expected="two or more", found=count)
     if ema is not None:
         if weights is not None:
-            raise UsageError("weights and an exponential average exclude each other", expected="--weights or --ema")
+            raise UsageError("--weights and --ema exclude each other", expected="one of them")
         if not 0 <= ema <= 1:
-            raise UsageError("unusable decay", expected="a number from 0 to 1", found=ema)
+            raise UsageError("unusable --ema", expected="a number from 0 to 1", found=ema)
         shares = [ema ** (count - 1)] + [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
         return lambda slots, dtype: Decayed(slots, dtype, ema), shares
     used = [1.0] * count if weights is None else [float(one) for one in weights]
     if len(used) != count:
-        raise UsageError("as many weights as checkpoints are needed", expected=count, found=len(used))
+        raise UsageError("--weights needs one number per checkpoint", expected=count, found=len(used))
     if not all(map(math.isfinite, used)):
-        raise UsageError("unusable weights", expected="finite numbers", found=", ".join(map(str, used)))
+        raise UsageError("unusable --weights", expected="finite numbers", found=", ".join(map(str, used)))
     most = max(map(abs, used))
     total = math.fsum(one / most for one in used) if most else 0.0  # of any unit: the sum itself may be too large
     if abs(total) <= LEAST_SUM:
-        raise UsageError("the weights add up to nothing, by which they are divided", found=", ".join(map(str, used)))
+        raise UsageError("the weights add up to zero", found=", ".join(map(str, used)))
     shares = [one / most / total for one in used]
     return lambda slots, dtype: Mean(slots, dtype, tuple(shares)), shares
 
@@ -203,10 +204,10 @@ def _check_adapters(sources: Sequence[Checkpoint]) -> None:
     for one, scale in zip(sources, scales, strict=True):
         if scale != scales[0]:
             raise UsageError(
-                f"an adapter that is scaled otherwise than {named(sources[0])}",
+                f"the adapter's scale differs from {named(sources[0])}",
                 path=named(one),
                 expected=f"the same {', '.join(SCALED_BY)}",
-                advice="merge each with merge-adapter, and average the models",
+                advice="merge each one with `zckpt merge-adapter`, and average the models",
             )
 
 
@@ -221,8 +222,8 @@ def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> 
     first = mean.equal[different[0].index]
     labels = list(dict.fromkeys(one.label.partition("/")[2] for one in different))
     raise UsageError(
-        f"{listed(labels)}: not the same as in {named(sources[0])}, and a mean would mean nothing",
+        f"{listed(labels)}: differs from {named(sources[0])}, and cannot be averaged",
         path=named(sources[first[1]]),
-        expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " that is the same in all",
-        advice=f"--from-last '{labels[0]}' takes the last one's",
+        expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " values that are equal in all",
+        advice=f"--from-last '{labels[0]}' takes the last source's",
     )

@@ -79,7 +79,7 @@ class Combined:
                     path=named(source),
                     expected=ones[0].shape,
                     found=one.shape,
-                    advice="only checkpoints of one model are averaged",
+                    advice="only checkpoints of one model can be averaged",
                 )
         owned = any(one.group is not None or MASTER in one.slots for one in ones)
         frozen = any(one.frozen for one in ones) and not owned
@@ -109,10 +109,10 @@ class Combined:
         lacks = [key not in one.slots or one.slots[key].shape != slots[0].shape for one in ones]
         if any(lacks):
             raise UsageError(
-                f"{key} of {name} is not there, or has another shape",
+                f"{key} of {name} is missing, or has another shape",
                 path=named(self.sources[lacks.index(True)]),
                 expected=f"{slots[0].shape}, as in the others",
-                advice="leave it out of --slots",
+                advice="omit it from --slots",
             )
         if name in self.last:
             return slots[-1]
@@ -150,11 +150,11 @@ def combined(
         raise UsageError(
             "its optimizer's parameters have no names",
             path=named(next(one for one in sources if one.unnamed)),
-            advice="give them with --names, or average without --slots",
+            advice="give --names, or average without --slots",
         )
     if chosen == ["all"]:
         for one in sources:
-            refuse_rank_values(one, advice="name those that are for each element, as --slots master,exp_avg does")
+            refuse_rank_values(one, advice="name the slots with one value per element, such as --slots=master,exp_avg")
             refuse_beside(one)
     every = _by_name(sources)
     for pattern in from_last:
@@ -207,9 +207,9 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
     for at, names in missing.items():
         has = next(source for source in sources if any(one.name == names[0] for one in source.tensors()))
         raise UsageError(
-            f"{len(names)} of the tensors of {named(has)} not in it: {listed(names)}",
+            f"lacks {len(names)} of the tensors of {named(has)}: {listed(names)}",
             path=named(sources[at]),
-            advice="only checkpoints of one model are averaged",
+            advice="only checkpoints of one model can be averaged",
         )
     return every
 
@@ -257,7 +257,7 @@ class _ModelProof(Proof):
             for hole in one.holes
             for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
         ]
-        self.verified = check_same(sets, "are not what is computed", self.how)
+        self.verified = check_same(sets, "differ from the computed values", self.how)
 
 
 def write_computed(

@@ -41,7 +41,7 @@ from zckpt.storage.ownership import Owned, called
 
 ADAPTER_NAME = "adapter_model.safetensors"
 
-NO_CONFIG = f"no {CONFIG_NAME} goes along, which from_pretrained wants; --config DIR says where one is"
+NO_CONFIG = f"no {CONFIG_NAME} was found, which from_pretrained needs; give its directory with --config DIR"
 
 TIED = ("duplicate", "drop")
 OWNED = Owned(called(OWN_MODEL))
@@ -70,11 +70,11 @@ class Chosen:
         check_choice("dtype", self.dtype, (None, *DTYPES))
         check_choice("tied", self.tied, TIED)
         if self.max_shard_size < 1:
-            raise UsageError("sizes must be positive", found=self.max_shard_size)
+            raise UsageError("--memory and sizes must be positive", found=self.max_shard_size)
         if self.quantize is not None:
             block_of(self.quantize)
             if self.slots:
-                raise UsageError("a quantised model is written without its optimizer", expected="no --slots")
+                raise UsageError("a quantised model cannot be written with its optimizer", expected="no --slots")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -106,40 +106,40 @@ def consolidate(
     hyperparameters: Place | None = None,
     **shared: Unpack[Filled],
 ) -> Consolidated:
-    """Write the model of a checkpoint, whole, under the parameters' own names.
+    """Merge a checkpoint's shards into one model, under the parameters' own names.
 
     Parameters
     ----------
     source : path-like or Checkpoint
     target : path-like
-        `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name, but for those that
-        end as other programs' files do: a directory in Hugging Face's layout, `model.safetensors` or shards with an
-        index, and next to them the configuration and tokenizer that the source has. Of an adapter of PEFT, with its
-        `adapter_config.json`, a directory that PEFT loads.
+        `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name, except with endings
+        of other programs' files: a directory in Hugging Face's layout, with `model.safetensors` or shards and their
+        index, and the source's configuration and tokenizer. For a PEFT adapter with its `adapter_config.json`, a
+        directory that PEFT loads.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
-        Element type of trained parameters; frozen parameters and buffers keep theirs. By default masters are
-        written as float32 and parameters without a master in their own type. "keep": the model's own type.
+        Element type of trained parameters; frozen parameters and buffers keep theirs. Default: float32 for masters,
+        otherwise the parameter's own type. "keep": the model's own type.
     slots : "all" or sequence of str
         Optimizer slots to write to a second file, `x.optimizer.safetensors` or `x.optimizer.pt` next to the target
-        (for a directory, `optimizer.safetensors` in it). The masters are among "all" where the model's file does not
-        hold them exactly.
+        (for a directory, `optimizer.safetensors` in it). "all" includes the masters if the model's file does not hold
+        them exactly.
     tied : {"duplicate", "drop"}
-        Whether a tied parameter is written under all its names or its owner's only.
+        Whether a tied parameter is written under all its names, or under one only.
     exclude_frozen : bool
     max_shard_size : int, bytes
         Of each file of a directory.
     config : path-like, optional
-        The directory whose `config.json`, tokenizer and so on go into a directory; by default the source's, or
-        `huggingface/` in it, but with a `map`.
+        Directory with the `config.json`, tokenizer and so on to copy into a target directory. Default: the source's, or
+        `huggingface/` in it, except with a `map`.
     dequantize : bool
-        Write weights of few bits as the numbers that they stand for, and quantised state of the optimizer
-        (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
+        Write low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
+        torchao's 8-bit, 4-bit or fp8) as float32, under torch's names for Adam.
     quantize : str, optional
-        "fp8-block", or "fp8-block:ROWSxCOLUMNS": write the weights of linear layers, into a directory, as releases in
-        block FP8 have them, by default in blocks of 128 x 128.
+        "fp8-block", or "fp8-block:ROWSxCOLUMNS": write linear layers' weights, into a directory, in block FP8 as
+        released models have it. Default block size: 128 x 128.
     hyperparameters : path-like, optional
-        A JSON list with an object for each param group, for a source that holds none (DeepSpeed's elastic form):
-        torch's optimizers do not step without.
+        A JSON list with one object per param group, for a source without hyperparameters (DeepSpeed's elastic form):
+        torch's optimizers cannot step without them.
     **shared
 
     Returns
@@ -149,7 +149,7 @@ def consolidate(
     Raises
     ------
     UsageError
-        An option that cannot be used.
+        An option cannot be used.
     SourceError
         The source cannot be read or contradicts itself (`WeightMismatchError`, `LayoutError`, ...).
     TargetError
@@ -167,16 +167,16 @@ def consolidate(
     if dequantize:
         if not slots and not codes_in(found):
             raise UsageError(
-                "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
+                "--dequantize applies to the optimizer's slots, which are not written", advice="add --slots=all"
             )
         left_out = left_with_codes(found)
         [found] = with_floats(found)
     if hyperparameters is not None:
         if not (slots and found.is_bare):
             raise UsageError(
-                "--hyperparameters are for --slots, of a checkpoint that holds none",
+                "--hyperparameters only applies to --slots of a checkpoint without hyperparameters",
                 path=found.source,
-                found="its own, which are carried" if slots else "no --slots",
+                found="a checkpoint with hyperparameters" if slots else "no --slots",
             )
         groups = found.param_groups
         stated = read_hyperparameters(hyperparameters, len(groups))
@@ -212,7 +212,7 @@ def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> d
     given = None if chosen.config is None else Path(chosen.config)
     if kind_of_model(path) != DIRECTORY:
         if given is not None:
-            raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
+            raise UsageError("--config needs a directory as the target", path=path, expected="the name of a directory")
         return {}
     found = find_assets(checkpoint, given)
     if given is not None or how.options["map"] in (None, TRANSFORMERS):
@@ -242,19 +242,22 @@ def lay_out(
     assets = assets_of(checkpoint, path, chosen, how)
     if CONFIG_NAME in assets and not is_adapter(tensors, assets) and has_live_adapter(tensors):
         raise UsageError(
-            "has an adapter in it, under names of which from_pretrained would load none",
+            "has an adapter in it, and from_pretrained would load none of its names",
             path=checkpoint.source,
             expected="the model's own names",
-            advice="`zckpt merge-adapter SOURCE SOURCE TARGET` merges it; x.safetensors as TARGET takes all as it is",
+            advice="`zckpt merge-adapter SOURCE SOURCE TARGET` merges it; or write everything unchanged to "
+            "x.safetensors",
         )
     copied = copies_of(assets)
     types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
     dtype = types.most_common(1)[0][0] if types and how.options.get("dequantize") else None
     if chosen.quantize is not None:
         if CONFIG_NAME not in assets:
-            raise UsageError("--quantize writes a directory with config.json", path=path, advice="--config DIR")
+            raise UsageError(
+                "--quantize needs a config.json in the target directory", path=path, advice="give --config DIR"
+            )
         if codes_in(checkpoint):
-            raise UsageError("is quantised", path=checkpoint.source, advice="add --dequantize")
+            raise UsageError("is already quantised", path=checkpoint.source, advice="add --dequantize")
         told = json.loads(assets[CONFIG_NAME].read_bytes())
         tensors, quantisation = in_block_fp8(tensors, block_of(chosen.quantize), told, checkpoint.source)
         settings = {**(settings or {}), "quantization_config": quantisation}
@@ -312,10 +315,10 @@ def _optimizer_file(checkpoint: Checkpoint, path: Path, chosen: list[str], dtype
     kind = kind_of_model(path)
     if kind == TORCH and checkpoint.is_bare:
         raise UnsupportedError(
-            "its param groups have no hyperparameters, without which torch's optimizers load state and do not step",
+            "its param groups have no hyperparameters; torch's optimizers would load the state, but could not step",
             path=checkpoint.source,
-            advice="give them to `zckpt consolidate` with --hyperparameters FILE, a JSON list with an object for each "
-            "param group; or give the target a name that ends in .safetensors",
+            advice="give `zckpt consolidate` --hyperparameters FILE, a JSON list with one object per param group; "
+            "or use a target name that ends in .safetensors",
         )
     name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.assets import CONFIG_NAME
+from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
-from zckpt.naming import Naming
+from zckpt.naming import AS_IT_IS, Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
@@ -35,42 +36,41 @@ def convert(
     dequantize: bool = False,
     **given: Unpack[Converted],
 ) -> Written:
-    """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
+    """Convert a checkpoint to another format: model, masters, every optimizer slot, param groups and everything else.
 
     Parameters
     ----------
     source : path-like or Checkpoint
-        Anything that `open` reads, or has opened.
+        Anything that `open` reads, or returned.
     target : path-like
-        A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
-        `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
+        A directory that does not exist. With `to="consolidated"`, also a name that ends in .pt, .pth or .bin, for one
+        file. With `to="universal"`, its parent gets `latest_universal`, which names it, as DeepSpeed expects.
     to : str
-        A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "torch-checkpointing", "transformers-trainer", "accelerate", "megatron", or one of another
+        The target format: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
+        "fsdp-rank-files", "torch-checkpointing", "transformers-trainer", "accelerate", "megatron", or one from another
         package.
     verify : bool
-        Compare all that was written with the source, before it gets its name.
+        After writing, compare every byte with the source.
     fingerprint : bool, optional
-        Record the fingerprint of what was written with it; by default for `zckpt` only.
+        Store the target's fingerprint with it. Default: only for `zckpt`.
     dequantize : bool
-        Write weights of few bits as the numbers that they stand for, and quantised state of the optimizer
-        (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
+        Write low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
+        torchao's 8-bit, 4-bit or fp8) as float32, under torch's names for Adam.
     **shared
     **options
-        What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
-        and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
-        default one; any number of ranks loads it. `zero-redundancy`: world_size, to write each rank's own file as well.
-        `fsdp-rank-files`: world_size, fsdp_version, fsdp_size, device, groups, units, which `zckpt formats` explains.
-        `torch-checkpointing`: world_size, by default the source's, keys, device.
-        `consolidated`, `dcp`, `zero-redundancy`: dtype of trained parameters in the model, by default "keep". None is
-        as if it were not given.
+        Options of the format, which `zckpt formats` explains. `deepspeed`: world_size, stage, elastic, round_robin and
+        parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the number of files, by default
+        one; any number of ranks can load them. `zero-redundancy`: world_size, to write each rank's own file as well.
+        `fsdp-rank-files`: world_size, fsdp_version, fsdp_size, device, groups, units. `torch-checkpointing`:
+        world_size, by default the source's, keys, device. `consolidated`, `dcp`, `zero-redundancy`: dtype of trained
+        parameters in the model, by default "keep". None means not given.
 
     Raises
     ------
     UsageError
-        An option that cannot be used.
+        An option cannot be used.
     SourceError
-        The source cannot be read, contradicts itself, or holds what the format cannot.
+        The source cannot be read, contradicts itself, or holds something that the format cannot.
     TargetError
         The target exists or cannot be written.
     """
@@ -79,7 +79,7 @@ def convert(
     written = get(to)
     if not written.writes:
         expected = ", ".join(one.name for one in formats() if one.writes)
-        raise UsageError(f"{to} is read and not written", expected=expected)
+        raise UsageError(f"{to} can be read, but not written", expected=expected)
     chosen = choose(written.options, options, to)
     naming = Naming(**only(Renaming, given))
     whole = opened(source, **given)
@@ -101,8 +101,8 @@ def convert(
         laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
         if dequantize and CONFIG_NAME in laid.copied and codes_in(whole):
             raise UnsupportedError(
-                f"its {CONFIG_NAME} says that weights are quantised, and would go along with {to}",
-                advice="`zckpt consolidate --dequantize` writes a plain model, which is converted then",
+                f"its {CONFIG_NAME} says that weights are quantised, which would not be true for {to}",
+                advice="`zckpt consolidate --dequantize` writes a plain model, which you can then convert",
             )
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = SlotsProof(checkpoint, path, laid, how, drop, verify, recorded)
@@ -110,12 +110,12 @@ def convert(
         found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
         sources=left.sources(found),
     )  # fmt: skip
-    notes = (*notes, *left_out, *done.notes, *_of_optimizers(checkpoint, written))
+    notes = (*notes, *left_out, *done.notes, *_of_optimizers(checkpoint, written, getattr(chosen, "dtype", None)))
     return replace(done, notes=notes, missing=left.missing, filled=left.filled)
 
 
-def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
-    """Return a checkpoint as `convert` would lay it out in a format, given no options.
+def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) -> Checkpoint:
+    """Return a checkpoint as `convert` would lay it out in a format, given no options but those of names.
 
     Raises
     ------
@@ -125,25 +125,34 @@ def as_converted(found: Checkpoint, written: Format) -> Checkpoint:
         It has what no other format can hold.
     """
     check_nothing_lost([found], ())
-    if not written.keeps_ranks:
+    if naming.changes or not written.keeps_ranks:
         round_means(found)
-    return _as_expected(found, written)
+    return _as_expected(under_names(found, naming)[0], written)
 
 
-def _of_optimizers(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
-    """Say what becomes of several optimizers, and of one without hyperparameters, in formats of other programs."""
+def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -> tuple[str, ...]:
+    """Say what becomes of several optimizers, of masters, and of no hyperparameters, in formats of other programs."""
     notes, names = [], checkpoint.optimizers()
+    if dtype not in (None, "float32") and MASTER in optimizer_slots(checkpoint, dtype):
+        reader = ", and zckpt.dcp.Reader reads them from here" if written.name == "dcp" else ""
+        notes.append(
+            f"other programs read the weights, and not the masters, which the optimizer's state holds: "
+            f"--dtype float32 writes the masters as the weights{reader}"
+        )
     if checkpoint.is_bare and written.name != checkpoint.format:
         notes.append(
-            "the source holds no hyperparameters of its param groups, and so the target has none, without which "
-            "torch's optimizers load its state and do not step; zckpt.load leaves a live optimizer its own"
+            "the source has no hyperparameters for its param groups, so the target has none; torch's optimizers "
+            "load its state, but cannot step; zckpt.load keeps the live optimizer's own"
         )
     if keeps_beside(checkpoint) and written.name != checkpoint.format:
-        notes.append("what the optimizer kept besides state of parameters is for zckpt.load: its own program sees none")
+        notes.append(
+            "only zckpt.load restores what the optimizer kept in addition to parameter state: its own "
+            "program does not see it"
+        )
     if names and not written.keeps_optimizers:
         notes.append(
-            f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of "
-            f"which, only zckpt's own metadata says"
+            f"the param groups of {' and '.join(names)} are written one after another as those of one optimizer; "
+            "only zckpt's metadata says which is whose"
         )
     return tuple(notes)
 
@@ -154,7 +163,7 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
     if own is not None and own.family and own.family == written.family:
         checkpoint = as_filed(checkpoint)
     if written is not own:  # its own format knows when it can go along
-        refuse_rank_values(checkpoint, expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks")
+        refuse_rank_values(checkpoint, expected=f"--to={checkpoint.format} at {checkpoint.topology.dp} ranks")
     return checkpoint
 
 

@@ -32,7 +32,6 @@ from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.files import opened
 from zckpt.storage.ownership import Owned, called, check_target
-from zckpt.storage.room import write_errors
 
 ALGORITHM = "xxh3-128"
 
@@ -67,7 +66,7 @@ def publish(
     """
     match = NAME.fullmatch(target.name)
     if match is None or int(match[1]) == 0:
-        raise UsageError("is not called as a version", path=target, expected="weight_v000001, or a later one")
+        raise UsageError("is not named like a version", path=target, expected="weight_v000001, or a later one")
     check_target(target, overwrite=overwrite, owned=_OWNED)
 
     def change(one: tuple[str, Slot, Slot]) -> tuple[_Change | None, int]:
@@ -89,7 +88,6 @@ def publish(
     if dry_run:
         return sorted(one.name for one in changes()), 0
     with (
-        write_errors(target),
         written([target], overwrite=overwrite, owned=_OWNED) as [made],
         closing(changes()) as some,
     ):
@@ -137,7 +135,7 @@ def pairs(base: Checkpoint, result: Checkpoint) -> list[tuple[str, Slot, Slot]]:
     if about[0] != about[1]:
         name = min(name for name in about[0].keys() | about[1].keys() if about[0].get(name) != about[1].get(name))
         raise UnsupportedError(
-            f"{name} is not the same tensor in both, and only bytes of such can be published", path=result.named,
+            f"{name} differs in shape or type, so its changed bytes cannot be published", path=result.named,
             expected=about[0].get(name, "nothing"), found=about[1].get(name, "nothing"),
         )  # fmt: skip
     return [(name, slot, after[name]) for name, slot in before.items()]
@@ -164,7 +162,7 @@ def apply_published(
     folder, slots = Path(model.source), _weights(model)
     if model.format != "safetensors" or not folder.is_dir():
         raise SourceError(
-            "is no model that a version is applied to", path=folder, expected="a directory of safetensors"
+            "is not a model that a version can be applied to", path=folder, expected="a directory of safetensors"
         )
     by_name: dict[str, list[Delta]] = {}
     versions = chain(folder, last)
@@ -197,7 +195,6 @@ def apply_published(
         deque(changes(), maxlen=0)
     else:
         with (
-            write_errors(target),
             written([target], overwrite=overwrite, owned=owned) as [made],
             closing(changes()) as some,
         ):

@@ -17,19 +17,19 @@ def fingerprint(
     dequantize: bool = False,
     **shared: Unpack[Compared],
 ) -> Fingerprint:
-    """Return the fingerprint of a checkpoint; every element is read once, in parallel and in bounded memory.
+    """Return a checkpoint's fingerprint. Reads every element once, in parallel and in bounded memory.
 
     Parameters
     ----------
     source : path-like or Checkpoint
     dequantize : bool
-        As for `diff`: the fingerprint of the checkpoint with quantised state as floats.
+        As for `diff`: the fingerprint with quantised state as floats.
     **shared
 
     Raises
     ------
     UnsupportedError
-        Optimizer state that belongs to no parameter.
+        There is optimizer state that belongs to no parameter.
     SourceError
         The checkpoint cannot be read.
     """

@@ -148,8 +148,10 @@ def check_fits(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool
     check_room(nearest(target), nbytes, files, replaced=os.path.lexists(target))
 
 
-def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, memory: int) -> Foresight:
-    """Look at what a plan will take; `memory` bounds copy buffers, the rest is as for `check_fits`.
+def foresee(
+    plan: Plan, reads: dict[str, Reads], names: Sequence[Path], target: Path, *, is_file: bool, memory: int
+) -> Foresight:
+    """Look at what a plan will take; `reads`: of its files; `memory` bounds copy buffers; the rest as for `check_fits`.
 
     Raises SourceError: a file cannot be read.
     """
@@ -160,7 +162,6 @@ def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, m
         raise
     except OSError:  # its directory is not there, or of no file system that says
         found = None
-    reads = reads_of(plan.files)
     read = read_rate(_sample(reads)) if reads else None
     write = write_rate(nearest(target), min(SAMPLE_NBYTES, plan.write_nbytes)) if found and plan.write_nbytes else None
     seconds = None if write is None else plan.write_nbytes / write + (plan.read_nbytes / read if read else 0.0)
@@ -177,19 +178,16 @@ def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, m
     )
 
 
-def reads_of(files: Iterable[FilePlan]) -> dict[str, Reads]:
-    """Return what a plan reads of each source file, in the order in which it comes to them."""
-    found: dict[str, Reads] = {}
-    for one in files:
-        cuts = [each.cut for each in one.fills if each.cut is not None]
-        for path, offset, nbytes in ranges_of(cuts, BATCH_NBYTES):
-            found.setdefault(path, Reads()).add(offset, nbytes)
-        for copy in (copy for each in one.fills if each.cut is None for copy in each.copies):
-            for path, offset, nbytes, count in _ranges(copy):
-                found.setdefault(path, Reads()).add(offset, nbytes, count)
-        for path, offset, nbytes in (window for pack in one.file.packs for window in pack.ranges()):
-            found.setdefault(path, Reads()).add(offset, nbytes)
-    return found
+def note_reads(found: dict[str, Reads], one: FilePlan) -> None:
+    """Add what a target file's plan reads of each source file, in the order in which it comes to them."""
+    cuts = [each.cut for each in one.fills if each.cut is not None]
+    for path, offset, nbytes in ranges_of(cuts, BATCH_NBYTES):
+        found.setdefault(path, Reads()).add(offset, nbytes)
+    for copy in (copy for each in one.fills if each.cut is None for copy in each.copies):
+        for path, offset, nbytes, count in _ranges(copy):
+            found.setdefault(path, Reads()).add(offset, nbytes, count)
+    for path, offset, nbytes in (window for pack in one.file.packs for window in pack.ranges()):
+        found.setdefault(path, Reads()).add(offset, nbytes)
 
 
 def _ranges(copy: Copy) -> Iterator[tuple[str, int, int, int]]:

@@ -42,9 +42,9 @@ class Recorded:
     name : str
         Its path within the run.
     step : int or None
-        As its files say, else its name.
+        From its files, or else from its name.
     saved : float, seconds
-        When a file in it was last written, since 1970.
+        Time of the last write to one of its files, since 1970.
     nbytes : int, bytes
         Of all files in it.
     format : str or None
@@ -54,13 +54,13 @@ class Recorded:
     why : str or None
         What is wrong with it.
     latest : bool
-        Whether a file of the run, or a link that is called so, says that it is the latest.
+        Whether a file of the run, or a link called `latest`, names it.
     named_by : tuple of str
-        These files, and all links in the run that lead to it, or into it.
+        These files, and all links in the run that lead to it or into it.
     fingerprint : str or None
-        That was recorded with it, or computed.
+        Recorded with it, or computed.
     equal : tuple of str
-        Names of others with the same fingerprint.
+        Names of other checkpoints with the same fingerprint.
     """
 
     path: str
@@ -85,14 +85,14 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class History(Brief):
-    """The checkpoints of a run, those beside each other in the order of their steps.
+    """The checkpoints of a run; those in one directory are ordered by step.
 
     Parameters
     ----------
     run : str
     checkpoints : list of Recorded
     leftovers : list of str
-        What a write, or a removal, that was interrupted has left.
+        Leftovers of interrupted writes and removals.
     """
 
     run: str
@@ -108,28 +108,28 @@ class History(Brief):
 
 @shares(Copying)
 def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **shared: Unpack[Copying]) -> History:
-    """List every checkpoint at or below a run's directory, of whatever formats. Changes nothing.
+    """List every checkpoint in or below a run directory, of any format. Changes nothing.
 
     Parameters
     ----------
     source : path-like
-        A run's directory, or one that several runs are in.
+        A run directory, or a directory of several runs.
     deep : bool
-        Read every byte of each, to tell whether it is sound.
+        Read every byte of each to check that it is sound.
     fingerprint : bool
-        Compute the fingerprints that were not recorded.
+        Compute fingerprints that were not recorded.
     **shared
 
     Raises
     ------
     UsageError
-        Options that do not go together.
+        Options contradict each other.
     SourceError
         There is no such directory, or no checkpoint in it.
     """
     run = Path(source)
     if shared["direct"] and not (deep or fingerprint):
-        raise UsageError("a sample is not read past the page cache", expected="direct with deep or fingerprint")
+        raise UsageError("--direct does not apply to a sample", expected="--deep or --fingerprint with it")
     every = units_of(run)
     around = Around.of(run, every)
     found = [look(one, around, deep=deep, fingerprint=fingerprint, **shared)[0] for one in every]
@@ -146,10 +146,10 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
 def units_of(run: Path) -> list[Unit]:
     """Return the checkpoints of a run. Raises SourceError: there are none."""
     if not run.is_dir():
-        raise SourceError("is no directory", path=run, advice="give that of a run")
+        raise SourceError("is not a directory", path=run, advice="give a run directory")
     found = list(units(run))
     if not found:
-        raise SourceError("no checkpoint is in it, of any format that zckpt reads", path=run)
+        raise SourceError("holds no checkpoint of a format that zckpt reads", path=run)
     return found
 
 

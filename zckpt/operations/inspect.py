@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 from zckpt.formats.account import take_inventory
@@ -16,6 +18,7 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
+from zckpt.operations.scan import ITEMS, scan_files
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.brief import Brief
 from zckpt.torchfile import FromFile, plain
@@ -38,34 +41,34 @@ class Inspection(Brief):
     step : int or None
     loss_scale : object
     saved : str or None
-        When one of its files was last written, as a date of ISO 8601 in UTC; None: nothing says it.
+        Time of the last write to one of its files, as an ISO 8601 date in UTC; None if unknown.
     num_parameters, num_elements, num_trainable_elements, num_frozen : int
-        Each parameter once, tied names and buffers aside.
+        Each parameter once, without tied names and buffers.
     num_tied, num_buffers : int
     slots : dict
         By name: `dtypes`, `num_parameters`, `num_elements`, `nbytes`.
     param_groups : list of dict
         Hyperparameters, `state`, and the names of the `parameters`.
     per_rank : list of dict
-        State of the optimizer that other ranks could do nothing with.
+        Optimizer state that is of no use to other ranks.
     parameters, buffers, unnamed : list of dict
         `name`, `shape`, `dtype`, `slots`, `group`, `frozen`, `tied_to`.
     padding : dict
-        `num_elements` and `nbytes`, and by rank in `ranks`.
+        `num_elements`, `nbytes`, and the same by rank in `ranks`.
     files : list of dict
     nbytes, unreferenced_nbytes : int, bytes
-        Of all files, and of storages in them that no tensor uses.
+        Size of all files, and of storages in them that no tensor uses.
     details : object
         Facts of the format, by name.
     metadata : list of str
-        Keys of what else the files hold.
+        Keys of everything else in the files.
     left_out : list of dict
-        What nothing has read.
+        What zckpt did not read.
     missing : list of dict
-        What lost files held: `name`, `slot`, `shape`, and the `ranges` of it, where that is known.
+        What lost files held: `name`, `slot`, `shape`, and its `ranges` if known.
     warnings : list of str
     inventory : dict or None
-        Everything that the files hold, and what became of it, where that was asked for.
+        Everything in the files, and what became of it, if requested.
     """
 
     source: str
@@ -122,15 +125,15 @@ def inspect(
     ----------
     source : path-like or Checkpoint
     include_globals : bool
-        Also list, for each pickle in each file, the globals that it mentions.
+        Also list the classes and functions that each pickle names.
     include_inventory : bool
-        Also list everything that the files hold, and what became of it; what is left out is listed in any case.
+        Also list everything in the files, and what became of it; what is left out is always listed.
     **shared
 
     Raises
     ------
     UsageError
-        An option that cannot be used.
+        An option cannot be used.
     SourceError
         The source cannot be opened.
     """
@@ -165,9 +168,11 @@ def inspect(
         files=[
             {
                 **_values(one, FILE_FIELDS),
-                **({"globals": {key: list(names) for key, names in one.globals.items()}} if include_globals else {}),
+                **({} if named is None else {"globals": named}),
             }
-            for one in checkpoint.files
+            for one, named in zip(
+                checkpoint.files, _globals(checkpoint) if include_globals else repeat(None), strict=False
+            )
         ],
         nbytes=sum(file.nbytes for file in checkpoint.files),
         unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
@@ -188,6 +193,16 @@ def _saved(checkpoint: Checkpoint) -> str | None:
         with suppress(OSError):
             times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands; in a store, what that says
     return datetime.fromtimestamp(max(times), timezone.utc).isoformat(timespec="seconds") if times else None
+
+
+def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
+    """Yield what each pickle of each file names; those of its items, if it has some, together."""
+    for path, scanner in scan_files(Path(one.path) for one in checkpoint.files):
+        found: dict[str, set[str]] = {}
+        for one in scanner.mentions:
+            record = "items" if path.suffix == ITEMS else one.record or "pickle"
+            found.setdefault(record, set()).add(f"{one.module}.{one.name}")
+        yield {record: sorted(names) for record, names in found.items()}
 
 
 def _slots(checkpoint: Checkpoint) -> dict[str, object]:

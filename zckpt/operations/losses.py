@@ -68,9 +68,9 @@ def check_nothing_lost(
             raise LeftOutError(
                 f"{what} in it would be lost: {listed(said, most=SHOWN)}",
                 path=one.named,
-                advice=f"{'--names FILE may tell what they are (see the warnings); ' if unnamed else ''}"
-                f"to write without, give --drop '{escape(names[0]) if len(names) == 1 else shared}'; "
-                "`zckpt inspect --files` shows everything",
+                advice=f"{('--names FILE may identify them (see the warnings); ' if unnamed else '')}to write "
+                f"without this, give --drop '{(escape(names[0]) if len(names) == 1 else shared)}'; `zckpt inspect "
+                "--files` shows everything",
                 names=names,
             )
         found += (f"{item.name} ({item.about})" for item in dropped)
@@ -97,7 +97,7 @@ def without_rank_values(
     moments = [value for value in gone if not value.is_single or value.in_group]
     if moments:
         raise UnsupportedError(
-            f"{keys_listed(moments)}: is the optimizer's state itself, and not dropped by itself",
+            f"{keys_listed(moments)}: is the optimizer's state itself, and cannot be dropped separately",
             path=checkpoint.source,
             advice="`zckpt consolidate` writes the model without the optimizer",
         )
@@ -106,7 +106,7 @@ def without_rank_values(
     ranks: dict[str, set[tuple[int, int]]] = {}
     for value in gone:
         ranks.setdefault(value.key, set()).add((value.mp_rank, value.rank))
-    named = tuple(f"{key} (a value of its own on each of {len(found)} ranks)" for key, found in ranks.items())
+    named = tuple(f"{key} (a different value on each of {len(found)} ranks)" for key, found in ranks.items())
     return replace(checkpoint, per_rank=kept), named, others
 
 
@@ -114,13 +114,13 @@ def refuse_rank_values(checkpoint: Checkpoint, *, expected: str | None = None, a
     """Raise UnsupportedError if ranks have state of their own, which would have to go into one optimizer."""
     if checkpoint.per_rank:
         raise UnsupportedError(
-            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other "
-            f"format has a place for that",
+            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, which no "
+            "other format can hold",
             path=checkpoint.source,
             expected=expected,
             advice=advice
             or how_to_drop(checkpoint.per_rank)
-            or "--dequantize makes floats of quantised state; `zckpt consolidate` without --slots writes the model",
+            or "--dequantize turns quantised state into floats; `zckpt consolidate` writes only the model",
         )
 
 
@@ -128,9 +128,10 @@ def refuse_beside(checkpoint: Checkpoint) -> None:
     """Raise UnsupportedError if an optimizer kept more than state of parameters, which a file of all slots has not."""
     if keeps_beside(checkpoint):
         raise UnsupportedError(
-            "its optimizer kept more than the state of parameters, for which the optimizer's file has no place",
+            "its optimizer kept more than parameter state, which the optimizer file cannot hold",
             path=checkpoint.source,
-            advice="name slots, as --slots exp_avg,exp_avg_sq does; `zckpt convert --to zckpt` keeps it for zckpt.load",
+            advice="select slots, such as --slots=exp_avg,exp_avg_sq; or keep it for zckpt.load with `zckpt convert "
+            "--to zckpt`",
         )
 
 

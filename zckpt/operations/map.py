@@ -42,7 +42,7 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Map(Brief):
-    """Which elements of every slot lie on which rank, or in which file where there are no ranks; JSON-able.
+    """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 
     Parameters
     ----------
@@ -92,13 +92,13 @@ def map(  # noqa: A001  # the verb's name, as `open`
     slots: Collection[str] | None = None,
     **shared: Unpack[Salvaged],
 ) -> Map:
-    """Tell which elements of every slot lie on which rank, or in which file. Reads no tensor.
+    """Return which elements of every slot lie on which rank, or in which file. Reads no tensor.
 
     Parameters
     ----------
     source : path-like or Checkpoint
     slots : collection of str, optional
-        Only these.
+        Only these slots.
     **shared
 
     Raises

@@ -39,9 +39,9 @@ class Merged(Consolidated):
     Parameters
     ----------
     base, adapter : dict
-        What they are.
+        Descriptions of the two.
     num_merged, num_replaced, num_added : int
-        Weights, and biases, to which something was added or which got rows; tensors that are the adapter's; of these,
+        Weights and biases that something was added to or that got rows; tensors taken from the adapter; and of these,
         those that the base lacks.
     """
 
@@ -70,35 +70,35 @@ def merge_adapter(
     verify: bool = False,
     **shared: Unpack[Renamed],
 ) -> Merged:
-    """Write a model with a LoRA or DoRA adapter merged into it: what PEFT's `merge_and_unload` makes of both.
+    """Merge a LoRA or DoRA adapter into its base model, as PEFT's `merge_and_unload` does.
 
-    scale * B @ A is computed in float32 (float64 for weights of float64), added to the weight, or its master where the
-    base has one, and rounded once to the target's type, by DoRA after each row got its norm. Options that say where it
-    is, and how it is named, are of the base; the names are those that the adapter was trained with.
+    scale * B @ A is computed in float32 (float64 for float64 weights), added to the weight, or to its master if the
+    base has one, and rounded once to the target's type (with DoRA, after normalising each row). Options for opening and
+    renaming apply to the base, and give it the names that the adapter was trained with.
 
     Parameters
     ----------
     base : path-like or Checkpoint
-        The model that the adapter was trained on, of any format. Or a whole model with the adapter in it.
+        The model that the adapter was trained on, in any format; or a whole model with the adapter in it.
     adapter : path-like
         A directory that PEFT saved, or a checkpoint that holds an adapter.
     target : path-like
         As for `consolidate`.
     adapter_config : path-like, optional
-        The adapter's `adapter_config.json`, or the directory that it is in; by default next to its tensors.
+        The adapter's `adapter_config.json`, or its directory. Default: next to the adapter's tensors.
     adapter_name : str, optional
-        Which of several adapters: its folder, or its name in a whole model; "default" is a directory's own.
+        Which of several adapters: its folder, or its name in a whole model; "default" is the directory's own.
     fan_in_fan_out : bool, optional
-        Whether square weights lie as (in, out), which shapes cannot tell; by default as the adapter's other weights do,
-        or as its configuration says.
+        Whether square weights are (in, out), which shapes cannot tell. Default: as the adapter's other weights, or as
+        its configuration says.
     dtype, tied, max_shard_size, config
-        As for `consolidate`, of the base.
+        As for `consolidate`, applied to the base.
     dequantize : bool
-        Merge into the numbers that weights of few bits stand for, which are rounded as `consolidate` writes them.
+        Merge into the floats that low-bit weights stand for, rounded as `consolidate` writes them.
     quantize : str, optional
         Write the merged model in few bits, as `consolidate` does.
     verify : bool
-        Compute everything once more after writing, and compare every byte.
+        After writing, compute everything again and compare every byte.
     **shared
 
     Returns
@@ -108,16 +108,16 @@ def merge_adapter(
     Raises
     ------
     UsageError
-        An option that cannot be used; the adapter is not of this model.
+        An option cannot be used, or the adapter is not for this model.
     SourceError
-        One of them cannot be read or contradicts itself; `UnsupportedError` for what is no plain LoRA.
+        One of them cannot be read or contradicts itself; `UnsupportedError` if it is not plain LoRA.
     TargetError
         The target exists or cannot be written.
     """
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, quantize=quantize)
     own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
     if isinstance(base, (str, os.PathLike)) and holds_adapter(Path(base)) and not holds_adapter(Path(adapter)):
-        raise UsageError("is an adapter", path=base, expected="the model, and then the adapter", advice="swap them")
+        raise UsageError("is an adapter", path=base, expected="the model, then the adapter", advice="swap them")
     how = How.of("merge-adapter", shared, **asdict(chosen), **own, dequantize=dequantize)
     sources = [opened(base, **shared)]
 
@@ -190,9 +190,9 @@ class _Merging:
         modules |= {name.rpartition(".")[0] for name in self.adapter.saved}
         if quantised := [name for name in codes if name.rpartition(".")[0] in modules]:
             raise UnsupportedError(
-                f"{listed(quantised)}: codes of few bits, to which nothing is added",
+                f"{listed(quantised)}: nothing can be added to low-bit codes",
                 path=named(self.base),
-                advice="--dequantize merges into what they stand for; or give the model before it was quantised",
+                advice="--dequantize merges into the floats that they stand for; or give the unquantised model",
             )
         self._tie(every)
         own = {name: one for name, one in self.adapter.replaced.items() if name in every or name in self.adapter.saved
@@ -238,7 +238,7 @@ class _Merging:
         for name in sorted(owners):
             other = self._copy_of(_values(self.result.owner(name)), owners | adapter.saved)
             if other is not None and other.name in self.result.parameters:
-                self.notes.append(f"{other.name} is what {name} was, and gets the same: it is tied")
+                self.notes.append(f"{other.name} equals {name}, and gets the same: the two are tied")
                 self.result.parameters[other.name] = replace(other, slots={}, tied_to=name)
 
     def _copy_of(self, slot: Slot, but: Collection[str]) -> Parameter | None:
@@ -263,9 +263,9 @@ class _Merging:
         alike = [one for one in self.result.tensors() if one.shape == shape and one.tied_to is None]
         if len(alike) == 1 and stated.get("task_type") in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
             raise UnsupportedError(
-                f"{own[0]} takes the place of a tied one, and what it was tied to stays as it was, which is in no file",
+                f"{own[0]} replaces a tied tensor, but the other name's original values are in no file",
                 path=named(self.base),
-                expected="both names, as torch.save of a state dict has them",
+                expected="both names, as in a state dict from torch.save",
                 advice="merge it with PEFT's merge_and_unload",
             )
         return {"tie_word_embeddings": False} if len(alike) > 1 else {}
@@ -273,7 +273,7 @@ class _Merging:
     def _misfit(self, what: str, expected: object, found: object) -> UsageError:
         return UsageError(
             f"{what} does not fit {named(self.base)}", path=self.adapter.checkpoint.source, expected=expected,
-            found=found, advice="give the model that the adapter was trained on, its vocabulary resized as it was",
+            found=found, advice="give the model that the adapter was trained on, with its vocabulary resized",
         )  # fmt: skip
 
     def _both(self, one: str, other: str) -> UnsupportedError:
@@ -288,9 +288,9 @@ class _Merging:
         new = _values(rows)
         if len(owner.shape) != 2 or new.shape[1:] != owner.shape[1:] or max(indexes) >= owner.shape[0]:
             found = f"{rows.shape}, of rows up to {max(indexes)}"
-            raise self._misfit(f"what was trained of {owner.name}", owner.shape, found)
+            raise self._misfit(f"the trained part of {owner.name}", owner.shape, found)
         if isinstance(_values(owner), Computed):
-            raise UnsupportedError(f"{owner.name} is of codes, of which no rows are replaced", path=named(self.base),
+            raise UnsupportedError(f"{owner.name} has codes, whose rows cannot be replaced", path=named(self.base),
                                    advice="merge into what `zckpt consolidate --dequantize` writes")  # fmt: skip
         for key in {WEIGHT, MASTER} & owner.slots.keys():
             slot, done, parts = owner.slots[key], 0, list[Slot]()
@@ -333,11 +333,11 @@ class _Merging:
         slot = _values(owner)
         if slot.dtype not in NUMBERS:
             raise UnsupportedError(
-                f"{owner.name} is no weight that numbers are added to",
+                f"{owner.name} is not a weight that numbers can be added to",
                 path=self.base.source,
                 expected=" or ".join(NUMBERS),
                 found=slot.dtype,
-                advice="merge into the model before it was quantised",
+                advice="merge into the unquantised model",
             )
         a, b = product.a, product.b
         transposed = product.is_embedding or self._is_transposed(product, slot.shape)
@@ -346,7 +346,7 @@ class _Merging:
         if (*lead, *rows, *columns) != slot.shape or any(size != 1 for size in b.shape[2:]):
             raise self._misfit(
                 f"the adapter of {product.module}",
-                f"B @ A of {slot.shape}, or of {slot.shape[::-1]} where it lies as (in, out)",
+                f"B @ A of {slot.shape}, or {slot.shape[::-1]} if it is (in, out)",
                 f"A {a.shape}, B {b.shape}",
             )
         dtype = "float64" if slot.dtype == "float64" else "float32"
@@ -404,8 +404,8 @@ class _Merging:
             raise UnsupportedError(
                 f"{product.name} is square, and may lie as (out, in) or as (in, out)",
                 path=self.adapter.checkpoint.source,
-                expected="other weights of the adapter that lie as its fan_in_fan_out says",
-                advice="say which with --fan-in-fan-out, as the Conv1D of GPT-2 lies, or --no-fan-in-fan-out",
+                expected="other weights of the adapter that fit its fan_in_fan_out",
+                advice="give --fan-in-fan-out (as GPT-2's Conv1D) or --no-fan-in-fan-out",
             )
         return self.adapter.fan_in_fan_out
 

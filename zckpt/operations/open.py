@@ -33,12 +33,12 @@ class OpenedCheckpoint(Checkpoint):
         Parameters
         ----------
         name : str
-            A parameter or buffer, as the bare model or as the files call it; a tied name gives its owner's values.
+            A parameter or buffer, by its name in the bare model or in the files; a tied name gives its owner's values.
         slot : str, optional
-            By default the master if there is one, else the weight. State that bitsandbytes or torchao has quantised is
+            Default: the master if there is one, otherwise the weight. State quantised by bitsandbytes or torchao is
             read as float32, under Adam's names.
         verify : bool
-            Hold records against the checksums in their files, once calls have read all of them.
+            Compare records with the checksums in their files, once calls have read all of a record.
 
         Returns
         -------
@@ -52,7 +52,7 @@ class OpenedCheckpoint(Checkpoint):
         MissingPackageError
             torch is not installed.
         DamagedFileError
-            They are not as they were written.
+            The bytes have changed since they were written.
         SourceError
             The files cannot be read.
         """
@@ -80,18 +80,18 @@ class OpenedCheckpoint(Checkpoint):
         return tensor
 
     def state_dict(self, slot: str = WEIGHT) -> dict[str, torch.Tensor]:
-        """Read one slot of all that has it, by name; what is tied is one tensor under each of its names.
+        """Read one slot of everything that has it, by name; a tied parameter is one tensor under each of its names.
 
         Raises
         ------
         UsageError
-            Nothing has such a slot.
+            There is no such slot.
         MissingPackageError, DamagedFileError, SourceError
             As for `read`.
         """
         held = {one.name: self.read(one.name, slot) for one in self.holders() if slot in one.slots}
         if not held:
-            raise UsageError(f"nothing has a slot {slot}", path=self.source, expected=", ".join(self.slot_names()))
+            raise UsageError(f"there is no slot {slot}", path=self.source, expected=", ".join(self.slot_names()))
         owners = {name: self.aliases.get(name, name) for name in self}
         return {name: held[owner] for name, owner in owners.items() if owner in held}
 
@@ -111,7 +111,7 @@ class OpenedCheckpoint(Checkpoint):
         return iter([*self.parameters, *self.buffers, *self.unnamed])
 
     def slot(self, name: str, slot: str | None = None) -> Slot:
-        """Return one slot of one parameter, as `read` finds it. Raises UsageError: there is no such one."""
+        """Return one slot of one parameter, as `read` finds it. Raises UsageError if there is none."""
         if name in self.unnamed:
             owner = self.unnamed[name]
         elif name in self.parameters or name in self.buffers:
@@ -137,12 +137,12 @@ class OpenedCheckpoint(Checkpoint):
 
 @shares(Reading)
 def open(source: Place, **shared: Unpack[Reading]) -> OpenedCheckpoint:  # noqa: A001
-    """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
+    """Open a checkpoint of any format that zckpt reads. Reads only its structure, and executes nothing in it.
 
     Parameters
     ----------
     source : path-like
-        A file, or a directory: of a run, of one tag, or of a wrapper that contains one.
+        A file, or a directory: of a run, of one tag, or of a trainer around them.
     **shared
 
     Raises
@@ -175,11 +175,11 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
         found = open_checkpoint(source, **shared)
         if found.given_names and found.unnamed and found.format == "transformers-trainer" and given.get("map") is None:
             raise UsageError(
-                "the names do not fit the optimizer",
+                "the names do not match the optimizer",
                 path=found.named,
-                expected="those of the model in its file",
-                found=f"{len(found.given_names)} names, some of none of its tensors",
-                advice="with the names of the model in memory, add --map transformers",
+                expected="the names of the model in its file",
+                found=f"{len(found.given_names)} names, some of which are not its tensors",
+                advice="if they are the names of the model in memory, add --map=transformers",
             )
         return found
     idle = [

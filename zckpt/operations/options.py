@@ -65,20 +65,22 @@ class Shared:
 class Reading(TypedDict, total=False):
     """Which checkpoint is meant, where the source is a path."""
 
-    tag: Annotated[str | None, Shared(None, "Which checkpoint of a run directory; by default the one `latest` names.")]
+    tag: Annotated[
+        str | None, Shared(None, "Which checkpoint of a run directory. Default: the one that `latest` names.")
+    ]
     roots: Annotated[Sequence[Place], Shared(
-        (), "The same directory on another node, whose files belong in too.",
+        (), "The same directory from another node; its files are added.",
         flag="root", kind="place", metavar="DIR", several=True,
     )]  # fmt: skip
     names: Annotated[Sequence[str] | None, Shared(
         None,
-        "Names of the optimizer's parameters in its order (of a file, one a line), where there are numbers only; of "
-        "safetensors, of the model's parameters in its order, which the files do not have.",
+        "Names of the optimizer's parameters in its order (in a file, one per line), if SOURCE only numbers them; for "
+        "safetensors, names of the model's parameters in its order.",
         decides=True, kind="file", metavar="FILE",
     )]  # fmt: skip
     tp_rules: Annotated[Place | None, Shared(
         None,
-        "How tensor-parallel slices make up parameters: `universal_checkpoint_info` as JSON. Default: the checkpoint's "
+        "How tensor-parallel slices form parameters: `universal_checkpoint_info` as JSON. Default: the checkpoint's "
         "own.",
         kind="place", metavar="FILE",
     )]  # fmt: skip
@@ -87,36 +89,37 @@ class Reading(TypedDict, total=False):
 class ReadingB(TypedDict, total=False):
     """The same, of a verb's second source."""
 
-    tag_b: Annotated[str | None, Shared(None, "As `tag`, of B.")]
-    roots_b: Annotated[Sequence[Place], Shared((), "As `roots`, of B.")]
-    names_b: Annotated[Sequence[str] | None, Shared(None, "As `names`, of B.")]
-    tp_rules_b: Annotated[Place | None, Shared(None, "As `tp_rules`, of B.")]
+    tag_b: Annotated[str | None, Shared(None, "As `tag`, for B.")]
+    roots_b: Annotated[Sequence[Place], Shared((), "As `roots`, for B.")]
+    names_b: Annotated[Sequence[str] | None, Shared(None, "As `names`, for B.")]
+    tp_rules_b: Annotated[Place | None, Shared(None, "As `tp_rules`, for B.")]
 
 
 class Renaming(TypedDict, total=False):
     """Other names for tensors, which `zckpt.naming.Naming` gives them."""
 
     strip_prefix: Annotated[str | None, Shared(
-        None, "Take P off the names that have it, before all else.", decides=True, metavar="P"
+        None, "Remove the prefix P from names, before the other renaming options.", decides=True, metavar="P"
     )]  # fmt: skip
     rename: Annotated[Sequence[tuple[str, str]], Shared(
         (),
-        "Regular expression, and what it becomes wherever it is in a name (\\1: a group); with * in both, a glob of "
-        "whole names.",
+        "Replace each match of the regular expression OLD in a name by NEW (\\1: a group); with * in both, OLD is a "
+        "glob for whole names.",
         decides=True, metavar="OLD=NEW", several=True,
     )]  # fmt: skip
     map: Annotated["MapSource | None", Shared(
         None,
-        "Name and arrange the weights, and every slot, as another program does: a map of your own (docs/maps.md), or "
-        "the NAME of one that `zckpt formats` lists; `transformers`: between files and memory, by the installed one.",
+        "Give weights and all slots another program's names and arrangement: the NAME of a map that `zckpt formats` "
+        "lists, a map of your own (docs/maps.md), or `transformers`: between the names in files and in memory.",
         decides=True, metavar="NAME|FILE",
     )]  # fmt: skip
     map_config: Annotated["Config | None", Shared(
-        None, "The model's config.json or params.json, or its directory, for the map. Default: that with the source.",
+        None, "The model's config.json or params.json, or its directory, for the map. Default: the source's.",
         decides=True, kind="path", metavar="PATH",
     )]  # fmt: skip
     add_prefix: Annotated[
-        str | None, Shared(None, "Put P before all names, after all else.", decides=True, metavar="P")
+        str | None,
+        Shared(None, "Add the prefix P to all names, after the other renaming options.", decides=True, metavar="P"),
     ]
 
 
@@ -124,15 +127,15 @@ class Copying(TypedDict, total=False):
     """Who reads the elements, and with how much memory."""
 
     memory: Annotated[int, Shared(
-        DEFAULT_MEMORY_NBYTES, "Bound, in bytes, of the buffers of all workers together.", kind="size"
+        DEFAULT_MEMORY_NBYTES, "Limit, in bytes, for the buffers of all workers together.", kind="size"
     )]  # fmt: skip
-    reporter: Annotated[Reporter | None, Shared(None, "Hears of the bytes that are done.", flag="")]
+    reporter: Annotated[Reporter | None, Shared(None, "Reports how many bytes are done.", flag="")]
     executor: Annotated["Executor | str | None", Shared(
-        None, "Who reads and writes: docs/scale.md. Default: threads; under torchrun, its ranks.",
+        None, "Workers that read and write: docs/scale.md. Default: threads; under torchrun, its ranks.",
         metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
     )]  # fmt: skip
     direct: Annotated[bool, Shared(
-        False, "Read (and write) past the page cache, where that can be: docs/copying.md.", kind="flag"
+        False, "Read and write without the page cache if possible: docs/copying.md.", kind="flag"
     )]  # fmt: skip
 
 
@@ -140,30 +143,31 @@ class Writing(Copying, total=False):
     """How a target is written."""
 
     weight_check: Annotated[bool, Shared(
-        True, "Hold a sample of every master against its weight, and ranks' files against each other, before anything "
-        "is written.", unset="Hold neither masters against weights nor ranks' files against each other.", kind="flag",
+        True, "Before writing, compare a sample of every master with its weight, and ranks' files with each other.",
+        unset="Do not compare masters with weights, or ranks' files with each other.", kind="flag",
     )]  # fmt: skip
     checksums: Annotated[bool, Shared(
-        True, "Hold what is copied against the source's own checksums; what is damaged is not written.",
-        unset="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.", kind="flag",
+        True, "Compare what is copied with the source's checksums, and refuse damaged bytes.",
+        unset="Copy bytes even if they do not match SOURCE's checksums, to salvage what is left.", kind="flag",
     )]  # fmt: skip
     overwrite: Annotated[bool, Shared(False, "Replace TARGET if it exists.", kind="flag")]
     resume: Annotated[bool, Shared(
-        False, "Go on with what a run to TARGET that was killed has done.", kind="flag"
+        False, "Resume a killed run to TARGET.", kind="flag"
     )]  # fmt: skip
-    restart: Annotated[bool, Shared(False, "Remove what a run to TARGET that was killed has left.", kind="flag")]
+    restart: Annotated[bool, Shared(False, "Remove what a killed run to TARGET left, and start over.", kind="flag")]
     drop: Annotated[Sequence[str], Shared(
-        (), "Write without this, which nothing reads: FILE, FILE:PLACE or PLACE as the inventory has it, * for any.",
+        (), "Leave this out, which zckpt does not read: FILE, FILE:PLACE or PLACE, as in the inventory; * matches "
+            "anything.",
         decides=True, metavar="PATTERN", several=True,
     )]  # fmt: skip
-    dry_run: Annotated[bool, Shared(False, "Say what would be written; write nothing.", kind="flag")]
+    dry_run: Annotated[bool, Shared(False, "Show what would be written; write nothing.", kind="flag")]
 
 
 class Renamed(Reading, Renaming, Writing, total=False):
     """Options of the verbs that write a checkpoint, under other names and in other types if that is asked for."""
 
     overflow: Annotated[str, Shared(
-        "refuse", "Finite values beyond the type that is written: refuse, or write infinity and count them.",
+        "refuse", "If finite values do not fit the type that is written: refuse, or allow infinity and count them.",
         choices=("refuse", "allow"),
     )]  # fmt: skip
 
@@ -172,7 +176,7 @@ class Salvaged(Reading, total=False):
     """Options of the verbs that go on without lost files."""
 
     salvage: Annotated[bool, Shared(
-        False, "Go on where files are lost, with what is left; what is not is listed.", decides=True, kind="flag"
+        False, "If files are lost, use what is left, and list what is missing.", decides=True, kind="flag"
     )]  # fmt: skip
 
 
@@ -181,12 +185,12 @@ class Filled(Salvaged, Renamed, total=False):
 
     fill_from: Annotated[Place | None, Shared(
         None,
-        "Another checkpoint, of any format, that has what SOURCE has not: lost elements, and tensors that are not in "
-        "it at all, by their names. What is filled is listed.",
+        "Take what SOURCE lacks from this checkpoint, of any format: lost elements and missing tensors, by name. "
+        "What is filled is listed.",
         decides=True, kind="place", metavar="BASE",
     )]  # fmt: skip
     fill_masters: Annotated[bool, Shared(
-        False, "Fill lost elements of masters from weights, where there are no masters: BASE's, or SOURCE's own.",
+        False, "Fill lost elements of masters from weights (BASE's, or SOURCE's own) if no masters have them.",
         decides=True, kind="flag",
     )]  # fmt: skip
 
@@ -204,7 +208,11 @@ class ReadCopied(Reading, Copying, total=False):
 
 
 class ReadWritten(Reading, Writing, total=False):
-    """Options of `strip`."""
+    """Options of `strip` and `sanitize`."""
+
+
+class Scanning(TypedDict, total=False):
+    """Options of `scan`: none that verbs share."""
 
 
 class Resharded(Renamed, total=False):
@@ -266,7 +274,7 @@ def only(group: type, given: Mapping[str, object]) -> dict[str, Any]:
 
 def others(given: Mapping[str, object]) -> dict[str, Any]:
     """Return those of the options given that only a format knows."""
-    return {name: value for name, value in given.items() if name not in Filled.__annotations__}
+    return {key: value for key, value in given.items() if key not in Filled.__annotations__}
 
 
 def how_read(shared: Mapping[str, object]) -> dict[str, Any]:

@@ -42,12 +42,12 @@ class Packed:
     ----------
     store : str
     packed : list of PackedOne
-        With `dry_run`: those that would be, whose `stored_nbytes` are not known: 0.
+        With `dry_run`, those that would be packed; their `stored_nbytes` is unknown, and 0.
     present : list of str
-        Checkpoints that the store had before.
+        Checkpoints that the store already had.
     dry_run : bool
     notes : list of str
-        Checkpoints that no format reads, which are packed as files.
+        Checkpoints that no format reads, which are packed as plain files.
     """
 
     store: str
@@ -72,29 +72,29 @@ def pack(
     dry_run: bool = False,
     **shared: Unpack[Copying],
 ) -> Packed:
-    """Add the checkpoints of a run, of any formats, to a store, which is made if there is none; what is in it stays.
+    """Add a run's checkpoints, of any formats, to a store, which is created if needed; its contents stay.
 
     Parameters
     ----------
     source : path-like
-        A run's directory, or one checkpoint.
+        A run directory, or one checkpoint.
     store : path-like
         A directory.
     full_every : int
-        Of so many checkpoints at most is read what one of them is: elements are kept as the difference to those of
-        the one before, and in full again after so many. At least 1.
+        At most this many checkpoints must be read to restore one: elements are stored as the difference to the
+        checkpoint before, and in full again after this many. At least 1.
     name : str, optional
-        What one checkpoint is called in the store; by default as its directory or file within the run.
+        Name of a single checkpoint in the store. Default: that of its directory or file within the run.
     dry_run : bool
-        Say what would be packed; write nothing.
+        Show what would be packed; write nothing.
     **shared
 
     Raises
     ------
     UsageError
-        The store has another checkpoint of a name; or several are given one name.
+        The store has another checkpoint of the same name, or one name is given for several.
     SourceError
-        There is no checkpoint, or one cannot be read or changes meanwhile.
+        There is no checkpoint, or one cannot be read, or changes meanwhile.
     TargetError
         The store cannot be written, or another run is packing into it.
     """
@@ -103,7 +103,7 @@ def pack(
     every = units_of(run)
     if name is not None and (len(every) > 1 or not is_inside(name)):
         found = f"{len(every)} checkpoints" if len(every) > 1 else name
-        raise UsageError("a name is of one checkpoint, and below the store", path=run, found=found)
+        raise UsageError("--name only applies to one checkpoint, and must lie within the store", path=run, found=found)
     called = {one.path: name or _name(one, run) for one in every}
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
@@ -115,9 +115,9 @@ def pack(
 
 def _check(store: Place, full_every: int) -> None:
     if is_url(store):
-        raise UsageError("a store of checkpoints is a directory of a file system", path=store)
+        raise UsageError("a store of checkpoints must be a directory on a file system", path=store)
     if not 1 <= full_every <= 200:
-        raise UsageError("full_every is a number from 1 to 200", found=full_every)
+        raise UsageError("--full-every must be a number from 1 to 200", found=full_every)
 
 
 def packed_into(
@@ -184,7 +184,7 @@ def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
             at = state.relative_to(unit.path).as_posix() if unit.path.is_dir() else "."
             found[at] = open_checkpoint(state)
         except ZckptError as error:
-            notes.append(f"{state} is packed as files: {error}")
+            notes.append(f"{state} is packed as plain files: {error}")
     return found
 
 
@@ -192,8 +192,8 @@ def _check_same(index: Index, files: tuple[Filed, ...], path: Path) -> None:
     """Raise UsageError if a checkpoint is not the one of its name that is in the store."""
     if index.files != files:
         raise UsageError(
-            "the store has another checkpoint of this name", path=path,
-            expected="files of the sizes and times that were packed", advice="pack it into another store",
+            "the store already has another checkpoint with this name", path=path,
+            expected="files with the packed sizes and times", advice="pack it into another store",
         )  # fmt: skip
 
 

@@ -22,21 +22,21 @@ from zckpt.storage.remote import is_url
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Parting(Brief):
-    """Where two runs part.
+    """Where two runs diverge.
 
     Parameters
     ----------
     a, b : str
         The runs.
     steps : list of int
-        That both have a checkpoint of.
+        Steps for which both have a checkpoint.
     only_in_a, only_in_b : list of int
     equal : int or None
-        The last step at which they are equal; None: at none.
+        The last step at which they are equal; None if there is none.
     different : int or None
-        The first at which they are not; None: they are equal at all.
+        The first step at which they differ; None if they are equal at all.
     changed : list of dict
-        What differs then: `name`, and `entry`: `weight`, `master`, a slot or a value of the optimizer; None: all of it.
+        What differs then: `name`, and `entry`: `weight`, `master`, an optimizer slot or value; None: all of it.
     """
 
     a: str
@@ -65,14 +65,14 @@ def is_run(path: Place) -> bool:
 def parting(
     a: Place, b: Place, *, slots: Sequence[str] = (), parameters: Sequence[str] = (), **shared: Unpack[Copying]
 ) -> Parting:
-    """Find the step at which two runs part, whatever their formats and world sizes.
+    """Find the step at which two runs diverge, whatever their formats and world sizes.
 
-    Steps are halved, since runs that have parted do not meet again: of n common steps, some log2(n) are read.
+    Uses bisection, since runs that have diverged do not meet again: of n common steps, about log2(n) are read.
 
     Parameters
     ----------
     a, b : path-like
-        Directories of runs.
+        Run directories.
     slots, parameters : sequence of str
         As for `diff`.
     **shared
@@ -82,7 +82,7 @@ def parting(
     UsageError
         They have no step in common.
     SourceError
-        There is no run, several checkpoints of a run are of one step, or one cannot be read.
+        There is no run, a run has several checkpoints of one step, or one cannot be read.
     """
     ours, theirs = (_by_step(Path(run)) for run in (a, b))
     steps = sorted(ours.keys() & theirs.keys())
@@ -125,7 +125,7 @@ def _by_step(run: Path) -> dict[int, Unit]:
         if step in found:
             raise SourceError(
                 f"two checkpoints of step {step}", path=run, found=f"{found[step].path} and {one.path}",
-                advice="give the directory of one series",
+                advice="give a directory with one series",
             )  # fmt: skip
         found[step] = one
     return found

@@ -37,7 +37,6 @@ from zckpt.storage.ownership import Owned, called, check_target
 from zckpt.storage.packed.chunks import Bytes
 from zckpt.storage.packed.store import GIVEN, PATCH, PackedStore
 from zckpt.storage.packed.write import Packing, files_of, writing
-from zckpt.storage.room import write_errors
 
 ZCKPT, SLIME = FORMS = ("zckpt", "slime")
 
@@ -51,19 +50,19 @@ _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.sto
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """A patch that was made.
+    """What `patch` wrote.
 
     Parameters
     ----------
     target : str
     base, result : str
-        Fingerprints of what it is applied to, and of what that becomes; of slime's, versions.
+        Fingerprints of the checkpoint that it applies to, and of the result; for slime, versions.
     equal, changed : int
-        Tensors, and single values, that both have: weights, masters and state of the optimizer by themselves.
+        Tensors and single values that both have; weights, masters and optimizer state are counted separately.
     differences : list of str
-        Those that are not equal, or that one has alone.
+        Those that differ, or that only one has.
     nbytes, stored_nbytes : int
-        Of the files, or tensors, that it makes, and of it; with `dry_run` 0.
+        Size of the files or tensors that it produces, and of the patch itself; 0 with `dry_run`.
     dry_run : bool
     """
 
@@ -94,33 +93,33 @@ def patch(
     dry_run: bool = False,
     **shared: Unpack[ReadCopied],
 ) -> Patched:
-    """Write what makes checkpoint B of checkpoint A of the same model, of any formats and world sizes.
+    """Write what turns checkpoint A into checkpoint B of the same model, of any formats and world sizes.
 
     Parameters
     ----------
     a : path-like or Checkpoint
-        What whoever applies it has, in whatever format.
+        The checkpoint that it will be applied to, in any format.
     b : path-like
-        A directory, or a file: all files of it are what `apply` writes.
+        A directory or a file; `apply` writes all its files.
     target : path-like
         A directory that does not exist.
     to : str
-        "zckpt"; or "slime": the bytes of weights that changed, as slime publishes a version (`weight_v000003`).
+        "zckpt"; or "slime": the changed bytes of weights, as slime publishes a version (`weight_v000003`).
     encoding : str
-        Of slime: "xor", or "overwrite", which may be applied twice.
+        For slime: "xor", or "overwrite", which can be applied twice.
     overwrite : bool
-        Replace a patch.
+        Replace an existing patch.
     dry_run : bool
-        Say what differs; write nothing.
+        Show what differs; write nothing.
     **shared
         About A.
 
     Raises
     ------
     UsageError
-        An option does not exist, or is not of that form.
+        An option does not exist, or does not apply to that form.
     UnsupportedError
-        One has state that no fingerprint covers; or, of slime's form, they have not the same weights.
+        One has state that no fingerprint covers; or, for slime, their weights are not the same tensors.
     SourceError
         One cannot be read, or changes meanwhile.
     TargetError
@@ -128,7 +127,7 @@ def patch(
     """
     path, source = Path(target), Path(b)
     if to not in FORMS or encoding not in ENCODINGS or (to == ZCKPT and encoding != XOR):
-        raise UsageError("no such form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
+        raise UsageError("unknown form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
     base, result = opened(a, **shared), open_checkpoint(source)
     check_beside(path, [Path(base.source), source])
     if to == SLIME:
@@ -152,7 +151,6 @@ def patch(
         cuts = cuts_of(own, tensors)
         details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
         with (
-            write_errors(path),
             written([path], overwrite=overwrite, owned=_OWNED) as [made],
             reporting(shared["reporter"], nbytes) as progress,
             writing(made, kind=PATCH) as store,
@@ -190,21 +188,21 @@ def apply(
     dry_run: bool = False,
     **shared: Unpack[ReadCopied],
 ) -> Unpacked:
-    """Write the files of a checkpoint that a patch makes of another: those that it was made of, bit for bit.
+    """Apply a patch to a checkpoint: write the other checkpoint's files, bit for bit.
 
     Parameters
     ----------
     a : path-like or Checkpoint
-        What the patch was made from, in any format; told by its fingerprint. For what slime publishes: the directory of
-        a model at any version before, by default 0.
+        What the patch was made from, in any format; its fingerprint identifies it. For slime's versions: the directory
+        of a model at any earlier version, by default 0.
     patch : path-like
-        Or a version that slime has published: those between are beside it.
+        A patch, or a version that slime has published, with the versions in between next to it.
     target : path-like
-        A directory, or a file where what was patched is one, that does not exist. It appears whole or not at all.
+        A directory (or a file, if a file was patched) that does not exist. It appears whole or not at all.
     overwrite : bool
-        Replace a directory that has no other files than those, or a file.
+        Replace a file, or a directory that has no other files.
     dry_run : bool
-        Find out whether the patch is for A, and say what would be written; write nothing.
+        Check that the patch is for A, and show what would be written; write nothing.
     **shared
         About A.
 
@@ -234,14 +232,14 @@ def apply(
     if found != expected:
         raise UsageError(
             "the patch is for another checkpoint", path=base.named, expected=expected, found=found,
-            advice="give the one that it was made from, in any format",
+            advice="give the checkpoint that the patch was made from, in any format",
         )  # fmt: skip
 
     def prove(done: Path) -> None:
         with about(path):
             made = fingerprint(open_checkpoint(done), **copying).text
         if made != result:
-            raise DamagedFileError("what the patch makes is not what it was made of", path=patch, expected=result,
+            raise DamagedFileError("the result of the patch differs from its original", path=patch, expected=result,
                                    found=made)  # fmt: skip
 
     count = sum(one.kind == "file" for one in index.files)
@@ -258,12 +256,12 @@ def _whole(slot: Slot) -> Bytes:
 def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> Bytes:
     """Return bytes of a tensor's elements in row-major order. Raises SourceError: they are not there, or unreadable."""
     if number >= len(given):
-        raise SourceError("the patch is predicted from tensors that are not there", path=str(number))
+        raise SourceError("the patch needs tensors that do not exist", path=str(number))
     slot = given[number]
     size = itemsize(slot.dtype)
     first, end = offset // size, -(-(offset + nbytes) // size)
     if end > slot.numel:
-        raise SourceError("the patch is predicted from elements that are not there", path=slot.name)
+        raise SourceError("the patch needs elements that do not exist", path=slot.name)
     data = np.empty((end - first) * size, np.uint8)
     hole = Hole(0, slot.name, slot, Extent.flat(slot.shape, first, end - first), slot.dtype)
     with Sources() as sources:

@@ -45,7 +45,7 @@ def called(
         def packed(place: Any, *, missing: bool) -> Any:  # noqa: ANN401  # a path
             if missing:
                 if place_in(place) is not None:
-                    raise UsageError("is in a store of checkpoints, which only `pack` writes into", path=place)
+                    raise UsageError("is in a store of checkpoints, which only `zckpt pack` writes to", path=place)
                 return place
             mount = mounted_place(place)
             if mount is None:

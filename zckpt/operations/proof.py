@@ -14,7 +14,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.target import How, Proof
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot, without
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
@@ -86,7 +86,7 @@ def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> 
     if not rounded:
         return checkpoint
     kept = {
-        name: replace(one, slots={key: slot for key, slot in one.slots.items() if key not in rounded.get(name, ())})
+        name: replace(one, slots=without(one.slots, *rounded.get(name, ())))
         for name, one in checkpoint.parameters.items()
     }
     return replace(checkpoint, parameters=kept)

@@ -49,18 +49,18 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pruned(Brief):
-    """What goes of a run, and what stays.
+    """What is removed from a run, and what stays.
 
     Parameters
     ----------
     run : str
     checkpoints : list of Judged
     deleted : bool
-        Whether what goes is gone.
+        Whether it was removed.
     failed : list of str
         What could not be removed, and why.
     leftovers : list of str
-        What interrupted writes have left, which stays; and removals, which is removed with `delete`.
+        Leftovers of interrupted writes, which stay, and of removals, which `delete` removes.
     """
 
     run: str
@@ -71,7 +71,7 @@ class Pruned(Brief):
 
     @property
     def freed_nbytes(self) -> int:
-        """Bytes of what goes."""
+        """Bytes that are freed."""
         return sum(one.checkpoint.nbytes for one in self.checkpoints if one.goes)
 
     def as_dict(self) -> dict[str, object]:
@@ -115,28 +115,28 @@ def prune(
     settle: float = SETTLE_S,
     delete: bool = False,
 ) -> Pruned:
-    """Say which checkpoints of a run may go, and remove them if that is asked for.
+    """Return which checkpoints of a run can be removed, and remove them if requested.
 
     Parameters
     ----------
     run : path-like
-        A directory as `history` takes it, on a file system.
+        A directory as for `history`, on a file system.
     keep_last : int
-        How many sound ones stay, of the highest steps, at least 1.
+        Number of sound ones to keep, with the highest steps; at least 1.
     keep_every : int, optional
-        Those stay whose step is a multiple of it.
+        Keep those whose step is a multiple of it.
     keep_best : str, optional
-        The sound one stays that has the best value of a metric: `NAME:min` or `NAME:max`; of a loss, the least.
+        Keep the sound one with the best value of a metric: `NAME:min` or `NAME:max`; for a loss, the lowest.
     also : sequence of str
-        Names of files, with wildcards, that may go with a checkpoint though no program is known to write them there.
+        File names, with wildcards, that can be removed with a checkpoint although no known program writes them there.
     unsound : bool
-        Remove also what is not sound, if its files are called as those of a sound one beside it.
+        Also remove checkpoints that are not sound, if their files are named like those of a sound one next to it.
     deep : bool
-        Read every byte of each, to tell whether it is sound.
+        Read every byte of each to check that it is sound.
     settle : float, seconds
-        What was written to since then stays.
+        Keep what was written to in this time.
     delete : bool
-        Remove them. Without it nothing changes.
+        Remove them. Without this, nothing changes.
 
     Returns
     -------
@@ -145,21 +145,21 @@ def prune(
     Raises
     ------
     UsageError
-        A number that cannot be, a metric that no checkpoint has, or a store.
+        An unusable number, a metric that no checkpoint has, or a store.
     SourceError
         There is no such directory, or no checkpoint in it.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise UsageError(f"{name} is a number from 1 on", found=value)
+            raise UsageError(f"{name} must be at least 1", found=value)
     if is_url(run):
-        raise UsageError("checkpoints in a store are not removed", path=run, expected="a directory of a file system")
+        raise UsageError("checkpoints in a store cannot be pruned", path=run, expected="a directory on a file system")
     top = Path(run)
     if is_store(top):
         raise UsageError(
-            "nothing is removed from a store of checkpoints, of which later ones need earlier ones",
+            "a store of checkpoints cannot be pruned, because later ones need earlier ones",
             path=run,
-            advice="unpack what is to stay, and pack that",
+            advice="unpack what you want to keep, and pack that",
         )
     every = units_of(top)
     around = Around.of(top, every)
@@ -210,11 +210,13 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
     name, _, way = metric.partition(":")
     way = way or ("min" if name.endswith("loss") else "")
     if way not in ("min", "max"):
-        raise UsageError("it is not said which is better", expected=f"{name}:min or {name}:max", found=metric)
+        raise UsageError(
+            "it is unknown whether higher or lower is better", expected=f"{name}:min or {name}:max", found=metric
+        )
     values = {one.unit.path: value for one in sound if (value := _value(one, name)) is not None}
     if not values:
         known = sorted({key for one in sound for key in _metrics(one)})
-        raise UsageError(f"no checkpoint has a value of {name} of its step", expected=listed(known) or "some metric")
+        raise UsageError(f"no checkpoint has a value of {name} for its step", expected=listed(known) or "some metric")
     found: dict[Path, str] = {}
     for series in {one.series for one in sound}:
         members = [one for one in sound if one.series == series and one.unit.path in values]
@@ -254,13 +256,13 @@ def _named_best(sound: Sequence[_Seen]) -> dict[Path, str]:
 def _kept(one: _Seen, run: Path, around: Around, settle: float) -> str | None:
     """Return why a checkpoint stays whatever the rule: it is in use, or nobody can know."""
     if one.unit.number is None or one.unit.path == run:
-        return "its name says no step"
+        return "its name has no step"
     trackers, links = around.naming(one.unit.path)
     if trackers or links:
         names = listed([path.relative_to(run).as_posix() for path in (*trackers, *links)], most=SHOWN)
         return f"named by {names}"
     if time.time() - max(one.record.saved, one.unit.path.stat().st_mtime) < settle:
-        return f"written to within {settle:g} s"
+        return f"changed less than {settle:g} s ago (--settle)"
     for path, about in files_of(one.unit.path):
         if path.is_symlink() or about.st_nlink > 1:
             return f"{path.name} is {'a link' if path.is_symlink() else 'linked'}"
@@ -284,7 +286,7 @@ def _strange(one: _Seen, also: Sequence[str]) -> str | None:
         beside = len(unit.states) > 1 and is_of_training(name)
         if not (path in known or beside or any(fnmatchcase(one, p) for one in (name, path.name) for p in also)):
             others.append(name)
-    return f"holds {listed(sorted(others), most=SHOWN)}, which may be yours: --also lets it go" if others else None
+    return f"holds {listed(sorted(others), most=SHOWN)}, which may be yours: --also removes it" if others else None
 
 
 def _as_others(one: _Seen, beside: Sequence[_Seen]) -> str | None:

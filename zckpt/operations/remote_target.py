@@ -136,15 +136,15 @@ def _left(uploads: Uploads, journal: Journal, target: Path) -> tuple[Sent | None
         if left == 0:
             return None, False, []
         part = f"{left} of {journal.purpose.nbytes} bytes sent, in {uploads.kept_in}"
-        raise TargetError("a run to it did not come to its end", path=target,
-                          found="all that has elements in it sent, and not named" if left is None else part,
-                          advice="--resume goes on with it, --restart begins anew")  # fmt: skip
+        raise TargetError("an earlier run to it did not finish", path=target,
+                          found="all elements sent, but not renamed" if left is None else part,
+                          advice="--resume continues it, --restart starts over")  # fmt: skip
     if said is None:
         return None, True, []
     other = journal.purpose.other(said[0])
     if other is not None:
-        raise TargetError(f"what is to be gone on with was begun {other}", path=target,
-                          advice="--restart begins anew")  # fmt: skip
+        raise TargetError(f"the run to resume was started {other}", path=target,
+                          advice="--restart starts over")  # fmt: skip
     return said[1], True, uploads.completed(said[1])
 
 
@@ -158,8 +158,8 @@ def _kept(error: BaseException, uploads: Uploads, journal: Journal) -> str | Non
     if not left:
         return None
     return (
-        f"{left} of {journal.purpose.nbytes} bytes are sent and kept in {uploads.kept_in}: "
-        "--resume goes on with them, --restart begins anew"
+        f"{left} of {journal.purpose.nbytes} bytes are sent and kept in {uploads.kept_in}: --resume continues with "
+        "them, --restart starts over"
     )
 
 

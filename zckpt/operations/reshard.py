@@ -31,41 +31,40 @@ def reshard(
     dequantize: bool = False,
     **given: Unpack[Resharded],
 ) -> Written:
-    """Cut a DeepSpeed checkpoint, or Megatron's legacy files, for other ranks; stock programs load the result.
+    """Reshard a DeepSpeed checkpoint, or Megatron's legacy files, for other ranks; stock programs load the result.
 
-    Names stay as they are, but of a pipeline of DeepSpeed, of which others make one model; `convert` writes new ones.
+    Names do not change, except that renaming turns a DeepSpeed pipeline into one model; `convert` changes names.
 
     Parameters
     ----------
     source : path-like or Checkpoint
-        A run directory, which comes out as a run directory, or a tag directory, which comes out as one. Of Hugging
-        Face's Trainer, `checkpoint-N`: all that it keeps there comes along.
+        A run directory, which becomes a run directory, or a tag directory, which becomes a tag directory. For Hugging
+        Face's Trainer, `checkpoint-N`: everything in it is copied.
     target : path-like
         A directory that does not exist.
     world_size : int
-        Data-parallel ranks of the target; under tensor parallelism there are that many of each slice.
+        Data-parallel ranks of the target; with tensor parallelism, for each slice.
     verify : bool
-        Compare all that was written with the source, before it gets its name.
+        After writing, compare every byte with the source.
     fingerprint : bool
-        Record the fingerprint of what was written with it.
+        Store the target's fingerprint with it.
     dequantize : bool
-        Write quantised state of bitsandbytes and torchao as float32, under torch's names. Without it, codes are cut
-        where each partition begins with a block of them.
+        Write quantised state of bitsandbytes and torchao as float32, under torch's names. Without it, codes are cut if
+        each partition begins with a block.
     **shared
     **options
-        What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
-        `stage`, the ZeRO stage, 1, 2 or 3; `elastic`, `round_robin` and `parameter_alignment`, as the target's training
-        is configured; `expert_parallel_size` and `tensor_parallel_size`, the ranks over which experts are spread and
-        parameters are sliced; `padded_vocab_size`, the rows of the target model's vocabulary.
-        Of Megatron's legacy files: these sizes, `pipeline_parallel_size`, `virtual_pipeline_parallel_size`,
-        `stage_bounds` and `ddp_bucket_size`.
+        Options of the format, by default as in the source; None means not given. DeepSpeed: `stage`, the ZeRO stage, 1,
+        2 or 3; `elastic`, `round_robin` and `parameter_alignment`, as configured in the target's training;
+        `expert_parallel_size` and `tensor_parallel_size`, the ranks over which experts are spread and parameters are
+        sliced; `padded_vocab_size`, the rows of the target model's vocabulary. Megatron's legacy files: these sizes,
+        `pipeline_parallel_size`, `virtual_pipeline_parallel_size`, `stage_bounds` and `ddp_bucket_size`.
 
     Raises
     ------
     UsageError
-        An option that cannot be used.
+        An option cannot be used.
     SourceError
-        The source cannot be read, contradicts itself, or is of a kind that is not resharded.
+        The source cannot be read, contradicts itself, or cannot be resharded.
     TargetError
         The target exists or cannot be written.
     """
@@ -73,17 +72,17 @@ def reshard(
     how = How.of("reshard", given, world_size=world_size, dequantize=dequantize, **options)
     naming = Naming(**only(Renaming, given))
     if dequantize and options.get("requantize"):
-        raise UsageError("quantised state is made floats or codes, not both", expected="--dequantize or --requantize")
+        raise UsageError("--dequantize and --requantize exclude each other", expected="one of them")
     whole = opened(source, **given)
     own, path, origin = get(whole.format), Path(target), named(whole)
     if not naming.changes:
         whole = as_filed(whole)
     elif not own.renames(whole):
         raise UnsupportedError(
-            "reshard leaves the names in a checkpoint as they are, but of a pipeline that becomes one model",
+            "`reshard` does not rename parameters, unless a pipeline becomes one model",
             path=whole.named,
-            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks, "
-            "with --pipeline-layers as a pipeline",
+            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it with other names, for N "
+            "ranks; with --pipeline-layers as a pipeline",
         )
     checkpoint, values, drop = without_rank_values(whole, given["drop"])
     if dequantize:

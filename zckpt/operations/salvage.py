@@ -42,10 +42,10 @@ class Left:
         if self.missing:
             shown = [f"{one['slot']} of {one['name']}" for one in self.missing]
             raise ShardError(
-                f"is not whole: {listed(shown, most=3)}",
+                f"is incomplete: {listed(shown, most=3)}",
                 path=self.checkpoint.source,
-                advice="--fill-from BASE takes it from a checkpoint that has it, --fill-masters masters from weights; "
-                "`zckpt consolidate --salvage` writes the model as far as it is there",
+                advice="--fill-from BASE takes it from another checkpoint, --fill-masters takes masters from "
+                "weights; `zckpt consolidate --salvage` writes what is left of the model",
             )
 
 
@@ -73,14 +73,14 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
     """
     place, masters = given["fill_from"], bool(given["fill_masters"])
     if masters and not checkpoint.lost:
-        raise UsageError("--fill-masters: nothing is lost", path=checkpoint.named)
+        raise UsageError("--fill-masters does not apply: nothing is lost", path=checkpoint.named)
     if place is None and not checkpoint.lost:
         return Left(checkpoint)
     if of_optimizer and any(checkpoint.lost.values()) and checkpoint.is_numbered and checkpoint.given_names is None:
         raise UnsupportedError(
-            "whose state the optimizer's numbers are is not certain where tensors are lost",
+            "because tensors are lost, it is uncertain which parameters the optimizer's numbers stand for",
             path=checkpoint.named,
-            advice="give --names FILE; without the optimizer, `zckpt consolidate` writes the model",
+            advice="give --names FILE; or write only the model with `zckpt consolidate`",
         )
     if of_optimizer and checkpoint.lost:
         refuse_rank_values(checkpoint)
@@ -103,9 +103,9 @@ def salvage(checkpoint: Checkpoint, given: Mapping[str, object], *, of_optimizer
                     duplicates=whole, origin=origin)  # fmt: skip
     if not any(one.slots for section in (parameters, buffers, unnamed) for one in section.values()):
         raise ShardError(
-            "of no tensor every element is there",
+            "no tensor is complete",
             path=checkpoint.named,
-            advice="--fill-from BASE takes them from a checkpoint that has them",
+            advice="--fill-from BASE takes the elements from another checkpoint",
         )
     added = {one["name"] for one in filling.done}
     nameless = (one for one in missing_from(replace(checkpoint, parameters={}, buffers={}, unnamed={}))
@@ -136,8 +136,8 @@ class _Filling:
         self.theirs = {our: its for its, our in aligned(ours, [one.name for one in self.base.tensors()]).items()}
         if not self.theirs:
             raise UsageError(
-                "has no tensor of a name that the source has, and fills nothing", path=self.base.named,
-                advice="--fill-from takes a checkpoint of the same model; `zckpt convert --map` gives it other names",
+                "shares no tensor name with the source, so it fills nothing", path=self.base.named,
+                advice="give --fill-from a checkpoint of the same model; `zckpt convert --map` changes its names",
             )  # fmt: skip
 
     def filled(self, one: Parameter) -> tuple[str, Parameter] | None:
@@ -197,11 +197,11 @@ class _Filling:
         if found is None:
             return None
         if found.shape != (shape := one.slots[key].shape if key in one.slots else one.shape):
-            raise UsageError(f"{key} of {its} is another tensor than the source's", path=place,
+            raise UsageError(f"{key} of {its} differs from the source's", path=place,
                              expected=f"shape {shape}", found=found.shape)  # fmt: skip
         if its in self.codes or found.replicas or is_floating(found.dtype) != is_floating(one.dtype):
             raise UnsupportedError(
-                f"{key} of {its} is no tensor of plain values, of which elements could be filled",
+                f"{key} of {its} is not a tensor of plain values, so its elements cannot be filled",
                 path=place,
                 found=found.dtype,
             )
@@ -212,7 +212,7 @@ def _patched(slot: Slot, source: Slot) -> Slot:
     """Return a slot whose lost spans are those that another has of the same elements."""
     slot = plain(slot)
     if slot.replicas:
-        raise UnsupportedError(f"{slot.name} is the mean of several ranks' and is not filled in part")
+        raise UnsupportedError(f"{slot.name} is the mean of several ranks, so it cannot be filled in part")
     spans: list[Span] = []
     for span in slot.spans:
         if not span.path.startswith(LOST):

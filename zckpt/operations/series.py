@@ -71,7 +71,7 @@ def series(
     tp_rules: Place | None = None,
     **shared: Unpack[Copying],
 ) -> Series:
-    """Measure how each slot moved over several checkpoints of one run, in the order given.
+    """Measure how far each slot moved between several checkpoints of a run, in the order given.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def series(
     slots, parameters : sequence of str
         As for `diff`.
     names, tp_rules
-        As for `open`, of each path. What else a checkpoint needs, `open` takes.
+        As for `open`, for each path. If a checkpoint needs other options, open it with `open`.
     **shared
 
     Raises
@@ -91,14 +91,14 @@ def series(
         A checkpoint cannot be read.
     """
     if len(sources) < 2:
-        raise UsageError("a series is of two checkpoints or more", found=f"{len(sources)} given")
+        raise UsageError("a series needs two checkpoints or more", found=f"{len(sources)} given")
     check_executor(shared["executor"])
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
     held = [slots_of(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))
     if not keys:
-        raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
+        raise UsageError("nothing to compare: no slot is selected", found=[*slots, *parameters])
     found = {key: Moved(*key, norm=[None] * len(held), change=[None] * len(held)) for key in keys}
     nbytes = sum(slot.nbytes for one in held[1:] for slot in one.values())
     with reporting(shared["reporter"], nbytes) as progress, using(shared["executor"]):

@@ -72,7 +72,6 @@ class SharedTarget:
         Raises TargetError: something is there that is not to be replaced, or nothing can be written.
         """
         with write_errors(self._target):
-            self._target.parent.mkdir(parents=True, exist_ok=True)
             made = written([self._target], overwrite=overwrite, owned=owned)
             [self.path], self._made = made.__enter__(), made
             if note is not None:
@@ -89,7 +88,7 @@ class SharedTarget:
         if self._note is None:
             self._note = self._read_note()
         if self._note is None:
-            raise TargetError("no save to it is going on", path=self.path)
+            raise TargetError("no save to it is running", path=self.path)
         return self._note
 
     def _read_note(self) -> bytes | None:

@@ -13,7 +13,7 @@ import numpy as np
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.copy import read_extent
 from zckpt.engine.scan import refuse_endless
-from zckpt.errors import TargetError, UsageError
+from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.target import number
@@ -43,9 +43,9 @@ class Elements(Brief):
     shape : tuple of int
         Of the whole slot.
     slice : str or None
-        Which part of it was asked for.
+        The part that was requested.
     values : numpy.ndarray or None
-        Of a type that NumPy or `ml_dtypes` has; None where they went into a file.
+        With a type of NumPy or `ml_dtypes`; None if they were written to a file.
     file : str or None
     """
 
@@ -83,11 +83,11 @@ def show(
     name : str
         A parameter or buffer, as for `OpenedCheckpoint.read`.
     slot : str, optional
-        By default the master if there is one, else the weight.
+        Default: the master if there is one, otherwise the weight.
     slice : str, optional
-        For each dimension an index or a range, `0:4,:,-1`; dimensions that are not said are whole.
+        An index or a range for each dimension, `0:4,:,-1`; further dimensions are whole.
     npy : path-like, optional
-        A file of NumPy's for the elements, in bounded memory; types that NumPy lacks are written as float32, exactly.
+        An .npy file for the elements, written in bounded memory; types that NumPy lacks are stored exactly, as float32.
     overwrite : bool
         Replace that file if it exists.
     **shared
@@ -95,7 +95,7 @@ def show(
     Raises
     ------
     UsageError
-        There is no such parameter or slot, or the slice does not fit its shape; or too many elements are asked for.
+        There is no such parameter or slot, the slice does not fit its shape, or there are too many elements.
     TargetError
         The file cannot be written.
     SourceError
@@ -119,10 +119,10 @@ def show(
         return Elements(**said, values=None, file=str(npy))
     if part.numel > MOST_SHOWN:
         raise UsageError(
-            f"{whole.name} of {name} has too many elements to be shown",
+            f"{whole.name} of {name} has too many elements to show",
             expected=f"at most {MOST_SHOWN:,}",
             found=f"{part.numel:,}",
-            advice="give a slice, or a file for all of them (npy)",
+            advice="give --slice, or --npy FILE for all of them",
         )
     values = np.empty(part.numel, numpy_dtype(part.dtype))
     for start, block in _blocks(part):
@@ -134,12 +134,12 @@ def _part(whole: Slot, text: str | None) -> tuple[Slot, Shape]:
     """Return the part of a slot that a slice names, and its shape, without dimensions of which one index is said."""
     words = text.split(",") if text is not None else []
     if len(words) > len(whole.shape):
-        raise UsageError(f"a slice of {len(words)} dimensions", expected=f"at most {len(whole.shape)}", found=text)
+        raise UsageError(f"a slice with {len(words)} dimensions", expected=f"at most {len(whole.shape)}", found=text)
     part, kept = whole, list(whole.shape)
     for axis, (word, size) in enumerate(zip(words, whole.shape, strict=False)):
         match = _INDEX.fullmatch(word.strip())
         if match is None:
-            raise UsageError("no slice of a tensor", expected="an index or a range for each dimension", found=text)
+            raise UsageError("not a slice of a tensor", expected="an index or a range for each dimension", found=text)
         if match[1] is not None:
             at = int(match[1]) + (size if int(match[1]) < 0 else 0)
             if not 0 <= at < size:
@@ -169,14 +169,10 @@ def _write(file: Path, part: Slot, shape: Shape, *, overwrite: bool) -> None:
     check_target(file, overwrite=overwrite)
     dtype = _plain(np.empty(0, numpy_dtype(part.dtype))).dtype
     header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    with written([file], overwrite=overwrite) as [partial]:
-        try:
-            with partial.open("wb") as into:
-                np.lib.format.write_array_header_1_0(into, header)
-                for _, block in _blocks(part):
-                    into.write(_plain(block).tobytes())
-        except OSError as error:
-            raise TargetError("cannot be written", path=file, found=error.strerror) from error
+    with written([file], overwrite=overwrite) as [partial], partial.open("wb") as into:
+        np.lib.format.write_array_header_1_0(into, header)
+        for _, block in _blocks(part):
+            into.write(_plain(block).tobytes())
 
 
 def _plain(values: Array) -> Array:

@@ -28,7 +28,7 @@ def name_of(place: Path | str) -> str:
         return place.name
     address = address_of(place)
     if not address.parts:
-        raise UsageError("is no directory with a name", path=address.shown, expected="SCHEME://HOST/.../NAME")
+        raise UsageError("is not a directory with a name", path=address.shown, expected="SCHEME://HOST/.../NAME")
     return address.parts[-1]
 
 

@@ -34,23 +34,23 @@ _EXPONENTS = {4: (np.uint32, 23, 0xFF, 127), 8: (np.uint64, 52, 0x7FF, 1023)}
 
 @dataclass(slots=True, repr=False)
 class Distribution(Brief):
-    """Figures of the elements of one slot of a parameter, or of all that a layer has of it.
+    """Statistics of one slot of a parameter, or of a layer.
 
     Parameters
     ----------
     name, slot : str
     dtype : str
-        Of complex elements, figures are of their magnitudes; elements that are no numbers have none.
+        Complex elements count by magnitude; elements that are not numbers have no statistics.
     shape : tuple of int or None
-        None of a layer.
+        None for a layer.
     numel, zeros, nan, inf : int, elements
     least, most : float or None
-        Of what is finite, as all below.
+        Of finite elements, like all below.
     mean : float
     squares : float
-        Sum of the squares of what each element is off the mean.
+        Sum of squared differences from the mean.
     magnitudes : dict of int to int
-        Elements by power of two: n counts those with 2**n <= |x| < 2**(n + 1), the lowest all that are smaller, too.
+        Elements by power of two: n counts those with 2**n <= |x| < 2**(n + 1); the lowest also counts all smaller ones.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Distribution(Brief):
         return math.sqrt(self.squares + self.finite * self.mean**2) if self.least is not None else None
 
     def add(self, other: Distribution) -> None:
-        """Take in other elements (Chan, Golub and LeVeque: means and sums of squares of two sets, put together)."""
+        """Add other elements (Chan, Golub and LeVeque: combine means and sums of squares of two sets)."""
         n, m = self.finite, other.finite
         if other.least is not None and other.most is not None:
             off = other.mean - self.mean
@@ -119,13 +119,13 @@ class Distribution(Brief):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Statistics(Brief):
-    """Figures of a checkpoint's slots, in the model's order, and of its layers."""
+    """Statistics of a checkpoint's slots, in the model's order, and of its layers."""
 
     checkpoint: Checkpoint
     distributions: list[Distribution]
 
     def layers(self) -> list[Distribution]:
-        """Return the figures of each layer's slots: of all names that are alike up to their first number."""
+        """Return statistics by slot and layer: names that are alike up to their first number."""
         found: dict[tuple[str, str], Distribution] = {}
         for one in self.distributions:
             key = layer_of(one.name), one.slot
@@ -152,7 +152,7 @@ def stats(
     dequantize: bool = False,
     **shared: Unpack[Compared],
 ) -> Statistics:
-    """Return figures of the elements of each slot; every element is read once, in parallel and in bounded memory.
+    """Return statistics of each slot. Reads every element once, in parallel and in bounded memory.
 
     Parameters
     ----------
@@ -160,13 +160,13 @@ def stats(
     slots, parameters : sequence of str
         As for `diff`.
     dequantize : bool
-        As for `diff`: the figures of what quantised weights and state stand for, not of codes.
+        As for `diff`: use the floats that quantised weights and state stand for, not the codes.
     **shared
 
     Raises
     ------
     UsageError
-        No slot is chosen.
+        No slot is selected.
     SourceError
         The checkpoint cannot be read.
     """
@@ -177,7 +177,7 @@ def stats(
     checkpoint, _ = Naming(**only(Renaming, shared)).of(found)
     chosen = slots_of(checkpoint, Filter(tuple(slots), tuple(parameters)))
     if not chosen:
-        raise UsageError("no slot is chosen", path=found.named, expected=f"some of {', '.join(found.slot_names())}")
+        raise UsageError("no slot is selected", path=found.named, expected=f"some of {', '.join(found.slot_names())}")
     made = [Distribution(name, key, slot.dtype, slot.shape) for (name, key), slot in chosen.items()]
     once = [stored_once([slot])[0] for slot in chosen.values()]
     sets = [SlotSet(f"{one.slot}/{one.name}", (slot,), (slot.dtype,)) for one, slot in zip(made, once, strict=True)]

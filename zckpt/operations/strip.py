@@ -32,9 +32,8 @@ class Stripped(Written):
     Parameters
     ----------
     saved : dict of str to int, bytes
-        By kind: `padding`, `unreferenced`, the name of each slot that went, and `structure` for what is no tensor's
-        (pickles and headers, of which a rewritten file may also have more than before). They add up to the
-        difference of source and target.
+        By kind: `padding`, `unreferenced`, the name of each removed slot, and `structure` for pickles and headers
+        (which may also grow in a rewritten file). They add up to the difference of source and target.
     """
 
     saved: dict[str, int]
@@ -51,36 +50,35 @@ def strip(
     keep_slots: Sequence[str] | None = None,
     **shared: Unpack[ReadWritten],
 ) -> Stripped:
-    """Write a checkpoint without padding, optimizer state or unused bytes; the program it came from loads the result.
+    """Write a smaller copy of a checkpoint, without padding, optimizer state or unused bytes, for the same program.
 
-    Whatever a file does not lose is there bit for bit, and files of which nothing goes are copied.
+    What remains in a file is bit-equal, and files that lose nothing are copied.
 
     Parameters
     ----------
     source : path-like or Checkpoint
-        A file, or a directory of DeepSpeed, of ZeroRedundancyOptimizer, or of a consolidated model. Of a run
-        directory with several checkpoints one is written.
+        A file, or a directory of DeepSpeed, of ZeroRedundancyOptimizer, or of a consolidated model. From a run
+        directory with several checkpoints, one is written.
     target : path-like
-        A file where the source is one, else a directory, that does not exist.
+        A file if the source is one, otherwise a directory, that does not exist.
     padding : bool
-        Take the padding at the end of each rank's partition off (DeepSpeed, ZeRO-1 and 2): off the masters, and
-        off the slots where DeepSpeed loads what is left as it was saved; a note says where it does not.
+        Remove the padding at the end of each rank's partition (DeepSpeed, ZeRO-1 and 2): from the masters, and from the
+        slots if DeepSpeed can load what is left; otherwise a note says so.
     optimizer : bool
-        Drop the optimizer's state: all slots, and the masters where the model's weights are there, too. The
-        hyperparameters stay where they are in a file that stays. DeepSpeed, ZeRO-1 and 2: the optimizer's files go.
+        Remove the optimizer's state: all slots, and masters that also have a weight. Hyperparameters stay if their file
+        stays. For DeepSpeed ZeRO-1 and 2, the optimizer files are removed.
     unreferenced : bool
-        Drop the bytes of storages that no tensor uses.
+        Remove bytes that no tensor uses.
     keep_slots : sequence of str, optional
-        Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
-        more than them.
+        Remove all optimizer slots except these. Weights and masters always stay, so `["master"]` keeps nothing else.
     **shared
 
     Raises
     ------
     UsageError
-        Nothing is to go, or there is no slot of a name.
+        There is nothing to remove, or no slot of that name.
     SourceError
-        The source cannot be read, contradicts itself, or is in a format that nothing is taken out of.
+        The source cannot be read, contradicts itself, or is in a format that cannot be stripped.
     TargetError
         The target exists or cannot be written.
     """
@@ -88,7 +86,7 @@ def strip(
         "strip", shared, padding=padding, optimizer=optimizer, unreferenced=unreferenced, keep_slots=keep_slots
     )
     if optimizer and keep_slots is not None:
-        raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
+        raise UsageError("--optimizer removes every slot, --keep-slots only some", advice="give one of them")
     checkpoint = opened(source, **shared)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = named(checkpoint), Path(target)
@@ -105,7 +103,7 @@ def strip(
         gains = {name: sum(_saved(format_.strip(checkpoint, origin, one)).values()) for name, one in CHOICES.items()}
         choices = ", ".join(f"--{name} ({gain:,} bytes)" for name, gain in gains.items())
         kept = f"--keep-slots ({', '.join(slots)})" if slots else "--keep-slots"
-        raise UsageError("nothing is to be removed", path=origin, expected=f"{choices} or {kept}")
+        raise UsageError("there is nothing to remove", path=origin, expected=f"{choices} or {kept}")
     stripping = format_.strip(checkpoint, origin, request)
     dropped = check_nothing_lost([checkpoint], shared["drop"], kept={one.name for one in stripping.files})
     laid = TargetFiles(

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,7 +31,7 @@ from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
-from zckpt.operations.foresight import Foresight, check_fits, foresee
+from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.brief import Brief
@@ -193,10 +194,10 @@ class How:
     def __post_init__(self) -> None:
         check_choice("overflow", self.overflow, options_of(Renamed)["overflow"].choices)
         if self.memory < 1:
-            raise UsageError("sizes must be positive", found=self.memory)
+            raise UsageError("--memory and sizes must be positive", found=self.memory)
         check_executor(self.executor)
         if self.resume and self.restart:
-            raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
+            raise UsageError("--resume and --restart exclude each other", expected="one of them")
 
     def journal(
         self, target: Path, planned: Plan, beside: Sequence[Path], origins: Sequence[Checkpoint]
@@ -272,15 +273,16 @@ def write_from(
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
     if damaged:  # files that come lazily are not kept
         laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
-    planned = plan(laid.files)
+    reads: dict[str, Reads] = {}
+    planned = plan(laid.files, partial(note_reads, reads) if how.dry_run else None)
     for origin in origins:
         casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
-        refuse_casts(origin, casts, "--dtype keep writes them as they are, --dequantize as numbers")
+        refuse_casts(origin, casts, "--dtype=keep writes them unchanged, --dequantize as floats")
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked, foresight = Checked(), None
     if how.dry_run:
         every = [*names_in(planned.names, target, owned), *outside, *recorded]
-        foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
+        foresight = foresee(planned, reads, every, target, is_file=owned is None, memory=how.memory)
     else:
         from zckpt.formats.survey import source_checks
 
@@ -359,9 +361,9 @@ def _check_apart(
         for one in (digests_path_of_file(target), optimizer_path(target)):
             if one not in files and os.path.lexists(one):
                 raise TargetExistsError(
-                    "belongs to the file that is to be replaced, and would be taken for the new one's",
+                    "belongs to the file that will be replaced, and would be taken for the new file's",
                     path=one,
-                    advice="remove it, or have it written again",
+                    advice="remove it, or let it be written again",
                 )
 
 
@@ -376,9 +378,9 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
     from zckpt.engine.upload import LEAST_MEMORY_NBYTES
 
     if how.memory < LEAST_MEMORY_NBYTES:
-        yield f"parts for a store take up to {LEAST_MEMORY_NBYTES} bytes of memory, --memory says {how.memory}"
+        yield f"parts for a store need up to {LEAST_MEMORY_NBYTES} bytes of memory, but --memory is {how.memory}"
     if how.executor not in (None, "threads"):
-        yield "what goes to a store is made and sent by this process, not by the executor's workers"
+        yield "this process makes and sends what goes to a store, not the executor's workers"
 
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:
@@ -401,7 +403,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Written(Brief):
-    """A target that was written, or under `dry_run` would be.
+    """What a verb wrote, or with `dry_run` would write.
 
     Parameters
     ----------
@@ -410,23 +412,23 @@ class Written(Brief):
     files : tuple of Path
     read_nbytes, write_nbytes : int, bytes
     memory : int, bytes
-        Upper bound of the copy buffers.
+        Limit of the copy buffers.
     compared : int
-        Elements of masters that were held against their weights, and of slices against those of other ranks.
+        Elements of masters compared with their weights, and of slices compared with other ranks'.
     checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
+        Bytes of the source that were compared with its checksums during the copy.
     verified : int, bytes
-        Of the target that were compared with the source after writing.
+        Bytes of the target that were compared with the source after writing.
     notes : tuple of str
-        What to know about the target.
+        Notes about the target.
     dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
+        What zckpt did not read, and `drop` named.
     missing, filled : tuple of dict
-        What lost files held and the target has not, or has from elsewhere: see `salvage`.
+        What lost files held and the target lacks, or has from elsewhere: see `salvage`.
     warnings : tuple of str
-        What to know about the source.
+        Warnings about the source.
     foresight : Foresight or None
-        Under `dry_run`, what the run would take.
+        With `dry_run`, what the run would need.
     """
 
     dry_run: bool
@@ -470,7 +472,7 @@ _KEYS = {
 def check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
     """Raise UsageError unless a value is one of some."""
     if value not in choices:
-        raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
+        raise UsageError(f"unusable --{option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, object]:

@@ -17,14 +17,13 @@ from zckpt.storage.ownership import Owned, check_target
 from zckpt.storage.packed.chunks import CHUNK_NBYTES
 from zckpt.storage.packed.mount import place_in
 from zckpt.storage.packed.store import PackedStore
-from zckpt.storage.room import write_errors
 
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """What `unpack` wrote, or with `dry_run` would: the target, the checkpoints, how many files, and their bytes."""
+    """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 
     target: str
     checkpoints: list[str]
@@ -45,31 +44,31 @@ def unpack(
     dry_run: bool = False,
     reporter: Reporter | None = None,
 ) -> Unpacked:
-    """Write the files of a checkpoint in a store, or of all of them, as they were: bytes, modes, times and links.
+    """Restore the files of one checkpoint in a store, or of all: bytes, modes, times and links.
 
     Parameters
     ----------
     store : path-like
-        `STORE/NAME`, or the store: then `target` gets a directory for each checkpoint.
+        `STORE/NAME`, or the store; then `target` gets a directory for each checkpoint.
     target : path-like
-        A directory, or a file where the checkpoint is one, that does not exist. It appears whole or not at all.
+        A directory (or a file, if the checkpoint is one) that does not exist. It appears whole or not at all.
     overwrite : bool
-        Replace a directory that has no other files than those, or a file.
+        Replace a file, or a directory that has no other files.
     dry_run : bool
-        Say what would be written; write nothing.
+        Show what would be written; write nothing.
     reporter : Reporter, optional
 
     Raises
     ------
     SourceError
-        There is no such checkpoint, or what it is made of is damaged.
+        There is no such checkpoint, or its data is damaged.
     TargetError
         The target exists or cannot be written.
     """
     found = place_in(store)
     if found is None:
         raise SourceError(
-            "is no store of checkpoints", path=store, expected="what `zckpt pack` has made, or a name in it"
+            "is not a store of checkpoints", path=store, expected="a store that `zckpt pack` wrote, or a name in it"
         )
     packed, path = PackedStore(found[0]), Path(target)
     names, wrong = packed.names()
@@ -80,7 +79,7 @@ def unpack(
     if not wanted:
         for error in wrong.values():
             raise error
-        raise SourceError("no such checkpoint is in the store", path=store, expected=", ".join(names) or "none")
+        raise SourceError("the store has no such checkpoint", path=store, expected=", ".join(names) or "none")
     alone = wanted == [found[1]]
     numbers = {"" if alone else name.removeprefix(f"{found[1]}/"): names[name] for name in wanted}
     nbytes = sum(one.nbytes for number in numbers.values() for one in packed.index(number).files)
@@ -120,18 +119,17 @@ def write_files(
     }
     owned = None if is_file else Owned(lambda name: name in every)
     nbytes = sum(one.nbytes for number in numbers.values() for one in store.index(number).files)
-    with write_errors(path):
-        check_target(path, overwrite=overwrite, owned=owned)
-        with (
-            written([path], overwrite=overwrite, owned=owned) as [partial],
-            reporting(reporter, nbytes) as progress,
-        ):
-            for front, number in numbers.items():
-                _write(store, number, partial / front if front else partial, progress.advance)
-            if prove is not None:
-                prove(partial)
-            for front, number in numbers.items():
-                _mark(store, number, partial / front if front else partial)
+    check_target(path, overwrite=overwrite, owned=owned)
+    with (
+        written([path], overwrite=overwrite, owned=owned) as [partial],
+        reporting(reporter, nbytes) as progress,
+    ):
+        for front, number in numbers.items():
+            _write(store, number, partial / front if front else partial, progress.advance)
+        if prove is not None:
+            prove(partial)
+        for front, number in numbers.items():
+            _mark(store, number, partial / front if front else partial)
 
 
 def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:

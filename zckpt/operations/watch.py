@@ -46,15 +46,15 @@ SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Appeared:
-    """A checkpoint that has appeared in a run.
+    """A checkpoint that appeared in a run.
 
     Parameters
     ----------
     checkpoint : Recorded
     findings : list of Finding
-        The errors that `verify` finds, and what is odd beside the one before.
+        Errors that `verify` finds, and anomalies compared with the checkpoint before.
     before : str or None
-        The path of that; None: it is the first, or none before can be read any more.
+        Path of the checkpoint before; None if it is the first, or if none before can still be read.
     """
 
     checkpoint: Recorded
@@ -77,33 +77,36 @@ def watch(
     factor: float = FACTOR,
     **shared: Unpack[Copying],
 ) -> Iterator[Appeared]:
-    """Yield the last checkpoint that a run has, and then each that appears or is written again.
+    """Yield a run's last checkpoint, then each one that appears or is rewritten.
 
     Parameters
     ----------
     run : path-like
         A run's directory, on a file system; it need not exist yet.
     deep : bool
-        Read every byte of each, as `verify` does. Without it checksums are not, and NaN only where there is one before.
+        Read every byte of each, as `verify` does. Without it, checksums are not compared, and NaN is only found if
+        there is a checkpoint before.
     settle : float, seconds
-        A checkpoint that nothing names is finished when its files have not changed for so long.
+        A checkpoint that nothing names is finished when its files have not changed for this time.
     idle : float, seconds, optional
-        End when nothing has changed for so long; by default never.
+        End when nothing has changed for this time. Default: never.
     factor : float
-        By which a norm may change: of weights; of what the optimizer has, its square.
+        Factor by which the norm of weights may change; for optimizer state, its square.
     **shared
 
     Raises
     ------
     UsageError
-        A factor, or a time, that cannot be; or a store.
+        An unusable factor or time; or a store.
     """
     if is_url(run):
-        raise UsageError("a store is not watched", path=run, expected="a directory of a file system")
+        raise UsageError("a store cannot be watched", path=run, expected="a directory on a file system")
     if not factor > 1 or not settle >= 0 or (idle is not None and not idle >= 0):
-        raise UsageError("a factor is above 1, and a time not below 0", found=f"{factor}, {settle}, {idle}")
+        raise UsageError(
+            "--factor must be above 1, --settle and --idle at least 0", found=f"{factor}, {settle}, {idle}"
+        )
     if shared["direct"] and not deep:
-        raise UsageError("a sample is not read past the page cache", expected="direct with deep")
+        raise UsageError("--direct does not apply to a sample", expected="--deep with it")
     return _appearing(_Run(Path(run), settle), deep, idle, factor, {**shared})
 
 

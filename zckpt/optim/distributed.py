@@ -45,14 +45,14 @@ Worker = Any
 
 
 class DistributedOptimizer(Optimizer):
-    """Steps parameters on the workers that own them.
+    """Step parameters on the workers that own them.
 
     Parameters
     ----------
     optimizer_class : type
-        A `torch.optim.Optimizer`, made on each worker for its parameters.
+        A `torch.optim.Optimizer`, created on each worker for its parameters.
     params_rref : iterable
-        RRefs of parameters, (name, RRef) pairs, or dicts of param groups whose `params` is one of these.
+        RRefs of parameters, (name, RRef) pairs, or dicts of param groups whose `params` are one of these.
     *args, **kwargs
         Passed to `optimizer_class`.
 
@@ -63,8 +63,8 @@ class DistributedOptimizer(Optimizer):
 
     Notes
     -----
-    Steps of several callers are taken one after the other on each worker; there is no order between workers. Learning
-    rate schedulers work as with any optimizer.
+    Each worker performs steps of several callers one after another; there is no order between workers. Learning rate
+    schedulers work as with any optimizer.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class DistributedOptimizer(Optimizer):
 
     @property
     def num_workers(self) -> int:
-        """How many workers own a parameter."""
+        """Number of workers that own a parameter."""
         return len(self.remote_optimizers)
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -113,7 +113,7 @@ class DistributedOptimizer(Optimizer):
         return self.call_each(function, [args] * self.num_workers)
 
     def call_each(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call a function as `call` does, with arguments of its own for each worker."""
+        """Call a function as `call` does, with separate arguments for each worker."""
         return _wait(
             [
                 rpc.rpc_async(one.owner(), _on_worker, args=(one, function, *mine))
@@ -143,11 +143,11 @@ class DistributedOptimizer(Optimizer):
         self.call(LocalOptimizer.zero_grad, set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:  # noqa: ARG002
-        """Raise: workers have their parameters from the beginning."""
-        raise RuntimeError("param groups are given to the constructor; make a new optimizer and load this one's state")
+        """Raise: workers get all parameters in the constructor."""
+        raise RuntimeError("give all param groups to the constructor: create a new optimizer and load this one's state")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, on the CPU of the caller, as `torch.optim` has it, numbered over all groups."""
+        """Return the whole state on the caller's CPU, as in `torch.optim`, numbered over all groups."""
         state: State = {}
         for theirs in self.call(LocalOptimizer.state):
             state.update(theirs)
@@ -159,7 +159,7 @@ class DistributedOptimizer(Optimizer):
         Raises
         ------
         ValueError
-            It is that of another optimizer; nothing has changed on any worker.
+            It belongs to another optimizer; nothing has changed on any worker.
         """
         numbers = {number: at for at, number in enumerate(matched(state_dict, self.param_groups, by_name=False))}
         state = {numbers[number]: values for number, values in state_dict["state"].items()}

@@ -53,28 +53,28 @@ def save(
     beside: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a sharded optimizer and its parameters, each rank or worker its own; appears whole or not at all.
+    """Write a sharded optimizer and its parameters; each rank or worker writes its own. It appears whole or not at all.
 
     Parameters
     ----------
     optimizer : ZeroRedundancyOptimizer, ZeroOptimizer or DistributedOptimizer
-        Of the first two, all ranks call this together.
+        For the first two, all ranks call this together.
     path : path-like
-        A directory that does not exist, on a file system that all ranks or workers share; or, for ranks, the URL of one
-        in a store. Of a ZeroOptimizer, it is the directory of a tag of DeepSpeed, and `latest` beside it will name it.
+        A directory that does not exist, on a file system that all ranks or workers share; or, for ranks, its URL in a
+        store. For a ZeroOptimizer, it is a DeepSpeed tag directory, and `latest` next to it will name it.
     model : Module, optional
-        Names the parameters, where the optimizer was not given names, and has the buffers.
+        Supplies the buffers, and parameter names if the optimizer has none.
     step : int, optional
-        How many steps have been trained.
+        Number of steps trained.
     beside : mapping, optional
-        What else is kept, by key: `lr_scheduler`, a scheduler's state; `extra`, which DeepSpeed calls the client's.
+        What else to save, by key: `lr_scheduler`, a scheduler's state; `extra`, DeepSpeed's client state.
     overwrite : bool
         Replace a directory of the same format.
 
     Raises
     ------
     UsageError
-        The parameters have no names; or a DistributedOptimizer is to be saved to a store.
+        The parameters have no names, or a DistributedOptimizer would be saved to a store.
     TargetError
         The target exists or cannot be written.
     """
@@ -92,14 +92,14 @@ def load(
 ) -> None:
     """Load state and hyperparameters from a checkpoint of any format.
 
-    The parameters' values are left alone; but a ZeroOptimizer's are made of its masters.
+    Parameters keep their values, except that a ZeroOptimizer's are set from its masters.
 
     Parameters
     ----------
     optimizer : ZeroRedundancyOptimizer, ZeroOptimizer or DistributedOptimizer
     path : path-like
     model : Module, optional
-        Names the parameters, where the optimizer was not given names.
+        Supplies parameter names, if the optimizer has none.
     names, verify : optional
         As for `zckpt.load`.
 
@@ -108,7 +108,8 @@ def load(
     UsageError
         The checkpoint has other parameters; the message names some.
     SourceError
-        It cannot be read: on all ranks, if on one. The optimizer is as it was, unless the message says otherwise.
+        It cannot be read; raised on all ranks, if on one. The optimizer is unchanged, unless the message says
+        otherwise.
     """
     asked, of_model = Asked(names=names), None if model is None else bare(model)
     optimizers = Optimizers(optimizer, {} if of_model is None else of_model.names())
@@ -187,10 +188,10 @@ def open_for(
     like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(
-            f"{keys_listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer "
-            f"here can take it over",
+            f"{keys_listed(found.per_rank)}: each rank had its own, for the elements that it held, and no optimizer "
+            "here can load it",
             path=path,
-            advice="load the model alone, or resume in the program that saved it",
+            advice="load only the model, or resume in the program that saved it",
         )
     return found
 
@@ -214,15 +215,16 @@ def _open(path: str | os.PathLike[str], order: Order, own: Sequence[str], asked:
         if theirs == ours:
             return open_checkpoint(path, tag=asked.tag, names=own)
         raise UsageError(
-            "param groups are of other sizes", expected=", ".join(map(str, ours)), found=", ".join(map(str, theirs))
+            "param groups have other sizes", expected=", ".join(map(str, ours)), found=", ".join(map(str, theirs))
         )
     except ZckptError as error:
         if not asked.strict or not found.unnamed:
             return found
         raise UsageError(
-            f"the optimizer's parameters are only numbered, and this optimizer's order does not fit: {error.message}",
+            "the checkpoint only numbers the optimizer's parameters, and this optimizer's order does not fit: "
+            f"{error.message}",
             path=os.fspath(path),
             expected=error.expected,
             found=error.found,
-            advice="make the optimizer as it was saved, or give names=, those of all parameters in the order of then",
+            advice="create the optimizer as it was saved, or give names=, all parameter names in the saved order",
         ) from error

@@ -131,7 +131,7 @@ def flat_model(model: nn.Module) -> Bare:
     for prefix, module in model.named_modules(remove_duplicate=False):
         if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
             raise UnsupportedError(
-                f"{prefix} has a state dict of its own making, and is in FullyShardedDataParallel",
+                f"{prefix} has a custom state dict, and is in FullyShardedDataParallel",
                 found=torch.typename(module),
                 advice="use fully_shard",
             )
@@ -162,8 +162,8 @@ def check_named(parameter: torch.Tensor) -> None:
     """Raise UsageError where FullyShardedDataParallel has a parameter whose model is not given."""
     if _is_flattened(parameter):
         raise UsageError(
-            "a parameter of the optimizer is in FullyShardedDataParallel, and the model is not given",
-            advice="give the model that the optimizer was made for",
+            "a parameter of the optimizer is in FullyShardedDataParallel, but no model is given",
+            advice="give the optimizer's model",
         )
 
 
@@ -204,12 +204,10 @@ def _local(wrapper: FullyShardedDataParallel) -> torch.Tensor:
     handle: Any = wrapper._handle
     flat = handle.flat_param
     if any(extension is not None for extension in flat._param_extensions):
-        raise UnsupportedError(
-            "FullyShardedDataParallel has parameters that are DTensors", advice="use fully_shard on such a mesh"
-        )
+        raise UnsupportedError("FullyShardedDataParallel has DTensor parameters", advice="use fully_shard on the mesh")
     if handle._training_state != HandleTrainingState.IDLE:
         raise UsageError(
-            "parameters in FullyShardedDataParallel are gathered right now",
+            "FullyShardedDataParallel's parameters are gathered at the moment",
             found=handle._training_state.name,
             advice="save and load outside of forward, backward and summon_full_params",
         )

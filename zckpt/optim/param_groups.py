@@ -14,6 +14,7 @@ import torch
 
 from zckpt.errors import UsageError
 from zckpt.optim.tensors import copied_like
+from zckpt.state import without
 from zckpt.state.names import bare_names
 
 SHOWN = 4
@@ -27,7 +28,7 @@ OWN_KEYS = ("params", "param_names")
 
 def hyperparameters(group: Mapping[str, Any]) -> Group:
     """Return what a group says besides its parameters."""
-    return {key: value for key, value in group.items() if key not in OWN_KEYS}
+    return without(group, *OWN_KEYS)
 
 
 def selected(group: Group, chosen: Sequence[int]) -> Group:
@@ -86,7 +87,7 @@ def with_names(group: Group) -> Group:
     if not named:
         return {**group, "params": members}
     if len(named) != len(members):
-        raise ValueError("either all parameters of a group have names or none has")
+        raise ValueError("either all parameters of a group must have names, or none")
     return {**group, "params": [one[1] for one in named], "param_names": [one[0] for one in named]}
 
 
@@ -97,14 +98,14 @@ def read_group(group: Group) -> Group:
     twice, or names for some only.
     """
     if not isinstance(group, dict):
-        raise TypeError(f"params must be an iterable of tensors or of dicts, not of both: {torch.typename(group)}")
+        raise TypeError(f"params must be an iterable of tensors or of dicts, not both: {torch.typename(group)}")
     if "params" not in group:
         raise ValueError("a param group without the key 'params'")
     members = group["params"]
     if isinstance(members, torch.Tensor):
         members = [members]
     if isinstance(members, (set, frozenset)):
-        raise TypeError("parameters must have an order, which those of a set do not")
+        raise TypeError("parameters must have an order, which a set does not have")
     made = with_names({**group, "params": members})
     count = len(made["params"])
     for tensor in made["params"]:
@@ -113,7 +114,7 @@ def read_group(group: Group) -> Group:
         if tensor.layout != torch.strided:
             raise ValueError(f"parameters must be dense tensors, not {tensor.layout}")
     if len(set(made["params"])) != count:
-        raise ValueError("a param group has a parameter twice, which two ranks would step")
+        raise ValueError("a param group lists a parameter twice, so two ranks would step it")
     if "param_names" in made and len(made["param_names"]) != count:
         raise ValueError(f"a param group has {len(made['param_names'])} names for {count} parameters")
     return made
@@ -165,10 +166,10 @@ def matched(state_dict: Mapping[str, Any], groups: Sequence[Group], *, by_name: 
         numbers += [called[name] for name in ours]
     known = set(numbers)
     if len(known) != len(numbers):
-        raise ValueError("the state dict has a parameter in its param groups twice")
+        raise ValueError("the state dict lists a parameter twice in its param groups")
     for number in state:
         if number not in known:
-            raise ValueError(f"the state dict has state of parameter {number!r}, which is in none of its param groups")
+            raise ValueError(f"the state dict has state for parameter {number!r}, which is in none of its param groups")
     return numbers
 
 
@@ -215,7 +216,7 @@ def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor
             raise UsageError(
                 "a parameter of the optimizer has no name",
                 found=f"shape {tuple(parameter.shape)}",
-                advice="give the model that it belongs to, or make the optimizer of (name, parameter) pairs",
+                advice="give its model, or create the optimizer from (name, parameter) pairs",
             )
     return [[known[p] if p in known else own[p] for p in group["params"]] for group in groups]
 

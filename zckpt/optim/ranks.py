@@ -217,7 +217,7 @@ def answering() -> Iterator[None]:
         yield
     except RuntimeError as error:
         found = str(error).partition("\n")[0]
-        raise WorkerError("another rank is gone, or does not answer", found=found) from error
+        raise WorkerError("another rank has ended, or does not answer", found=found) from error
 
 
 def _packed(error: BaseException | None) -> Failure | None:

@@ -39,14 +39,14 @@ class ShardedOptimizer(Optimizer, Joinable, JoinHook):
         self._given_defaults = defaults
         Optimizer.__init__(self, params, dict(defaults))  # which adds each param group
         if len({"param_names" in group for group in self.param_groups}) > 1:  # as torch since 2.6
-            raise ValueError("either all param groups have names for their parameters or none has")
+            raise ValueError("either all param groups must name their parameters, or none")
 
     def _make_local(self, groups: Sequence[Group]) -> None:
         """Make the local optimizer, whose defaults and hyperparameters are everyone's."""
         self.optim = self._optimizer_class(groups, **self._given_defaults)
         if not isinstance(self.optim, Optimizer):
             raise ValueError(  # noqa: TRY004  # as torch
-                f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}"
+                f"optimizer_class must create a torch.optim.Optimizer, not {torch.typename(self.optim)}"
             )
         self.defaults = {**self.optim.defaults, **self._given_defaults}
         self._from_local()
@@ -101,8 +101,8 @@ class ShardedOptimizer(Optimizer, Joinable, JoinHook):
 
     def __deepcopy__(self, _: object) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} is bound to its process group and to its parameters' memory and cannot be copied "
-            f"or pickled: make a new one of the copied parameters and give it this one's state_dict()"
+            f"a {type(self).__name__} is bound to its process group and its parameters' memory, so it cannot be "
+            "copied or pickled: create a new one from the copied parameters and load this one's state_dict()"
         )
 
     __reduce_ex__ = __deepcopy__

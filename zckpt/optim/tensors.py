@@ -48,7 +48,7 @@ def bare(model: torch.nn.Module) -> Bare:
     """
     if is_flat(model):
         raise UnsupportedError(
-            "the model is in FullyShardedDataParallel, whose parameters lie in a flat one",
+            "the model is in FullyShardedDataParallel, which flattens its parameters",
             advice="use zckpt.save and zckpt.load, or zckpt.dcp with torch's get_state_dict and set_state_dict",
         )
     inner = unwrapped(model)
@@ -145,7 +145,7 @@ def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
                 if ours is not theirs or ours is None:
                     raise UsageError(
                         f"two parts of the model have a parameter {name}",
-                        advice="give parts whose names are those of the whole model",
+                        advice="give parts with the names of the whole model",
                     )
             elif isinstance(theirs, torch.Tensor):
                 found.copies.append((name, theirs))
@@ -218,12 +218,14 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
         return _share_of_dtensor(tensor, name)
     if is_traceable_wrapper_subclass(tensor):
         raise UnsupportedError(
-            f"{name} is a {type(tensor).__name__}, whose elements are in tensors within it",
+            f"{name} is a {type(tensor).__name__}, whose elements are in inner tensors",
             found=torch.typename(tensor),
             advice="save the optimizer's state_dict() with torch.save",
         )
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"{name} is {tensor.layout}, whose elements have no order", advice="make it dense")
+        raise UnsupportedError(
+            f"{name} is {tensor.layout}, whose elements have no fixed order", advice="convert it to a dense tensor"
+        )
     shape = tuple(tensor.shape)
     return Share(shape, Extent.whole(shape), tensor.detach())
 

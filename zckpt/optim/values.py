@@ -86,7 +86,7 @@ class Values:
             if isinstance(value, kind):
                 return rule(value)
         if id(value) in self._open or len(self._open) > MAX_DEPTH:
-            raise UnsupportedError(f"{where:.200} contains itself, or is nested too deep")
+            raise UnsupportedError(f"{where:.200} contains itself, or is nested too deeply")
         self._open.add(id(value))
         cls: Any = type(value)
         found: Any
@@ -97,8 +97,8 @@ class Values:
             found = cls(self.node(one, f"{where}[{index}]") for index, one in enumerate(value))
         else:
             raise UnsupportedError(
-                f"{where} is a {cls.__module__}.{cls.__qualname__}, which only a pickle could hold",
-                advice="save what it consists of: its state_dict(), or its numbers and names",
+                f"{where} is a {cls.__module__}.{cls.__qualname__}, which only a pickle can hold",
+                advice="save its parts: its state_dict(), or its numbers and names",
             )
         self._open.remove(id(value))
         return found
@@ -113,7 +113,7 @@ class Values:
         """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedError(
-                f"{where} is a {type(value).__name__} that is {value.layout}; only plain ones are kept"
+                f"{where} is a {type(value).__name__} with layout {value.layout}; only dense ones can be saved"
             )
         here = value.detach().cpu().resolve_conj().resolve_neg()
         turned = here.permute(_by_stride(here.stride()))
@@ -140,7 +140,7 @@ def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def _array(value: np.ndarray[Any, Any], where: str) -> NumpyArray:
     if value.dtype.hasobject or value.dtype.fields is not None or value.dtype.kind not in "biufcSU":
-        raise UnsupportedError(f"{where} is a numpy array of {value.dtype}, which is not kept")
+        raise UnsupportedError(f"{where} is a numpy array of {value.dtype}, which cannot be saved")
     found = np.ascontiguousarray(value, _little(value.dtype))
     dtype = NumpyDType(found.dtype.str[1:], (False, True), (3, "<", None, None, None, -1, -1, 0))
     node = NumpyArray(cls=Global("numpy", "ndarray"))
@@ -238,8 +238,8 @@ def as_torch(value: object, what: str) -> object:
     """
     if holds_tensors(value):
         raise UnsupportedError(
-            f"{what} is no plain tensor but quantised, say, and cannot be loaded as one",
-            advice="dequantize=True takes the floats that it stands for; or load the model alone",
+            f"{what} is not a plain tensor (for example quantised), and cannot be loaded as one",
+            advice="dequantize=True loads the floats that it stands for; or load only the model",
         )
     if isinstance(value, Scalar):
         return torch.tensor(value.value, dtype=getattr(torch, value.dtype))

@@ -24,7 +24,8 @@ def render(document: Document, *, layers: bool, width: int) -> str:
     """Return the document of `stats` as text; names are cut to what `width` columns leave, and figures are not."""
     document = printable(document)
     rows = document["layers" if layers else "slots"]
-    cells = [(one["slot"], one["dtype"], *(_cell(one[key]) for key in COLUMNS)) for one in rows]
+    cells = [(one["slot"], one["dtype"], *(f"{v:.4g}" if isinstance(v, float) else v for v in map(one.get, COLUMNS)))
+             for one in rows]  # fmt: skip
     figures = table(("slot", "dtype", *COLUMNS), cells, right=range(2, 2 + len(COLUMNS)))
     names = ["layer" if layers else "parameter", *(one["name"] for one in rows)]
     room = max(min(max(map(len, names)), width - max(map(len, figures)) - 2), NAME_WIDTH)
@@ -38,10 +39,6 @@ def render(document: Document, *, layers: bool, width: int) -> str:
             f"{count(len(rows), 'row')}, {count(total, 'element')}",
         ]
     )
-
-
-def _cell(value: object) -> object:
-    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def comma_separated(document: Document, *, layers: bool) -> str:

@@ -40,7 +40,7 @@ def cells(one: Document) -> tuple[object, ...]:
 
 def left(document: Document) -> list[str]:
     """Return lines of what interrupted writes and removals have left."""
-    return [f"left by what was interrupted, or is being written: {one}" for one in document["leftovers"]]
+    return [f"left by an interruption, or being written: {one}" for one in document["leftovers"]]
 
 
 def _remarks(one: Document) -> str:

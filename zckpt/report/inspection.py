@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 
 from zckpt.report.text import Document, count, elements, printable, size, table
+from zckpt.state import without
+from zckpt.torchfile.grades import grade
 
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
@@ -39,7 +42,7 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
         lines += ["", *_files(document["files"])]
     if with_globals:
         lines += ["", *(
-            f"{Path(one['path']).name}  {record}  {name}"
+            f"{Path(one['path']).name}  {record}  {name}  {grade(*name.rpartition('.')[::2])[0]}"
             for one in document["files"] for record, names in one.get("globals", {}).items() for name in names
         )]  # fmt: skip
     if files and "inventory" in document:
@@ -55,6 +58,22 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
         lines.append(f"left out: {len(left) - SHOWN_LEFT_OUT} more; --files lists them")
     lines += map(elements, document["missing"], repeat("missing"))
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
+
+
+def render_several(documents: Sequence[Document]) -> str:
+    """Return a table of several documents, with a line for each."""
+    rows = [
+        (one["source"], one["format"], one["zero_stage"], one["world_size"], one["step"], one["num_parameters"],
+         one["num_elements"], ", ".join(one["slots"]), size(one["nbytes"]), _saved(one))
+        for one in documents
+    ]  # fmt: skip
+    header = ("source", "format", "stage", "ranks", "step", "parameters", "elements", "slots", "size", "saved")
+    warnings = [f"warning: {one['source']}: {warning}" for one in documents for warning in one["warnings"]]
+    return "\n".join(map(printable, [*table(header, rows, right=(2, 3, 4, 5, 6, 8)), *warnings]))
+
+
+def _saved(document: Document) -> str | None:
+    return document["saved"] and f"{document['saved'][:16].replace('T', ' ')} UTC"
 
 
 def _name(item: Document) -> str:
@@ -75,11 +94,11 @@ def _heading(document: Document) -> list[str]:
     facts = [
         ("source", document["source"]),
         ("format", f"{document['format']}{version}{stage}"),
-        ("details", listed({key: value for key, value in document["details"].items() if key != "origin"})),
+        ("details", listed(without(document["details"], "origin"))),
         ("origin", listed(document["details"].get("origin", {}))),
         ("topology", f"{degrees} ({ranks})" if degrees else ranks),
         ("step", document["step"]),
-        ("saved", document["saved"] and f"{document['saved'][:16].replace('T', ' ')} UTC"),
+        ("saved", _saved(document)),
         ("loss scale", document["loss_scale"]),
         (
             "model",

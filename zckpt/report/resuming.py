@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zckpt.formats.registry import find_format
 from zckpt.report.text import Document, count, printable
 
 VERDICTS = {
@@ -16,8 +17,9 @@ def render(document: Document) -> str:
     """Return the document of `resume-check` as text."""
     document = printable(dict(document))
     ranks = count(document["world_size"], "rank")
-    lines = [f"{document['source']} ({document['format']}) in {document['title']}, {ranks}: "
-             f"{VERDICTS[document['verdict']]}"]  # fmt: skip
+    form = find_format(document["format"])
+    lines = [f"{document['source']} ({document['format'] if form is None else form.title}) in {document['title']}, "
+             f"{ranks}: {VERDICTS[document['verdict']]}"]  # fmt: skip
     lines += [f"  {one['part']}: {one['why']}" for one in document["not_back"]]
     lines += [f"  because {one}" for one in document["why"]]
     if document["comes_back"]:
@@ -27,4 +29,8 @@ def render(document: Document) -> str:
         ("otherwise", document["advice"]),
     )  # fmt: skip
     lines += [f"{name}: {text}" for name, text in said if text]
-    return "\n".join([*lines, *(f"run: {one}" for one in document["commands"])])
+    lines += [f"run: {one}" for one in document["commands"]]
+    if document["commands"]:
+        lost = ", ".join(dict.fromkeys(one["part"] for one in document["not_back_after"]))
+        lines.append(f"after that, does not come back: {lost}" if lost else "after that, all of it comes back")
+    return "\n".join(lines)

@@ -107,7 +107,7 @@ def written(document: Document) -> str:
     if document["foresight"] is not None:
         lines += foresight(document["foresight"])
     if document["checked_elements"]:
-        lines.append(f"{count(document['checked_elements'], 'element')} of masters agree with their weights")
+        lines.append(f"masters agree with their weights ({count(document['checked_elements'], 'element')} compared)")
     if document["checksummed_nbytes"]:
         lines.append(f"{size(document['checksummed_nbytes'])} of the source agree with the checksums in its files")
     if document["verified_nbytes"]:
@@ -117,6 +117,10 @@ def written(document: Document) -> str:
         rows = sorted(saved.items(), key=lambda one: -one[1])
         lines += table(["saved", "bytes"], [*rows, ("in all", sum(saved.values()))], right=(1,))
     lines += [f"dropped {one}" for one in document["dropped"]]
+    lines += [
+        f"left out {one['file']}{one['place'] and ':'}{one['place']}: {one['what']} ({one['grade']})"
+        for one in document.get("removed", ())
+    ]
     lines += [elements(one, key) for key in ("missing", "filled") for one in document[key]]
     lines += [f"note: {note}" for note in document["notes"]]
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))

@@ -62,8 +62,12 @@ def _heading(document: Document, width: int, paint: Paint) -> list[str]:
             count(checked["checksums"], "checksum"),
         ]
     elif checked["elements"]:
-        facts.append(f"{count(checked['elements'], 'element')} of masters held against weights")
+        facts.append(f"a sample of {count(checked['elements'], 'element')} of masters compared with weights")
     lines = [f"{verdict}  {document['source']}{kind}", *_wrapped(", ".join(facts), width, "checked  ")]
+    if document["checkpoint"] not in (None, document["source"]):
+        lines.append(
+            f"of       {document['checkpoint']} only; zckpt list {document['source']} looks at each checkpoint"
+        )
     if not document["deep"]:
         lines.append("         structure only: --deep reads every byte")
     if document["fingerprint"]:

@@ -20,6 +20,7 @@ from zckpt.state.checkpoint import (
     most_steps,
     number_of,
 )
+from zckpt.state.mappings import dict_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,
@@ -57,6 +58,9 @@ __all__ = [
     "Spans",
     "Topology",
     "as_float",
+    "dict_of",
     "most_steps",
     "number_of",
+    "stated",
+    "without",
 ]

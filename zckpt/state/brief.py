@@ -51,7 +51,8 @@ def near(name: object, names: Iterable[str]) -> str:
     """Return names that are like one that is not there, for a message; empty: none is."""
     from difflib import get_close_matches
 
-    found = get_close_matches(str(name), list(names), n=3)
+    every = list(names)
+    found = get_close_matches(str(name), every, n=3) or [one for one in every if str(name) in one][:3]
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 

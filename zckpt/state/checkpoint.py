@@ -13,12 +13,13 @@ Checkpoint
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
+from zckpt.state.mappings import dict_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 
 WEIGHT = "weight"
@@ -68,13 +69,13 @@ class Parameter:
     slots : dict of str to Slot
         Empty for an alias of a tied parameter: its owner has them.
     group : int or None
-        Index of its param group; None when no optimizer owns it.
+        Index of its param group; None if no optimizer owns it.
     frozen : bool
         A parameter that is not trained.
     tied_to : str or None
         Name of the parameter that this one is another name of.
     state : dict
-        The optimizer's per-parameter state that is no tensor, by key.
+        The optimizer's per-parameter state that is not a tensor, by key.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Parameter:
 
     @classmethod
     def of(cls, name: str, weight: Slot) -> Parameter:
-        """Return one that has nothing but a weight."""
+        """Return one that has only a weight."""
         return cls(name, weight.shape, weight.dtype, {WEIGHT: weight})
 
     @property
@@ -103,8 +104,8 @@ class Parameter:
 
     @property
     def optimizer_slots(self) -> dict[str, Slot]:
-        """Its slots but the weight and the master."""
-        return {key: slot for key, slot in self.slots.items() if key not in (WEIGHT, MASTER)}
+        """Its slots except the weight and the master."""
+        return without(self.slots, WEIGHT, MASTER)
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class ParamGroup:
     state : dict
         Optimizer state that is one value for the group: number, bool or Scalar, by key (`step`).
     optimizer : str or None
-        The name of the optimizer that the group is of, where several were saved together; else None.
+        The name of the group's optimizer, if several were saved together; otherwise None.
     """
 
     hyperparameters: dict[str, object]
@@ -167,8 +168,8 @@ def how_to_drop(values: Sequence[RankValue]) -> str | None:
     """Return the options that leave such values out, for a message; None where they cannot be left out."""
     if not all(value.is_single and not value.in_group for value in values):
         return None
-    keys = dict.fromkeys(value.key for value in values)
-    return f"{' '.join(f'--drop {key}' for key in keys)} writes the rest without"
+    drops = " ".join(f"--drop '{key}'" for key in dict.fromkeys(value.key for value in values))
+    return f"{drops} writes the rest without them"
 
 
 def keys_listed(values: Iterable[RankValue]) -> str:
@@ -229,12 +230,13 @@ class SourceFile:
         Which rank wrote it, where its name says so.
     tensor_nbytes, unreferenced_nbytes : int
         Bytes of storages that some tensor uses, and that none does.
-    globals : dict of str to tuple of str
-        For each pickle in the file, the globals it mentions.
     archives : iterable of (int, int), bytes
         Offset and length of the torch files within the file, where it is not one itself.
     tree : object
         What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
+        Of a torch file it is `read_torchfile(path).root`, of any other `{"layer.weight": slot, "epoch": 3}`. Each value
+        that is no slot is in `Checkpoint.metadata` under the same key, or has a rule. None: no value is looked at, and
+        the whole file is state, or what the checkpoint's claim says.
     records : sequence of (str, int, int, int)
         Name, byte offset, bytes and CRC-32 of each record of an archive that was read.
     rules : tuple of Rule
@@ -252,7 +254,6 @@ class SourceFile:
     mp_rank: int | None = None
     tensor_nbytes: int = 0
     unreferenced_nbytes: int = 0
-    globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     archives: Iterable[tuple[int, int]] = ()
     tree: object = field(default=None, repr=False, compare=False)
     records: Sequence[tuple[str, int, int, int]] = field(default=(), repr=False, compare=False)
@@ -263,27 +264,27 @@ class SourceFile:
 
 @dataclass(slots=True, repr=False)
 class Checkpoint:
-    """The logical state of a checkpoint, and where every element lies; an adapter makes it.
+    """The logical state of a checkpoint, and where every element lies. An adapter creates it.
 
     Parameters
     ----------
     source, opened : str
-        The file or directory that was read, and what the user named: that, or a directory that contains it.
+        The file or directory that was read, and what the user named: the same, or a directory that contains it.
     roots : tuple of str
         The same directory on other nodes, as the user named them.
     places : tuple of str, str and tuple of str, or None
-        `source`, `opened` and `roots` as this machine's paths, where they are URLs.
+        `source`, `opened` and `roots` as this machine's paths, if they are URLs.
     given_names : tuple of str or None
         Names of the optimizer's parameters that the user gave, for files that only number them.
     format, format_version : str
-        Name of the adapter (`deepspeed`, `torch`), and version of the program that wrote it, where known.
+        Name of the adapter (`deepspeed`, `torch`), and version of the program that wrote it, if known.
     parameters, buffers : dict of str to Parameter
         In the model's order.
     unnamed : dict of str to Parameter
-        Optimizer state of parameters that the file knows by number only and whose name is unknown, by number.
+        Optimizer state of parameters with a number but no known name, by number.
     param_groups : list of ParamGroup
     per_rank : list of RankValue
-        State of the optimizer that other ranks could do nothing with; empty almost always.
+        Optimizer state that is of no use to other ranks; almost always empty.
     zero_stage : int or None
     topology : Topology
     world_size : int
@@ -293,29 +294,29 @@ class Checkpoint:
     details : dict
         Facts of the format worth showing (rigid or elastic, round robin, ...), JSON-able.
     metadata : dict
-        Everything else the files hold, by key: client state, scheduler, random states; inert. A value that is more
-        than plain data is a `torchfile.FromFile`: a tree and the file in which its tensors lie.
+        Everything else in the files, by key: client state, scheduler, random states; inert. A value that is not plain
+        data is a `torchfile.FromFile`: a tree, and the file that holds its tensors.
     optimizer_metadata : dict
-        What the optimizer keeps besides its state, in the same form: loss scaler, clipping.
+        What the optimizer keeps in addition to its state, in the same form: loss scaler, clipping.
     origin : object
-        What the adapter keeps of the files to write their format again; of no meaning to anyone else.
+        What the adapter needs to write the format again; meaningless to others.
     padding : list of Padding
     padding_spans : list of iterable of PaddingSpan
-        Where all padding lies, zero or not, that of frozen parameters too.
+        Where all padding lies, zero or not, including that of frozen parameters.
     files : list of SourceFile
     claims : dict of str to Claim
-        What other files are that belong to it, by path: an index, `latest`.
+        What other files of the checkpoint are, by path: an index, `latest`.
     duplicates : list of Duplicate
-        Copies that the files hold besides what is read.
+        Copies in the files, in addition to what is read.
     leftovers : dict of str to str
-        Files among the checkpoint's that do not belong to it, by path, and what `warnings` say of them.
+        Files next to the checkpoint's that do not belong to it, by path, with what `warnings` say about them.
     lost : dict of str to tuple of str
-        Files that are not there and of which spans say what they held, by path: `Slot.lost`; with names of tensors in
-        them of which nothing else is known.
+        Missing files whose contents spans describe, by path (`Slot.lost`), with the names of tensors in them that are
+        otherwise unknown.
     wrapped : dict of str to str
-        Names that the files have for tensors, by their names here, where wrappers of the model have put more there.
+        Names in the files, by names here, for tensors whose names wrappers have extended.
     is_numbered : bool
-        Whether files only number the optimizer's parameters, so that their names are deduced.
+        Whether files only number the optimizer's parameters, so names are deduced.
     warnings : list of str
     """
 
@@ -388,26 +389,30 @@ class Checkpoint:
 
     @property
     def most_steps(self) -> int | None:
-        """The most steps that an optimizer has taken with a param group; None: none counts them."""
+        """The most steps that an optimizer has taken with a param group; None if nothing counts them."""
         return most_steps(group.state.get("step") for group in self.param_groups)
 
     @property
     def is_bare(self) -> bool:
-        """Whether there is an optimizer without hyperparameters, as DeepSpeed's elastic form has it."""
+        """Whether there is an optimizer without hyperparameters, as in DeepSpeed's elastic form."""
         return bool(self.param_groups) and not any(group.hyperparameters for group in self.param_groups)
 
+    @property
+    def converted_from(self) -> dict[str, Any]:
+        """What it says of where it was read from in the first place; empty where it was not converted."""
+        return dict_of(self.details.get("origin"))
+
     def optimizers(self) -> list[str]:
-        """Return the names of the optimizers that were saved together; empty where there was one, or none."""
+        """Return the names of the optimizers that were saved together; empty if there was one, or none."""
         names = dict.fromkeys(group.optimizer for group in self.param_groups)
         return [str(name) for name in names] if len(names) > 1 else []
 
     def models(self) -> list[str]:
-        """Return the names of the models that were saved together, with which the names of their tensors begin.
+        """Return the names of the models that were saved together; their tensors' names begin with these.
 
-        Empty where there was one, or where some tensor's name begins with none of them.
+        Empty if there was one, or if some tensor's name begins with none of them.
         """
-        origin = self.details.get("origin")
-        names = self.details.get("models") or (origin.get("models") if isinstance(origin, Mapping) else None)
+        names = self.details.get("models") or self.converted_from.get("models")
         if not isinstance(names, list) or len(names) < 2:
             return []
         fronts = tuple(f"{name}." for name in names)
@@ -425,27 +430,27 @@ class Checkpoint:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of parameters, each with its owner's."""
+        """Further names of parameters, each with its owner's name."""
         return {one.name: one.tied_to for one in self.parameters.values() if one.tied_to is not None}
 
     @property
     def grouped(self) -> list[str]:
-        """The names of what the param groups own, group by group."""
+        """Names of the parameters in param groups, group by group."""
         return [name for group in self.param_groups for name in group.parameters]
 
     def place(self, name: str, weight: Slot, *, trained: bool) -> None:
-        """Add a tensor of the model, which may be trained and then is a parameter, or is a buffer."""
+        """Add a tensor of the model, as a parameter or a buffer."""
         (self.parameters if trained else self.buffers)[name] = Parameter.of(name, weight)
 
     def regrouped(self, groups: Iterable[ParamGroup]) -> Checkpoint:
-        """Return it with other param groups, of which parameters are members as these list them."""
+        """Return it with other param groups; parameters become members as listed."""
         listed = list(groups)
         number = {name: at for at, group in enumerate(listed) for name in group.parameters}
         parameters = {name: replace(one, group=number.get(name)) for name, one in self.parameters.items()}
         return replace(self, param_groups=listed, parameters=parameters)
 
     def find(self, name: str) -> Parameter | None:
-        """Return the parameter or buffer of a name, or what an optimizer only numbers; None: there is none."""
+        """Return the parameter or buffer with a name, or what an optimizer only numbers; None if there is none."""
         return self.parameters.get(name) or self.buffers.get(name) or self.unnamed.get(name)
 
     def tensors(self) -> Iterator[Parameter]:
@@ -454,7 +459,7 @@ class Checkpoint:
         yield from self.buffers.values()
 
     def holders(self) -> Iterator[Parameter]:
-        """Iterate over all that has slots: these, and what an optimizer only numbers."""
+        """Iterate over everything with slots: parameters, buffers, and what an optimizer only numbers."""
         yield from self.tensors()
         yield from self.unnamed.values()
 
@@ -465,5 +470,5 @@ class Checkpoint:
         return first + [name for name in names if name not in (WEIGHT, MASTER)]
 
     def optimizer_slot_names(self) -> list[str]:
-        """Return the names of all slots but the weight and the master."""
+        """Return the names of all slots except the weight and the master."""
         return [name for name in self.slot_names() if name not in (WEIGHT, MASTER)]

@@ -52,6 +52,14 @@ class Rule:
         What it is, in a few words.
     tensors : bool
         Whether it speaks for tensors, too: copies of what another rank's file has, found equal.
+
+    Examples
+    --------
+    Of a file `{"version": 2, "layout": {...}, "state": {0: {"step": 3, "exp_avg": tensor}}}`, whose `exp_avg` is a slot
+    and whose `step` is in `Parameter.state`:
+
+    >>> Rule(("version",), "implied", "the version of the layout"), Rule(("layout", "**"), "implied", "offsets")
+    >>> Rule(("state", "#", "*"), "state", "single values of a parameter")
     """
 
     pattern: tuple[str, ...]

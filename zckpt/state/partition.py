@@ -291,7 +291,7 @@ def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int
             mine = held[rank][number]
             if taken[rank] == len(mine) or mine[taken[rank]] > last:
                 raise LayoutError(
-                    "parameters are not assigned largest first to the rank that holds least",
+                    "parameters are not assigned largest first to the rank that holds the fewest elements",
                     found=f"rank {rank}'s parameter {taken[rank]} of group {number}",
                 )
             last = mine[taken[rank]]

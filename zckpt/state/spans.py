@@ -85,7 +85,7 @@ class Span:
     path : str
         The file.
     offset : int, bytes
-        Where the first element of the extent is.
+        Offset of the extent's first element.
     dtype : str
         Element type as stored.
     strides : tuple of int, elements, or None
@@ -93,7 +93,7 @@ class Span:
         row-major order; the range is then the whole box. None: the range is contiguous.
     byteorder : {"little", "big"}
     unresolved : tuple of {"conj", "neg"}
-        What is still to be done to the elements that are stored, to have their values: torch's bits for lazy views.
+        What must still be done to stored elements to get their values: torch's bits for lazy views.
     """
 
     extent: Extent
@@ -114,7 +114,7 @@ class Span:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie end to end and as they are, but for the order of their bytes."""
+        """Whether the elements are contiguous and unchanged, except for byte order."""
         return self.strides is None and not self.unresolved
 
 
@@ -280,13 +280,13 @@ class Slot:
     shape : tuple of int
         The parameter's shape, except for state that is not per element (a factored second moment).
     spans : sequence of Span
-        A tuple, or a rule. Cover every element exactly once.
+        A tuple, or a rule. Together they cover every element exactly once.
     replicas : tuple of sequence of Span
-        Further full sets of spans that are averaged with `spans` (tensor-parallel ranks whose values
-        drift apart and are averaged by rule); empty almost always.
+        Further full sets of spans that are averaged with `spans` (tensor-parallel ranks whose values drift apart and
+        are averaged by rule); almost always empty.
     factors : tuple of int, or None
-        A finer shape of the same flattened elements, each size of `shape` a product of some of these in their order.
-        The spans are then boxes of that shape, each with strides: a tensor whose elements a map has rearranged.
+        A finer shape of the same flattened elements, where each size of `shape` is a product of some of these in order.
+        The spans are then boxes of that shape with strides: a tensor that a map has rearranged.
     """
 
     name: str
@@ -302,7 +302,7 @@ class Slot:
 
     @property
     def sets(self) -> tuple[Sequence[Span], ...]:
-        """`spans`, and those that are averaged with them."""
+        """`spans`, and the sets that are averaged with them."""
         return self.spans, *self.replicas
 
     @property

@@ -231,7 +231,7 @@ def reshape(slot: Slot, shape: Shape) -> Slot:
     if shape == slot.shape:
         return slot
     if math.prod(shape) != slot.numel:
-        raise LayoutError(f"{slot.name} has not the elements of another shape", expected=shape, found=slot.shape)
+        raise LayoutError(f"{slot.name} does not have that many elements", expected=shape, found=slot.shape)
     if not slot.numel:
         return replace(slot, shape=shape, spans=(), replicas=tuple(() for _ in slot.replicas), factors=None)
     flat = [_flat(slot, its, shape) for its in slot.sets]

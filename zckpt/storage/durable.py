@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.disk import exchange, rename_new, sync, sync_all
+from zckpt.storage.files import write_all
 from zckpt.storage.journal import Journal, forget, journal_name
 from zckpt.storage.ownership import (
     REMOVED,
@@ -45,6 +46,7 @@ from zckpt.storage.ownership import (
     is_named,
     partial_name,
 )
+from zckpt.storage.room import write_errors
 
 LIST_NBYTES = 1 << 16
 """Of a list of files; a longer one is none."""
@@ -82,11 +84,11 @@ def written(
         on with.
     """
     partials, held, last = [partial_name(target) for target in targets], list[tuple[int, Path]](), targets[-1]
-    for target in targets if owned is None else ():  # of a killed run that was naming them together
-        if os.path.lexists(_naming_name(target)):
-            with _list_of(target):
-                _naming_name(target).unlink()
-    with ExitStack() as stack:
+    with write_errors(last), ExitStack() as stack:
+        for target in targets if owned is None else ():  # of a killed run that was naming them together
+            if os.path.lexists(_naming_name(target)):
+                with _list_of(target):
+                    _naming_name(target).unlink()
         stack.enter_context(directories_above(last))
         try:
             for target, partial in zip(targets, partials, strict=True):
@@ -128,7 +130,7 @@ def _sync_and_name(
     partials = [partial for _, partial in held]
     for descriptor, partial in held:
         if not is_named(descriptor, partial):
-            raise TargetError("is gone, or something else has its name", path=partial, advice="write it again")
+            raise TargetError("has disappeared, or something else has its name", path=partial, advice="write it again")
     below = [[partial] if owned is None else [*partial.rglob("*"), partial] for partial in partials]
     try:
         sync_all([path for some in below for path in some])
@@ -247,7 +249,7 @@ def interrupted(target: Path) -> str | None:
     if os.path.lexists(_naming_name(target)):
         return "a run was killed while it was naming this file and others: the next run to this target names the rest"
     if os.path.lexists(old_name(target)) and not os.path.lexists(target):
-        return f"a run was killed while it was replacing it: what was there is {old_name(target)}"
+        return f"a run was killed while replacing it: the old one is {old_name(target)}"
     return None
 
 
@@ -271,7 +273,7 @@ def _name_directory(partial: Path, target: Path, *, overwrite: bool, owned: Owne
         rename_new(partial, target)
     except FileExistsError as error:
         if not overwrite:
-            raise TargetExistsError("exists already", path=target, advice="choose another name") from error
+            raise TargetExistsError("already exists", path=target, advice="choose another name") from error
         with held(target):  # from when it has the temporary name until it is gone, no other run takes that
             _replace(partial, target, owned)
     else:
@@ -324,7 +326,7 @@ def _name_files(partials: Sequence[Path], targets: Sequence[Path], *, overwrite:
         try:
             rename_new(partials[0], last)
         except FileExistsError as error:
-            raise TargetExistsError("exists already", path=last, advice="choose another name") from error
+            raise TargetExistsError("already exists", path=last, advice="choose another name") from error
     else:
         _name_together(partials, targets)
 
@@ -337,12 +339,12 @@ def _list_of(last: Path) -> AbstractContextManager[int]:
 def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
     last = targets[-1]
     if {target.parent for target in targets} != {last.parent}:
-        raise TargetError("files of several directories are not named together", path=last)
+        raise TargetError("files in several directories cannot be renamed together", path=last)
     found = [partial.lstat() for partial in partials]
     waiting = [_Waiting(t.name, one.st_size, one.st_ino) for t, one in zip(targets, found, strict=True)]
     with _list_of(last) as listed:
         try:
-            os.write(listed, json.dumps(waiting).encode())
+            write_all(listed, memoryview(json.dumps(waiting).encode()), 0)
             os.fsync(listed)
             sync(last.parent)
         except BaseException:
@@ -352,10 +354,10 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
             _name_all(last.parent, waiting)
         except OSError as error:
             raise TargetError(
-                "was written and could not be named",
+                "was written, but could not be renamed",
                 path=last,
                 found=str(error),
-                advice="it is kept: the next run to this target names it",
+                advice="it is kept: the next run to this target renames it",
             ) from error
         except BaseException:  # an interrupt: what is half named is named to its end
             _name_all(last.parent, waiting)

@@ -15,7 +15,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
@@ -58,11 +58,17 @@ def open_file(path: str) -> int:
             descriptor = os.open(path, flags)
             if S_ISREG(os.fstat(descriptor).st_mode):
                 return descriptor
-            os.close(descriptor)
+            close_read(descriptor)
     except (OSError, ValueError) as error:
         found = error.strerror if isinstance(error, OSError) else str(error)
         raise SourceError("cannot be opened", path=path, found=found) from error
     raise SourceError("is not a regular file", path=path)
+
+
+def close_read(descriptor: int) -> None:
+    """Close what was read: what a close can say is of writes, and the descriptor is gone all the same."""
+    with suppress(OSError):
+        os.close(descriptor)
 
 
 def read_head(path: str, nbytes: int) -> bytes:
@@ -100,7 +106,7 @@ def json_object(path: str | os.PathLike[str], what: str, *, most: int) -> dict[s
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"unreadable {what}", path=path, expected="JSON", found=str(error)[:80]) from error
     if not isinstance(found, dict):
-        raise DamagedFileError(f"unreadable {what}", path=path, expected="an object of JSON")
+        raise DamagedFileError(f"unreadable {what}", path=path, expected="a JSON object")
     return found
 
 
@@ -108,7 +114,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the members of an object as JSON is parsed. Raises ValueError: one is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name appears twice")
     return found
 
 
@@ -119,7 +125,7 @@ def given_json(path: str | os.PathLike[str]) -> object:
     except SourceError as error:
         raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
     except (ValueError, RecursionError) as error:
-        raise UsageError("is no JSON document", path=path, found=str(error)[:80]) from error
+        raise UsageError("is not a JSON document", path=path, found=str(error)[:80]) from error
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
@@ -255,7 +261,7 @@ class Sources:
             except OSError as error:
                 if error.errno not in NOT_DIRECT:
                     raise SourceError("cannot be read", path=path, found=error.strerror) from error
-                os.close(direct)
+                close_read(direct)
                 self._open[path] = self._open[path][0], None
                 return None
             if filled + count < needed and (count == 0 or (filled + count) % PAGE_NBYTES):
@@ -275,7 +281,7 @@ class Sources:
         for path in paths or tuple(self._open):
             for descriptor in self._open.pop(path):
                 if descriptor is not None:
-                    os.close(descriptor)
+                    close_read(descriptor)
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -292,7 +298,7 @@ def too_short(path: str, expected: int, found: int) -> DamagedFileError:
         path=path,
         expected=f"at least {expected} bytes",
         found=found,
-        advice="copy it again from where it came from",
+        advice="copy it again from its origin",
         code=TRUNCATED,
     )
 
@@ -332,11 +338,11 @@ class FileRange:
         """Raise DamagedFileError if some of these bytes are outside of the range."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise DamagedFileError(
-                "it refers to bytes outside of itself",
+                "it refers to bytes beyond its end",
                 path=self.path,
                 expected=f"at most {self.nbytes} bytes",
                 found=f"bytes {offset} to {offset + nbytes}",
-                advice="copy it again from where it came from",
+                advice="copy it again from its origin",
             )
 
 
@@ -351,17 +357,20 @@ def opened(path: str | os.PathLike[str], offset: int = 0, nbytes: int | None = N
     descriptor = open_file(name)
     try:
         with about(name):
-            size = os.fstat(descriptor).st_size
+            try:
+                size = os.fstat(descriptor).st_size
+            except OSError as error:
+                raise SourceError("cannot be read", found=error.strerror) from error
             length = size - offset if nbytes is None else nbytes
             if offset < 0 or length < 0 or offset + length > size:
                 raise DamagedFileError(
-                    "a torch file is said to lie outside of it",
+                    "an embedded torch file lies beyond its end",
                     expected=f"at most {size} bytes",
                     found=f"bytes {offset} to {offset + length}",
                 )
             yield FileRange(descriptor, name, offset, length)
     finally:
-        os.close(descriptor)
+        close_read(descriptor)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class Purpose:
     def other(self, begun: Purpose) -> str | None:
         """Return in what a run that was begun is another than this one; None: in nothing."""
         if begun.version != self.version:
-            return f"by zckpt {begun.version}, and this is {self.version}"
+            return f"by zckpt {begun.version}, but this is {self.version}"
         if begun.verb != self.verb:
             return f"by `zckpt {begun.verb}`"
         for key in sorted(begun.options.keys() | self.options.keys()):
@@ -253,17 +253,17 @@ class Journal:
         nbytes = sum(work.nbytes for work in found.values())
         if not self.resume:
             raise TargetError(
-                "a run to it did not come to its end",
+                "an earlier run to it did not finish",
                 path=self._target,
                 found=f"{nbytes} of {begun.nbytes} bytes written, in {partial_name(self._target).name}",
-                advice="--resume goes on with it, --restart begins anew",
+                advice="--resume continues it, --restart starts over",
             )
         other = self.purpose.other(begun)
         if other is not None:
             raise TargetError(
-                f"what is to be gone on with was begun {other}",
+                f"the run to resume was started {other}",
                 path=self._target,
-                advice="--restart begins anew",
+                advice="--restart starts over",
             )
         self.found, self.resumes, self._nbytes = found, True, nbytes
 
@@ -304,10 +304,10 @@ class Journal:
             if len(was) > 1 and identity(path) != was:  # a store's files are looked at as they are read
                 self.distrust()
                 raise SourceError(
-                    "has changed while it was read",
+                    "changed while it was read",
                     path=path,
-                    expected="a file that nobody writes to",
-                    advice="nothing was left behind: write it again when it is whole",
+                    expected="a file that nothing writes to",
+                    advice="nothing was left behind: run it again when the file is complete",
                 )
 
     def distrust(self) -> None:
@@ -356,7 +356,7 @@ class Journal:
             return NOTHING_LEFT
         return (
             f"{self._nbytes} of {self.purpose.nbytes} bytes are written and kept in "
-            f"{partial_name(self._target).name}: --resume goes on with them, --restart begins anew"
+            f"{partial_name(self._target).name}: --resume continues with them, --restart starts over"
         )
 
 
@@ -382,9 +382,9 @@ def _check_alone(found: os.stat_result, path: Path) -> None:
     own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or not own:
         raise TargetError(
-            "is not as a run left it: a link, a file with several names, or another user's",
+            "was changed since a run left it: a link, a file with several names, or another user's file",
             path=path,
-            advice="--restart begins anew",
+            advice="--restart starts over",
         )
 
 

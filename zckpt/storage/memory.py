@@ -48,10 +48,10 @@ def check_memory() -> None:
     needed, found = RESERVED_NBYTES + LEAST_NBYTES, free_memory()
     if found is not None and found[1] < needed:
         raise UsageError(
-            f"not enough memory by {found[0]}",
-            expected=f"{needed} bytes that are free",
+            f"not enough memory under {found[0]}",
+            expected=f"{needed} free bytes",
             found=max(found[1], 0),
-            advice="raise the limit, or end what else runs there",
+            advice="raise the limit, or stop other programs",
         )
 
 
@@ -113,7 +113,7 @@ def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, i
     yield from _of_groups(proc, groups)
     about = _fields(proc / "meminfo")
     if "MemAvailable" in about:
-        yield "what the machine has available", (about["MemAvailable"] + about.get("SwapFree", 0)) << 10
+        yield "the machine's available memory", (about["MemAvailable"] + about.get("SwapFree", 0)) << 10
 
 
 def address_space() -> int | None:

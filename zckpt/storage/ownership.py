@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
+from zckpt.storage.disk import sync
 
 try:
     import fcntl
@@ -99,7 +100,7 @@ def check_target(target: Path, *, overwrite: bool, owned: Owned | None = None) -
     if not (above := nearest(target)).is_dir():
         raise TargetError("cannot be written", path=target, expected=f"a directory {above}", found="something else")
     if not overwrite and os.path.lexists(target):
-        raise TargetExistsError("exists already", path=target, advice="choose another name or give --overwrite")
+        raise TargetExistsError("already exists", path=target, advice="choose another name, or give --overwrite")
     check_replaceable(target, owned)
 
 
@@ -110,11 +111,12 @@ def nearest(target: Path) -> Path:
 
 @contextmanager
 def directories_above(target: Path) -> Iterator[None]:
-    """Make the directories that a target is in; on failure remove those that were not there, if nothing is in them."""
+    """Make the directories that a target is in, on disk; on failure remove those made here that nothing is in."""
     made = [above for above in target.parents if not os.path.lexists(above)]
     try:
         for one in reversed(made):
             one.mkdir(exist_ok=True)
+            sync(one.parent)
         yield
     except BaseException:
         for one in made:
@@ -134,10 +136,10 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
     expected, found = "a file" if owned is None else "a directory", kind_of(mode)
     if found == "a symbolic link":
         raise TargetExistsError(
-            "is a symbolic link, which is not replaced",
+            "is a symbolic link, which zckpt does not replace",
             path=target,
             found=f"a link to {target.readlink()}",
-            advice="name what it points to, or remove it",
+            advice="give the path that it points to, or remove it",
         )
     if found != expected:
         raise TargetExistsError(
@@ -148,16 +150,24 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
     try:
         names = list(_below(target))
     except OSError as error:
-        raise TargetError("cannot be read, so it is not replaced", path=error.filename, found=error.strerror) from error
+        raise TargetError(
+            "cannot be read, so zckpt does not replace it", path=error.filename, found=error.strerror
+        ) from error
     others = [name for name, is_file in names if not (is_file and (name == FINGERPRINT_NAME or owned.is_own(name)))]
     if names and not others and not owned.is_marked(target):
         others = [name for name, _ in names]
     if others:
         raise TargetExistsError(
-            "holds other files, which replacing it would remove",
+            "holds other files, which would be removed",
             path=target,
             found=_some(others),
             advice="choose a new directory",
+        )
+    if not all(os.access(folder, os.W_OK | os.X_OK) for folder in {(target / name).parent for name, _ in names}):
+        raise TargetExistsError(
+            "holds files that this user may not remove",
+            path=target,
+            advice="let its owner remove it, or choose another name",
         )
 
 
@@ -174,7 +184,7 @@ def check_unfinished(directory: Path, owned: Owned) -> None:
     ]
     if others:
         raise TargetError(
-            "holds files that no run has left there, and removing it would lose them",
+            "holds files that zckpt did not write, which would be removed",
             path=directory,
             found=_some(others),
             advice="move it away",
@@ -224,7 +234,7 @@ def claimed(name: Path, *, directory: bool, left: Left | None = None, owned: Own
         except FileNotFoundError as error:
             if name.parent.is_dir():
                 continue
-            raise TargetError("its directory is gone", path=name) from error
+            raise TargetError("its directory has disappeared", path=name) from error
         except OSError as error:
             if isinstance(error, TargetError):
                 raise
@@ -305,7 +315,7 @@ def _lock(descriptor: int, name: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise TargetError("another run is writing this target", path=name) from error
+            raise TargetError("another run is writing to this target", path=name) from error
         if error.errno not in _WITHOUT_LOCKS:
             raise
 

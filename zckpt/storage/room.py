@@ -15,11 +15,11 @@ from zckpt.storage.files import opened
 
 NOTHING_LEFT = "nothing was left behind"
 
-_FULL = f"{NOTHING_LEFT}; others have taken the room meanwhile, or a quota leaves less (`quota -s`, `lfs quota`)"
+_FULL = f"{NOTHING_LEFT}; other programs used the space, or a quota leaves less (`quota -s`, `lfs quota`)"
 _ADVICE = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
 """There was room when the run began."""
 
-BOTH_STAY = "what is there stays until its successor has its name, so that both need room"
+BOTH_STAY = "the old target stays until the new one is renamed, so both need space"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def check_room(directory: Path, nbytes: int, files: int, *, replaced: bool = Fal
         )
     if found.files is not None and found.files < files:
         raise TargetError(
-            "no space for so many files",
+            "no space for that many files",
             path=directory,
             expected=f"{files} inodes free",
             found=found.files,

@@ -184,7 +184,7 @@ def read_archive(source: FileRange) -> dict[str, Record]:
     if packed is not None:
         raise UnsupportedError(
             f"record {packed.name!r} is compressed or encrypted",
-            expected="records stored as they are",
+            expected="uncompressed records",
             advice="load it with torch and save it again with torch.save",
         )
     offsets = locate(source, entries, directory)
@@ -196,7 +196,7 @@ def read_archive(source: FileRange) -> dict[str, Record]:
 
 def damaged(message: str, **details: Any) -> DamagedFileError:  # noqa: ANN401  # those of an error
     """Return an error about the archive as a whole."""
-    return DamagedFileError(message, **details, advice="copy it again from where it came from")
+    return DamagedFileError(message, **details, advice="copy it again from its origin")
 
 
 def find_directory(source: FileRange) -> tuple[int, int, int]:
@@ -214,9 +214,9 @@ def find_directory(source: FileRange) -> tuple[int, int, int]:
                 break
         at = tail.rfind(b"PK\5\6", 0, at)
     else:
-        raise damaged("is a zip archive cut off before its end", found=f"{source.nbytes} bytes", code=TRUNCATED)
+        raise damaged("is a truncated zip archive", found=f"{source.nbytes} bytes", code=TRUNCATED)
     if disk != first or here != count:
-        raise UnsupportedError("is one of the files of a split archive")
+        raise UnsupportedError("is one file of a split archive")
     end = tail_start + at
     locator = end - ZIP64_LOCATOR.size
     if locator >= 0:
@@ -253,7 +253,7 @@ def read_directory(data: bytes, count: int) -> list[Entry]:
             extra = data[start + name_size : start + name_size + extra_size]
             nbytes, packed, header = zip64_sizes(name, extra, (nbytes, packed, header))
         if raw in names:
-            raise damaged(f"record {name!r} is there twice")
+            raise damaged(f"record {name!r} appears twice")
         stored = not flags & ENCRYPTED and method == 0 and packed == nbytes
         names.add(raw)
         entries.append(Entry(begin, raw, name, header, nbytes, crc, stored=stored))

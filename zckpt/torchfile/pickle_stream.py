@@ -119,7 +119,7 @@ class Writer:
             return None
         other = self.stand_for(node)
         if other is None:
-            raise UnsupportedError(f"a value of type {type(node).__name__} is not written to a torch file")
+            raise UnsupportedError(f"a value of type {type(node).__name__} cannot be written to a torch file")
         return iter((other,))
 
     def put(self) -> int:
@@ -151,7 +151,7 @@ class Writer:
             return
         data = value.encode("utf-8", "surrogatepass")
         if len(data) > MAX_STRING:
-            raise UnsupportedError("a string or bytes of 4 GiB are not written to a torch file")
+            raise UnsupportedError("a string or bytes of 4 GiB cannot be written to a torch file")
         self.out += b"X" + struct.pack("<I", len(data)) + data
         self.texts[value] = self.put()
 
@@ -189,7 +189,7 @@ class Writer:
             self.out += b"\x86R"
         else:
             if "\n" in module + name:
-                raise UnsupportedError("a class whose name has a line break is not written to a torch file")
+                raise UnsupportedError("a class whose name has a line break cannot be written to a torch file")
             self.out += b"c" + f"{module}\n{name}\n".encode("utf-8", "surrogatepass")
         self.globals[module, name] = self.put()
 

@@ -127,7 +127,7 @@ def dtype_of(text: str) -> NumpyDType:
     node = NumpyDType(code, (False, True))
     size = node.itemsize
     if size is None:
-        raise UnsupportedError("a numpy scalar of this type is not written to a torch file", found=text)
+        raise UnsupportedError("a numpy scalar of this type cannot be written to a torch file", found=text)
     sizes = {"U": (size, 4), "S": (size, 1), "V": (size, 1)}.get(code[0], (-1, -1))
     if order != "|" or size == 1 or code[0] in "SV":
         node.state = (STATE_VERSION, "<" if code[0] == "U" and order == "|" else order, None, None, None, *sizes, 0)

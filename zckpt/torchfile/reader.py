@@ -130,7 +130,7 @@ def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownForma
         b"pickle",
         b"tensors",
     ):
-        return UnsupportedError("is a tar file of torch before 2016", advice=RESAVE)
+        return UnsupportedError("is a tar file from torch before 2016", advice=RESAVE)
     found, code = "something else", None
     if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
         found = "a safetensors file"
@@ -155,7 +155,7 @@ def run_pickle(
     machine = Machine(data, record=record, byteorder=byteorder, persistent=table)
     root = machine.run()
     if machine.pos != len(data):
-        raise PickleError(f"{record} goes on after STOP", expected=f"{machine.pos} bytes", found=len(data))
+        raise PickleError(f"{record} continues after STOP", expected=f"{machine.pos} bytes", found=len(data))
     check_depth(root, record=record)
     return machine, root
 
@@ -183,7 +183,7 @@ def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> 
             "data.pkl is damaged",
             expected=f"CRC-32 {pickle.crc32:08x}",
             found=f"{crc32(data):08x}",
-            advice="copy the file again from where it came from",
+            advice="copy the file again from its origin",
             code=CHECKSUM,
         )
     digest = b""
@@ -325,6 +325,6 @@ def locate_storages(source: FileRange, keys: object, position: int, storages: di
             "the file does not end with its last storage",
             expected=f"{position} bytes",
             found=source.nbytes,
-            advice="copy it again from where it came from",
+            advice="copy it again from its origin",
         )
     return offsets

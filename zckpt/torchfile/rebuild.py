@@ -78,7 +78,7 @@ class Context:
         self.budget -= work
         if self.budget < 0:
             raise PickleError(
-                "it copies or hashes far more than it holds", advice="the file was made to exhaust its reader"
+                "it copies or hashes far more than it contains", advice="the file was built to exhaust its reader"
             )
 
     def check_key(self, container: object, key: object) -> None:
@@ -98,7 +98,7 @@ class Context:
         value = hash(key)
         counts[value] = count = counts.get(value, 0) + 1
         if count > MAX_COLLISIONS:
-            raise PickleError("too many keys with one hash", advice="the file was made to exhaust its reader")
+            raise PickleError("too many keys with one hash", advice="the file was built to exhaust its reader")
 
 
 def measure(key: object, nodes: int, depth: int) -> int:
@@ -109,7 +109,7 @@ def measure(key: object, nodes: int, depth: int) -> int:
             raise PickleError(f"a {kind.__name__} is used as a key", expected="something hashable")
         return nodes - 1 - (len(key) // TEXT_PER_NODE if isinstance(key, (str, bytes)) else 0)
     if depth == 0:
-        raise PickleError("a key is nested too deep", expected=f"at most {MAX_KEY_DEPTH} levels")
+        raise PickleError("a key is nested too deeply", expected=f"at most {MAX_KEY_DEPTH} levels")
     for element in key:  # type: ignore[attr-defined]  # one of NESTS
         nodes = measure(element, nodes, depth - 1)
         if nodes < 0:
@@ -193,7 +193,7 @@ def make_bytes(args: Args, context: Context) -> bytes | None:
             try:
                 return text.encode("latin-1")
             except UnicodeEncodeError:
-                raise PickleError("bytes written as text that is not latin-1") from None
+                raise PickleError("bytes are written as text that is not latin-1") from None
         case (bytes() | bytearray() as data,):
             context.spend(len(data))
             return bytes(data)

@@ -46,7 +46,7 @@ def dense(args: Args, dtype: object, byteorder: str, rebuild: str) -> nodes.Tens
         needed = (start + reach_of(shape, strides)) * info.itemsize
         if needed > storage.nbytes:
             raise PickleError(
-                f"a tensor of shape {shape}, strides {strides} at {start} leaves storage {storage.key!r}",
+                f"a tensor of shape {shape}, strides {strides} at {start} exceeds storage {storage.key!r}",
                 expected=f"at least {needed} bytes",
                 found=storage.nbytes,
             )

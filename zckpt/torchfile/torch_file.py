@@ -79,7 +79,7 @@ class StorageTable:
         first = self.storages.get(key)
         if first is not None and (first.nbytes != nbytes or (first.dtype != dtype and nbytes)):
             raise PickleError(
-                f"storage {key!r} is mentioned in two ways",
+                f"storage {key!r} is described in two ways",
                 expected=f"{first.nbytes} bytes of {first.dtype}",
                 found=f"{nbytes} bytes of {dtype}",
             )
@@ -97,11 +97,11 @@ class StorageTable:
             case _:
                 raise PickleError(f"view of storage {root.key!r}", expected="(key, offset, size)")
         if (start + numel) * size > root.nbytes:
-            raise PickleError(f"a view leaves storage {root.key!r}", expected=f"at most {root.nbytes} bytes")
+            raise PickleError(f"a view exceeds storage {root.key!r}", expected=f"at most {root.nbytes} bytes")
         view = Storage(key, root.dtype, numel * size, root.location, root.offset + start * size)
         known = self._by_id.setdefault((key, root.dtype, root.location), view)
         if known != view or (known is view and self.storages.setdefault(key, view) is not view):
-            raise PickleError(f"storage {key!r} is mentioned in two ways")
+            raise PickleError(f"storage {key!r} is described in two ways")
         return known
 
 

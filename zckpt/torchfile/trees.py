@@ -200,7 +200,7 @@ def check_depth(root: object, heights: dict[int, int] | None = None, record: str
                 highest[-1] = height
         if len(open_nodes) + (highest[-1] if highest else 0) > MAX_DEPTH:
             what = f"{record}: " if record else ""
-            raise PickleError(f"{what}it is nested too deep", expected=f"at most {MAX_DEPTH} levels")
+            raise PickleError(f"{what}it is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
 
 
 def inner(node: object) -> list[object]:

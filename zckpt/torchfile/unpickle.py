@@ -20,6 +20,7 @@ import struct
 from codecs import escape_decode
 from collections.abc import Callable
 from struct import unpack
+from typing import Any, ClassVar
 
 from zckpt.errors import PickleError, UnsupportedError, ZckptError
 from zckpt.torchfile.nodes import (
@@ -145,7 +146,7 @@ def frame(machine: Machine) -> None:
     """Run FRAME: the length of what follows, which must be there."""
     length = machine.unsigned(8)
     if machine.pos + length > len(machine.data):
-        raise TruncatedPickleError("the pickle is cut off", expected=f"a frame of {length} bytes")
+        raise TruncatedPickleError("the pickle is truncated", expected=f"a frame of {length} bytes")
 
 
 def pop(machine: Machine) -> None:
@@ -268,7 +269,7 @@ def obj(machine: Machine) -> object:
 def binpersid(machine: Machine) -> None:
     """Run BINPERSID."""
     if machine.persistent is None:
-        raise PickleError("a persistent id where none can be")
+        raise PickleError("a persistent id in the wrong place")
     machine.stack[-1] = machine.persistent(machine.stack[-1])
 
 
@@ -297,7 +298,8 @@ def unknown(machine: Machine) -> None:
     raise PickleError("not a pickle opcode", found=f"byte 0x{machine.data[machine.pos - 1]:02x}")
 
 
-Opcode = Callable[["Machine"], object]
+Opcode = Callable[[Any], object]
+"""Runs on a `Machine`, or on one of its kind."""
 
 
 def refusing(error: ZckptError) -> Opcode:
@@ -313,7 +315,7 @@ extension = refusing(UnsupportedError("the pickle uses the extension registry", 
 """EXT1, EXT2 and EXT4: their meaning is in a registry of the process that wrote the file."""
 
 out_of_band = refusing(
-    UnsupportedError("the pickle refers to buffers outside of the file", advice="save it again with torch.save")
+    UnsupportedError("the pickle refers to buffers outside the file", advice="save it again with torch.save")
 )
 """NEXT_BUFFER and READONLY_BUFFER: those buffers travel outside of the pickle."""
 
@@ -432,6 +434,8 @@ class Machine:
     __slots__ = ("at", "builders", "context", "data", "globals", "marks", "memo", "persistent", "pos",
                  "protocol", "record", "stack")  # fmt: skip
 
+    opcodes: ClassVar = OPCODES
+
     def __init__(
         self,
         data: bytes,
@@ -458,7 +462,7 @@ class Machine:
         start = self.pos
         end = start + count
         if end > len(self.data):
-            raise TruncatedPickleError("the pickle is cut off", expected=f"{count} bytes more")
+            raise TruncatedPickleError("the pickle is truncated", expected=f"{count} bytes more")
         self.pos = end
         return self.data[start:end]
 
@@ -472,7 +476,7 @@ class Machine:
         if end < 0:
             if self.pos + limit < len(self.data):
                 raise PickleError("a line of text is too long", expected=f"at most {limit} bytes")
-            raise TruncatedPickleError("the pickle is cut off", expected="the end of a line")
+            raise TruncatedPickleError("the pickle is truncated", expected="the end of a line")
         text = self.data[self.pos : end]
         self.pos = end + 1
         return text
@@ -480,7 +484,7 @@ class Machine:
     def since_mark(self) -> list[object]:
         """Return what was pushed since the last mark and remove the mark."""
         if not self.marks:
-            raise PickleError("an opcode finds no mark on the stack")
+            raise PickleError("an opcode needs a mark on the stack")
         items = self.stack
         self.stack = self.marks.pop()
         return items
@@ -505,9 +509,9 @@ class Machine:
         except IndexError:  # from `data` at its end, or from an empty stack
             if self.pos >= len(self.data):
                 raise self._located(TruncatedPickleError("the pickle ends without STOP")) from None
-            raise self._located(PickleError("an opcode finds too little on the stack")) from None
+            raise self._located(PickleError("an opcode needs more on the stack")) from None
         except struct.error:
-            raise self._located(TruncatedPickleError("the pickle is cut off", expected="a number")) from None
+            raise self._located(TruncatedPickleError("the pickle is truncated", expected="a number")) from None
         except UnicodeDecodeError:
             raise self._located(PickleError("a string that is not UTF-8")) from None
         except ZckptError as error:
@@ -533,6 +537,9 @@ class Machine:
                 elif opcode == 0x68:  # BINGET
                     push(memo[data[pos]])
                     pos += 1
+                elif opcode == 0x71:  # BINPUT
+                    memo[data[pos]] = stack[-1]
+                    pos += 1
                 elif opcode == 0x4B:  # BININT1
                     push(data[pos])
                     pos += 1
@@ -549,7 +556,7 @@ class Machine:
                     start = pos + 4
                     pos = start + _uint4(data, pos)[0]
                     if pos > len(data):
-                        raise TruncatedPickleError("the pickle is cut off", expected="the end of a string")
+                        raise TruncatedPickleError("the pickle is truncated", expected="the end of a string")
                     push(str(data[start:pos], "utf-8", "surrogatepass"))
                 elif opcode == 0x52:  # REDUCE
                     args = stack.pop()
@@ -561,9 +568,6 @@ class Machine:
                         if made is None:
                             raise wrong(stack[-1], args)
                         stack[-1] = kept_call(stack[-1], args) if made is NotImplemented else made
-                elif opcode == 0x71:  # BINPUT
-                    memo[data[pos]] = stack[-1]
-                    pos += 1
                 elif opcode == 0x4D:  # BININT2
                     push(_uint2(data, pos)[0])
                     pos += 2
@@ -571,7 +575,7 @@ class Machine:
                     return
                 else:
                     self.pos, self.stack = pos, stack
-                    OPCODES[opcode](self)
+                    self.opcodes[opcode](self)
                     pos, stack = self.pos, self.stack
                     push = stack.append
         finally:

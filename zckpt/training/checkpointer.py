@@ -37,7 +37,7 @@ from zckpt.training.spare import Spare
 
 
 class Checkpointer:
-    """Saves every so many steps and before the job is ended, keeps what was saved last, and resumes from there.
+    """Save every so many steps and before the job ends, keep the last saves, and resume from them.
 
         checkpointer = zckpt.Checkpointer("run", keep=3, every=500)
         restored = checkpointer.resume(model=model, optimizer=optimizer)
@@ -48,55 +48,54 @@ class Checkpointer:
                 break
         checkpointer.close()
 
-    All ranks make one and call its methods together; `with` closes it, too. Where nothing is to be saved, `step` sends
-    nothing and waits for no other rank, and what is no longer kept is removed by a thread.
+    All ranks create one and call its methods together; `with` closes it, too. If there is nothing to save, `step` sends
+    nothing and waits for no other rank. A thread removes what is no longer kept.
 
-    The order of checkpoints is that of saving, whatever their steps: who goes back to step 300 of 500 and saves step
-    400 has saved that last. Only what a Checkpointer wrote into the directory, which its record tells by name and id,
-    is ever replaced or removed.
+    Checkpoints are ordered by time of saving, not by step: after going back to step 300 of 500 and saving step 400,
+    step 400 is the last. Only what a Checkpointer wrote into the directory, as its record shows by name and id, is ever
+    replaced or removed.
 
     Parameters
     ----------
     directory : path-like
-        Made if it does not exist; or a URL in a store.
+        Created if it does not exist; or a URL in a store.
     keep : int or None
-        How many sound checkpoints to keep, at least 1, those that were saved last; None: all.
+        Number of sound checkpoints to keep, at least 1, saved last; None: all.
     every : int or None
-        Steps between saves; None: only `save` and the end of the job save.
+        Steps between saves; None: save only on `save` and at the end of the job.
     async_ : bool
         Save while training goes on.
     on_sigterm : bool
-        Let SIGTERM, on any rank, be answered by a save after the step that is being taken, or the one after it, on all.
-        A handler that was there before is called at once; an exception that it raises, such as SystemExit, is raised
-        when that save is done. Without a save, SIGTERM is what it was for the process before, from `close` on. Its
-        handler can be set in the main thread only.
+        If any rank gets SIGTERM, save on all ranks after the current step or the next one. An existing handler is
+        called at once; an exception that it raises, such as SystemExit, is raised after that save. If no save follows,
+        SIGTERM has its former effect from `close` on. The handler can only be set in the main thread.
     fingerprint : bool
-        Record the fingerprint of each checkpoint with it.
+        Store each checkpoint's fingerprint with it.
     history : path-like, optional
-        A store, as `zckpt pack` makes one, that a thread of the first rank adds each checkpoint to when it has been
-        saved, before any is removed. While that fails, which is told, none is removed. A step that is saved again has
-        another name there, with the checkpoint's id.
+        A store, as from `zckpt pack`. A thread of the first rank adds each checkpoint after its save, before any is
+        removed. While that fails, a warning says so, and none is removed. A step that is saved again has another name
+        there, with the checkpoint's id.
     replicate : bool
-        Keep what a save would write in memory after each step that is not saved, so that workers that are killed lose
-        no step: in /dev/shm, which outlives them, and where there are several nodes, also in that of the next node.
-        `resume` makes a checkpoint of it. Each node needs memory for what its ranks and those of the node before it
-        save, twice while a step is kept and sent; `close` gives it back, unless there is an error.
+        After each step that is not saved, keep in memory what a save would write, so that killed workers lose no step:
+        in /dev/shm, which outlives them, and with several nodes also in the next node's. `resume` makes a checkpoint
+        from it. Each node needs memory for what its ranks and those of the node before it save, twice while a step is
+        kept and sent; `close` frees it, unless there is an error.
     replicate_every : int
-        Steps between that.
+        Steps between these copies.
     replicate_in : path-like, optional
-        On each node, a directory that outlives the workers, instead of /dev/shm.
+        A directory on each node that outlives the workers, instead of /dev/shm.
     tp_rules : path-like or mapping, optional
-        As for `zckpt.save`, of all saves and `resume`.
+        As for `zckpt.save`, for all saves and `resume`.
     process_group : ProcessGroup, optional
-        The ranks; by default the whole world.
+        The ranks. Default: the whole world.
 
     Raises
     ------
     UsageError
-        `keep`, `every` or `replicate_every` is below 1, there is no directory for what is kept in memory, or `history`
-        is a URL.
+        `keep`, `every` or `replicate_every` is below 1, there is no directory for copies in memory, or `history` is a
+        URL.
     TargetExistsError
-        The directory is another program's, whose `latest` would be replaced.
+        The directory belongs to another program, whose `latest` would be replaced.
     SourceError
         Its record cannot be read.
     """
@@ -118,7 +117,7 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if history is not None and is_url(history):
-            raise UsageError("a store of checkpoints is a directory of a file system", path=history)
+            raise UsageError("a store of checkpoints must be a directory on a file system", path=history)
         for what, number in (("keep", keep), ("every", every), ("replicate_every", replicate_every)):
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
@@ -167,9 +166,9 @@ class Checkpointer:
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Save if it is time to, or if some rank has been asked to end; return whether it was.
+        """Save if it is time to, or if any rank was asked to end; return whether it saved.
 
-        Parameters are those of `zckpt.save`, and so are errors.
+        Parameters and errors are those of `zckpt.save`.
         """
         ending = self._ending is not None and self._ending.is_due()
         is_due = ending or (self.every is not None and not step % self.every)
@@ -198,7 +197,7 @@ class Checkpointer:
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save now; a checkpoint of the same step is replaced if a Checkpointer wrote it.
+        """Save now. A checkpoint of the same step is replaced if a Checkpointer wrote it.
 
         Parameters and errors are those of `zckpt.save`.
         """
@@ -225,14 +224,14 @@ class Checkpointer:
         return replaces
 
     def close(self) -> None:
-        """Wait for a save, removals and what is sent to the next node, and no longer answer SIGTERM.
+        """Wait for saves, removals and copies to the next node, and stop handling SIGTERM.
 
-        With an error on its way, too; so it comes before the process group is destroyed.
+        Also call it when an error is being raised, before the process group is destroyed.
 
         Raises
         ------
         ZckptError
-            The save has failed.
+            A save has failed.
         """
         try:
             self._finish()
@@ -266,7 +265,7 @@ class Checkpointer:
                 self._place.prune(record, self.keep, self._told_of)
             except Exception as error:  # noqa: BLE001  # told by the thread that trains
                 self._told_of.append(
-                    f"{self._place.shown}: checkpoints that are no longer kept are still there: {error}"
+                    f"{self._place.shown}: could not remove checkpoints that are no longer kept: {error}"
                 )
 
         self._pruning = threading.Thread(target=prune, name="zckpt-prune")
@@ -299,30 +298,30 @@ class Checkpointer:
         strict: bool = True,
         verify: bool | None = None,
     ) -> Restored | None:
-        """Load the checkpoint that `latest` names, if it is sound, or else the one that was saved before it, and so on.
+        """Load the checkpoint that `latest` names if it is sound, or else the one saved before it, and so on.
 
-        Those that are passed over are warned of.
+        Warns about each one that it skips.
 
         Parameters
         ----------
         model, optimizer, scheduler, grad_scaler, strict
             As for `zckpt.load`.
         verify : bool, optional
-            By default what is read is held against its checksum as it is read, as in `zckpt.load`; True: every byte is
-            first, each rank some of the files; False: none is. Where `strict` is false, other weights of the model may
-            be read in the end, so that damage to weights is raised then.
+            Default: compare what is read with its checksums while reading, as in `zckpt.load`. True: check every byte
+            first, with the files divided among the ranks. False: check nothing. If `strict` is false, other weights may
+            be read in the end, so damage to weights is raised then.
 
         Returns
         -------
         Restored or None
-            None: there is no checkpoint.
+            None if there is no checkpoint.
 
         Raises
         ------
         SourceError
-            There are checkpoints, and none is sound; the message says whether weights must not be used.
+            There are checkpoints, but none is sound; the message says whether weights must not be used.
         UsageError
-            The checkpoint is of another model.
+            The checkpoint is for another model.
         """
         self._finish()
         passed: list[str] = []
@@ -344,11 +343,11 @@ class Checkpointer:
                         raise
                     why = str(error)
                 else:
-                    restored.notes += [f"passed over {one}" for one in passed]
+                    restored.notes += [f"skipped {one}" for one in passed]
                     return restored
             passed.append(f"{name}: {why}")
             if self._ranks.rank == 0:
-                warnings.warn(f"passed over {name}, which is not sound: {why}", stacklevel=2)
+                warnings.warn(f"skipped {name}, which is not sound: {why}", stacklevel=2)
         if passed:
             raise SourceError("none of the checkpoints is sound", path=self._place.shown, found="; ".join(passed))
         return None

@@ -259,7 +259,6 @@ def save_workers(
     values, count = Values(), optimizer.num_workers
     part, storages = of_first(ModelState(), Optimizers(optimizer, {}).snapshot(), given, count, values)
     stored = [replace(one, data=bytes(one.data or b"")) for one in storages]  # which RPC can send
-    path.parent.mkdir(parents=True, exist_ok=True)
     with written([path], overwrite=overwrite, owned=OWNED) as [partial]:
         identity = identity or new_identity()
         every: list[RankState] = optimizer.call_each(
@@ -277,7 +276,7 @@ def _save_worker(
         model = ModelState.of_parameters(local.named())
         state = Optimizers(local.optimizer, model.names()).snapshot()
         if BESIDE in state.metadata:
-            declared(local.optimizer).refuse("a DistributedOptimizer has no place for that")
+            declared(local.optimizer).refuse("a DistributedOptimizer has no place for it")
         held = divide([*model.shares(), *state.shares], 0, [0])
         written = write_rank(Path(directory), rank, count, [*stored, *entries(held, None)], identity)
         return RankState([piece for piece, _ in held], state.values, {}, written)

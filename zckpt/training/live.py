@@ -127,23 +127,24 @@ class Part:
                     known = section.setdefault(name, here)
                     if (known.shape, known.dtype) != (here.shape, here.dtype):
                         raise LayoutError(
-                            f"{name} is another tensor on rank {rank} than on ranks before it",
+                            f"{name} on rank {rank} differs from earlier ranks",
                             expected=(known.shape, known.dtype), found=(here.shape, here.dtype),
-                            advice="give parts whose names are those of the whole model",
+                            advice="give parts with the names of the whole model",
                         )  # fmt: skip
                     if (known.tied_to is None) != (here.tied_to is None):
                         apart.add(name)
             strange = sorted(one.extra - self.extra)
             if strange:
                 raise UnsupportedError(
-                    f"{strange[0]}: a module of rank {rank} keeps more than tensors, which only the first rank writes",
-                    advice="keep it in buffers",
+                    f"{strange[0]}: a module on rank {rank} keeps more than tensors, which only the first rank can "
+                    "write",
+                    advice="keep it in a buffer",
                 )
         apart |= whole.parameters.keys() & whole.buffers.keys()
         if apart:
             raise LayoutError(
-                f"{min(apart)} is not on all ranks a parameter of its own",
-                advice="tie the same parameters, and register the same buffers, on all ranks",
+                f"{min(apart)} is a separate parameter only on some ranks",
+                advice="tie the same parameters and register the same buffers on all ranks",
             )
         whole.parameters = dict(sorted(whole.parameters.items(), key=lambda one: one[1].tied_to is not None))
 
@@ -152,8 +153,8 @@ class Part:
 
 
 NOT_THE_SAME = (
-    "names must be those of the whole model; what ranks have alike, replicate: put it into the plan of "
-    "parallelize_module, or in DistributedDataParallel"
+    "names must be those of the whole model; replicate what all ranks share: put it into the plan of "
+    "parallelize_module, or use DistributedDataParallel"
 )
 
 
@@ -189,7 +190,7 @@ def settled(
     for key, (name, slot, _) in keyed:
         if key in digests and len({one[key] for one in told if key in one}) > 1:
             raise LayoutError(
-                f"{slot} of {name} has other values on other ranks, which have the same elements of it",
+                f"{slot} of {name} has different values on ranks that hold the same elements",
                 advice=advice,
             )
     return found
@@ -231,7 +232,7 @@ def everywhere_of(live: Live, ranks: Ranks, *, broadcast: bool) -> Everywhere:
     if not ranks.any(live.is_in_parts(ranks)):
         return Everywhere()
     if broadcast:
-        raise UsageError("broadcast is for a model that all ranks have whole, not in parts", advice="leave it out")
+        raise UsageError("broadcast only applies to a model that all ranks have whole", advice="omit it")
     names = [*live.tensors.tensors, *live.tensors.tied]
     every = ranks.gather_all((names, list(live.optimizers.parameters()), live.optimizers.called))
     return Everywhere(

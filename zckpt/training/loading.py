@@ -41,7 +41,7 @@ LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a gr
 
 @dataclass(slots=True, repr=False)
 class Restored(Brief):
-    """What a checkpoint had, and what of it was restored.
+    """What a checkpoint had, and what was restored.
 
     Parameters
     ----------
@@ -49,17 +49,17 @@ class Restored(Brief):
     format : str
         Of the checkpoint.
     step : int or None
-        How many steps had been trained.
+        Number of steps trained.
     extra : dict
-        What `save` was given as `extra`; of other formats, the client's state.
+        What `save` got as `extra`; from other formats, the client state.
     world_size : int
         The number of ranks that saved.
     missing : list of str
-        Tensors of the model that the checkpoint has not; they are as they were.
+        Tensors of the model that the checkpoint lacks; they keep their values.
     unexpected : list of str
-        Tensors of the checkpoint that the model has not.
+        Tensors of the checkpoint that the model lacks.
     reshaped : list of str
-        Tensors of another shape there; they are as they were.
+        Tensors with another shape in the checkpoint; they keep their values.
     notes : list of str
         What else was not restored, and why.
     """
@@ -106,47 +106,48 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Restored:
-    """Load a checkpoint of any format into what is being trained; all ranks call it together.
+    """Load a checkpoint of any format into a live model and optimizer; all ranks call it together.
 
-    Parameters are found by name. A rank reads what it needs: its own share of sharded tensors and state, and the whole
-    of what it has whole. Elements are rounded where types differ.
+    Parameters are found by name. A rank reads only what it needs: its share of sharded tensors and state, and all of
+    what it holds whole. Elements are rounded if types differ.
 
     Parameters
     ----------
     path : path-like
-        Or a URL: each rank reads what it needs from the store.
+        A path or a URL; from a store, each rank reads what it needs.
     model : Module, or list of them, optional
-        As for `save`; in other parts than were saved, or whole.
+        As for `save`; it can be in other parts than were saved, or whole.
     optimizer : Optimizer, or list or mapping of them, optional
-        Any of zckpt's or of torch's, made for this model; its hyperparameters become the checkpoint's. Several as they
-        were saved: as many, under the same names.
+        Any of zckpt's or torch's, created for this model; its hyperparameters become the checkpoint's. If several were
+        saved, give as many, under the same names.
     scheduler, grad_scaler : optional
-        Get what `load_state_dict` was saved of them, if it was.
+        Their saved state, if any, is passed to `load_state_dict`.
     strict : bool
-        Raise if the model and the checkpoint have not the same tensors, in the same shapes.
+        Raise if the model and the checkpoint do not have the same tensors with the same shapes.
     broadcast : bool
-        Let one rank read what all have whole, and send it to the others: for a file system that is slower than the
-        network.
+        Let one rank read what all ranks hold whole, and send it to the others: for a file system that is slower than
+        the network.
     random_states : bool
-        Continue with the random numbers of the rank of the same number, if the checkpoint has its state.
+        Restore the random states of the rank with the same number, if the checkpoint has them.
     tag : str, optional
-        Which checkpoint of a run's directory.
+        Which checkpoint of a run directory.
     names : sequence of str, optional
-        Names of the parameters of the optimizer that was saved, in its order, for files that only number them; by
-        default the order of `optimizer`, as in torch.
+        Names of the saved optimizer's parameters in its order, for files that only number them. Default: the order of
+        `optimizer`, as in torch.
     rename, strip_prefix, add_prefix, map, map_config
-        As for `consolidate`: what the tensors of the checkpoint are called in this model, and how they are arranged.
-        The optimizer's state follows.
+        As for `consolidate`: names and arrangement of the checkpoint's tensors in this model. The optimizer's state
+        follows.
     dequantize : bool
-        Take weights of few bits as the numbers that they stand for, and quantised state of the optimizer (8-bit of
-        bitsandbytes, 8-bit, 4-bit and fp8 of torchao) as floats, under the names that Adam has in torch.
+        Load low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
+        torchao's 8-bit, 4-bit and fp8) as floats, under torch's names for Adam.
     tp_rules : path-like or mapping, optional
-        As for `save`: how this rank's slices are cut from the parameters of the checkpoint, at any degree.
+        As for `save`: how this rank's slices are cut from the checkpoint's parameters, at any degree.
     verify : bool
-        Hold files of ranks against each other, and what is read against the checksums in them: the optimizer's state
-        before anything is changed, weights before the optimizer is. What ranks read in parts they put together.
+        Compare ranks' files with each other, and what is read with the checksums in the files: optimizer state before
+        anything is changed, weights before the optimizer is changed. Ranks combine checksums of what they read in
+        parts.
     process_group : ProcessGroup, optional
-        The ranks that load; by default the optimizer's, else the whole world, as of slices.
+        The ranks that load. Default: the optimizer's, or the whole world (also for slices).
 
     Returns
     -------
@@ -155,11 +156,10 @@ def load(
     Raises
     ------
     UsageError
-        The checkpoint is of another model; nothing has been changed.
+        The checkpoint is for another model; nothing has been changed.
     SourceError
         It cannot be read, or is damaged: on all ranks, if on one. Nothing has been changed, unless the message says
-        that weights must not be used: then bytes of weights were damaged, or a file failed that was there, and long
-        enough, when all ranks had checked it.
+        that weights must not be used: then weight bytes were damaged, or a file failed after all ranks had checked it.
     """
     is_remote = workers_of(optimizer) is not None
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=ALONE if is_remote else "")
@@ -168,12 +168,16 @@ def load(
     asked = Asked(tag, names, strict, naming, dequantize)
     if is_remote and (naming.changes or dequantize):
         raise UsageError(
-            "the workers of a DistributedOptimizer read their state as it is in the files, by the names there",
+            "the workers of a DistributedOptimizer read their state unchanged, by the names in the files",
             path=path,
-            advice="`zckpt convert` writes the checkpoint under other names, and with floats",
+            advice="`zckpt convert` writes the checkpoint with other names, and with floats",
         )
     if is_remote and isinstance(place, str):
-        raise UsageError("a DistributedOptimizer is loaded from a file system", path=place, advice="copy it to one")
+        raise UsageError(
+            "a DistributedOptimizer can only be loaded from a file system",
+            path=place,
+            advice="copy the checkpoint to one",
+        )
 
     def prepared() -> None:
         loading.open(asked, verify=verify)

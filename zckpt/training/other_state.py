@@ -20,7 +20,7 @@ from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import BESIDE, OPTIMIZERS
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.torchfile import FromFile
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
@@ -138,11 +138,11 @@ def read_other_state(
             found.states.append((target, dict(state)))
             taken.add(key)
         else:
-            found.missing.append(f"the checkpoint has no state of a {name}: it goes on as it is")
+            found.missing.append(f"the checkpoint has no state of a {name}: it is not changed")
     if not ours:
         by = find_format(checkpoint.format)
         taken |= by.own_metadata if by is not None else set()
-        found.extra = {key: value for key, value in values.items() if key not in taken}
+        found.extra = without(values, *taken)
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)
     found.modules = _mapping(values, EXTRA_STATE, checkpoint)
@@ -151,7 +151,7 @@ def read_other_state(
         return found
     count = len(states) if isinstance(states, list) else 0
     if not isinstance(states, list) or rank >= count or not states[rank]:
-        found.notes.append(f"no random states of rank {rank}: {count} ranks have saved theirs")
+        found.notes.append(f"no random states for rank {rank}: only {count} ranks saved theirs")
         return found
     try:
         set_random_states(states[rank], here=False)
@@ -168,8 +168,8 @@ def read_other_state(
 
 def saved_by_us(checkpoint: Checkpoint) -> bool:
     """Tell whether `save` wrote the values that go with the model and the optimizer, even if it was converted since."""
-    origin = checkpoint.details.get("origin")
-    if not isinstance(origin, Mapping) or not str(origin.get("format_version", "")).startswith("zckpt "):
+    origin = checkpoint.converted_from
+    if not str(origin.get("format_version", "")).startswith("zckpt "):
         return False
     if SAVED_BY in origin or origin.get("format") == "zero-redundancy":
         return bool(origin.get(SAVED_BY, SELF) == SELF)

@@ -59,24 +59,24 @@ def assert_restored(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Restored:
-    """Hold what is being trained against a checkpoint, after any program's own load; all ranks call it together.
+    """Compare a live model and optimizer with a checkpoint, after any program's own load; all ranks call it together.
 
-    Every element of weights, buffers, masters and the optimizer's state, the settings of its param groups, steps, loss
-    scale, and the states of a scheduler and a grad scaler are compared as numbers, at any number of ranks: each rank
-    holds its own share. Random states are not: they move on.
+    Compares as numbers every element of weights, buffers, masters and optimizer state, the settings of param groups,
+    steps, loss scale, and the states of a scheduler and a grad scaler, at any number of ranks; each rank compares its
+    own share. Random states are not compared, since they change.
 
     Parameters
     ----------
     path : path-like
-        A checkpoint of any format; or a URL.
+        A checkpoint of any format, or a URL.
     model, optimizer, scheduler, grad_scaler : optional
-        As for `save`; or DeepSpeed's engine, and the optimizer that it has (`engine.optimizer`). What is given is
-        compared, and must be in the checkpoint.
+        As for `save`; or DeepSpeed's engine and its optimizer (`engine.optimizer`). What is given is compared, and must
+        be in the checkpoint.
     strict : bool
-        Whether the model and the checkpoint must have the same tensors; else those are compared that both have.
+        Whether the model and the checkpoint must have the same tensors; otherwise, only common ones are compared.
     allow_rounding : bool
-        Take state as restored that an optimizer keeps in a narrower type than the checkpoint, and parameters without
-        the masters that it has, if they are its values, rounded. Weights of a model without optimizer always may be.
+        Accept rounded values if an optimizer keeps state in a narrower type than the checkpoint, or lacks the
+        checkpoint's masters. Weights of a model without optimizer may always be rounded.
     tag, names, rename, strip_prefix, add_prefix, map, map_config, dequantize, tp_rules, verify, process_group
         As for `load`.
 
@@ -88,18 +88,19 @@ def assert_restored(
     Raises
     ------
     NotRestoredError
-        Something differs: on all ranks, if on one, with the same `differences`.
+        Something differs; raised on all ranks, if on one, with the same `differences`.
     UsageError
-        Nothing is given, or the checkpoint is of other param groups.
+        Nothing was given, or the checkpoint has other param groups.
     SourceError
         The checkpoint cannot be read, or is damaged.
     """
-    model = _without_engine(model)
+    if any(one.__qualname__ == "DeepSpeedEngine" for one in type(model).__mro__):
+        model = cast("Any", model).module
     given = (model, optimizer, scheduler, grad_scaler)
     if all(one is None for one in given):
-        raise UsageError("nothing is given to be held against the checkpoint", path=path, advice="give model=")
+        raise UsageError("nothing was given to compare with the checkpoint", path=path, advice="give model=")
     if workers_of(optimizer) is not None:
-        raise UnsupportedError("what the workers of a DistributedOptimizer have is not compared", path=path)
+        raise UnsupportedError("the workers of a DistributedOptimizer cannot be compared", path=path)
     ranks = Ranks(process_group or process_group_of(optimizer))
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     asked = Asked(tag, names, strict, naming, dequantize)
@@ -125,12 +126,6 @@ def assert_restored(
     if found:
         raise NotRestoredError([shown(one) for one in found], path=path)
     return held.reported()
-
-
-def _without_engine(model: Model) -> Model:
-    """Return the model that DeepSpeed's engine has, if it is one."""
-    is_engine = any(one.__qualname__ == "DeepSpeedEngine" for one in type(model).__mro__)
-    return cast("Any", model).module if is_engine else model
 
 
 def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
@@ -293,13 +288,13 @@ class _Held(Meeting):
         elif slot in expected and share.tensor.numel() == 1:
             self._compare(what, expected[slot], share.tensor.item())
         elif share.tensor.count_nonzero():
-            self.differences.append(f"{what} is not in the checkpoint, and the optimizer has some")
+            self.differences.append(f"{what} is not in the checkpoint, but the optimizer has some")
 
     def _hold_value(self, what: str, key: str, expected: Mapping[str, object], value: object) -> None:
         if key in expected:
             self._compare(what, expected[key], value)
         elif number_of(value):
-            self.differences.append(f"{what} is not in the checkpoint, and {number_of(value)!r} here")
+            self.differences.append(f"{what} is not in the checkpoint, but {number_of(value)!r} here")
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""
@@ -320,7 +315,7 @@ class _Held(Meeting):
                 if key in ours:
                     self._compare(f"{what}: {key}", value, ours[key])
                 else:
-                    self.differences.append(f"{what}: {key} is in the checkpoint, and not here")
+                    self.differences.append(f"{what}: {key} is in the checkpoint, but not here")
         elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
             for number, (value, its) in enumerate(zip(theirs, ours, strict=True)):
                 self._compare(f"{what}[{number}]", value, its)

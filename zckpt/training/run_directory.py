@@ -31,9 +31,10 @@ from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import at_path
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
+from zckpt.storage.disk import sync
 from zckpt.storage.durable import recover, remove_leftovers, target_of_old
 from zckpt.storage.files import read_whole
-from zckpt.storage.ownership import check_replaceable, check_unfinished
+from zckpt.storage.ownership import check_replaceable, check_unfinished, directories_above
 
 RECORD = "checkpointer.json"
 LATEST = "latest"
@@ -136,7 +137,7 @@ def read_record(directory: Path) -> Record:
 
     if not os.path.lexists(path):
         return Record()
-    with document(path, FORMAT, "is no record of a Checkpointer", "use a directory of its own for the run") as found:
+    with document(path, FORMAT, "is not a Checkpointer's record", "use a separate directory for the run") as found:
         saved, saving = tuple(written(*row) for row in found["saved"]), found["saving"]
         return Record(saved) if saving is None else Record(saved, written(*saving[:2]), str(saving[2]))
 
@@ -166,10 +167,10 @@ def check_directory(directory: Path) -> None:
         and not is_native(directory / named)
     ):
         raise TargetExistsError(
-            "is not a Checkpointer's, and would be replaced",
+            "was not written by a Checkpointer, and would be replaced",
             path=latest,
-            found=f"{named}, which is no checkpoint of zckpt",
-            advice="use a directory of its own for the run",
+            found=f"{named}, which is not a zckpt checkpoint",
+            advice="use a separate directory for the run",
         )
 
 
@@ -220,7 +221,8 @@ class RunPlace:
     def make(self) -> None:
         """Make it, if it does not exist; in a store, what is written has a directory."""
         if isinstance(self.place, Path):
-            self.place.mkdir(parents=True, exist_ok=True)
+            with directories_above(self.place / RECORD):
+                pass
 
     def latest(self) -> str:
         """Return what a run resumes from, and its id; nothing where there is no such checkpoint."""
@@ -251,7 +253,7 @@ class RunPlace:
             saved = record.with_saved(left).saved if left is not None and left.is_in(directory) else record.saved
             is_own = any(one.name == checkpoint.name and one.is_in(directory) for one in saved)
             if not is_own and os.path.lexists(path):
-                raise TargetExistsError("is there, and no Checkpointer wrote it", path=path, advice="move it away")
+                raise TargetExistsError("exists, but no Checkpointer wrote it", path=path, advice="move it away")
         self._write(Record(saved, checkpoint, before))
         return is_own
 
@@ -327,6 +329,7 @@ class RunPlace:
             if isinstance(self.place, Path):
                 hidden = path.with_name(f".{path.name}.zckpt-removed")  # half removed, it must not look like one
                 path.rename(hidden)
+                sync(path.parent)
                 shutil.rmtree(hidden, ignore_errors=True)
             else:
                 _remove_stored(path)

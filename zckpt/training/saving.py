@@ -39,9 +39,9 @@ FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
 
 
 class Saving:
-    """A save that is going on while training does.
+    """A save that runs while training goes on.
 
-    Its errors are raised by `result`, or else by the next save, on all ranks alike.
+    `result` raises its errors, or else the next save does, on all ranks.
     """
 
     def __init__(self, future: Future[None], path: Place, ranks: Ranks) -> None:
@@ -51,7 +51,7 @@ class Saving:
         self._is_raised = False
 
     def done(self) -> bool:
-        """Tell whether the checkpoint is whole, or has failed."""
+        """Return whether the save has finished or failed."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> None:
@@ -64,9 +64,9 @@ class Saving:
         Raises
         ------
         TimeoutError
-            It is not yet.
+            It is not finished yet.
         ZckptError
-            It could not be written, and is not there.
+            It could not be written, and does not exist.
         """
         try:
             self._future.result(timeout)
@@ -127,59 +127,59 @@ def save(
     tp_rules: TpRules = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving | None:
-    """Write a checkpoint of what is being trained; all ranks call it together, and each writes its share.
+    """Save a live model and optimizer; all ranks call it together, and each writes its share.
 
-    Each of the ranks that have the same writes some of it. The checkpoint appears whole or not at all, and has the
-    states of each rank's random number generators.
+    Ranks that hold the same data share the work. The checkpoint appears whole or not at all, and includes each rank's
+    random states.
 
     Parameters
     ----------
     path : path-like
-        A directory that does not exist, on a file system that all ranks share; or the URL of one in a store, which each
-        rank sends its part to.
+        A directory that does not exist, on a file system that all ranks share; or its URL in a store, to which each
+        rank sends its part.
     model : Module, or list of them, optional
-        As it is, or in DistributedDataParallel, `torch.compile`, or sharded by `fully_shard`. A list has the parts of
-        one model that this rank has, such as stages of a pipeline, with the names of the whole model.
+        Plain, in DistributedDataParallel or `torch.compile`, or sharded by `fully_shard`. A list holds this rank's
+        parts of one model, such as pipeline stages, with the names of the whole model.
     optimizer : Optimizer, or list or mapping of them, optional
-        Any of zckpt's or of torch's; several, of different parameters, in a list or by name. With a list of parts, a
-        list of optimizers is one optimizer in parts. Of a DistributedOptimizer
-        only its caller calls this, and the workers write.
+        Any of zckpt's or torch's; several, for different parameters, in a list or by name. With a list of parts, a list
+        of optimizers is one optimizer in parts. For a DistributedOptimizer, only its caller calls this, and the workers
+        write.
     step : int, optional
-        How many steps have been trained.
+        Number of steps trained.
     scheduler, grad_scaler : optional
-        Of which `state_dict()` is kept.
+        Their `state_dict()` is saved.
     extra : mapping, optional
-        Plain data, tensors and numpy arrays; those of the first rank are written.
+        Plain data, tensors and numpy arrays; the first rank's are written.
     format : {"zckpt", "deepspeed", "zero-redundancy"}
-        "deepspeed" is what DeepSpeed loads at the same number of ranks, for a ZeroOptimizer; "zero-redundancy" for a
-        ZeroRedundancyOptimizer or DistributedOptimizer, of which the latter is saved to file systems only.
-        `zckpt convert` makes others.
+        "deepspeed", for a ZeroOptimizer: DeepSpeed loads it at the same number of ranks. "zero-redundancy": for a
+        ZeroRedundancyOptimizer or DistributedOptimizer (the latter only on file systems). `zckpt convert` writes
+        others.
     async_ : bool
-        Return as soon as everything has been copied to the host's memory. At most one save is going on: the next one
-        waits for it. Let it finish before the process group is destroyed.
+        Return as soon as everything has been copied to host memory. Only one save runs at a time: the next one waits
+        for it. Let it finish before the process group is destroyed.
     overwrite : bool
-        Replace the directory if it exists and holds a checkpoint of the same format, and nothing else.
+        Replace the directory if it exists and holds only a checkpoint of the same format.
     fingerprint : bool
-        Record the fingerprint with it, in zckpt's format only: each rank reads some of what was written again.
+        Store the fingerprint with it (only in zckpt's format): each rank reads back part of what was written.
     tp_rules : path-like or mapping, optional
-        How the tensor-parallel slices that ranks have make up parameters, in the form of `universal_checkpoint_info`,
-        or a JSON file with that. For a ZeroOptimizer that was made with `model_parallel`.
+        How the ranks' tensor-parallel slices form parameters: `universal_checkpoint_info`, or a JSON file with it. For
+        a ZeroOptimizer with `model_parallel`.
     process_group : ProcessGroup, optional
-        The ranks that save; by default the optimizer's, else the whole world, as of slices.
+        The ranks that save. Default: the optimizer's, or the whole world (also for slices).
 
     Returns
     -------
     Saving or None
-        With `async_`, what waits for the end.
+        With `async_`, an object to wait for.
 
     Raises
     ------
     UsageError
-        Something has no name, a parameter is in two optimizers, or the format does not suit the optimizer.
+        Something has no name, a parameter is in two optimizers, or the format does not fit the optimizer.
     UnsupportedError
-        Something that only a pickle could hold.
+        Only a pickle could hold something.
     TargetError
-        The directory exists or cannot be written: on all ranks, if on one.
+        The directory exists or cannot be written; raised on all ranks, if on one.
     """
     given = {
         "model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra,
@@ -222,7 +222,9 @@ def save_given(
     check_directory(Path(path))
     if format not in FORMATS:
         raise UsageError(
-            f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
+            f"unknown format {format}",
+            expected=", ".join(FORMATS),
+            advice="save in zckpt's format, and use `zckpt convert`",
         )
     optimizer = given["optimizer"]
     workers = workers_of(optimizer)
@@ -239,7 +241,7 @@ def save_given(
         return None
     if workers is not None:
         if async_:
-            raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
+            raise UsageError("a DistributedOptimizer cannot be saved while training goes on", advice="leave async_ out")
         save_workers(Path(path), workers, given, overwrite=overwrite, identity=identity)
         if then is not None:
             then()
@@ -272,7 +274,8 @@ def _save_as(form: str, path: Place, given: Mapping[str, Any], *, async_: bool, 
     for one in every.values():
         if state_class(one).writes != form:
             raise UsageError(
-                f"format {form} does not suit {type(one).__name__}", advice="save as zckpt, and use zckpt convert"
+                f"format {form} does not suit {type(one).__name__}",
+                advice="save in zckpt's format, and use `zckpt convert`",
             )
     for is_so, message, advice in (
         (isinstance(model, (list, tuple)), f"format {form} is not written of a model in parts", "save as zckpt"),
@@ -282,7 +285,7 @@ def _save_as(form: str, path: Place, given: Mapping[str, Any], *, async_: bool, 
             f"tp_rules are for zckpt's own format, not {form}",
             "give universal_checkpoint_info in extra",
         ),
-        (async_, f"format {form} is not written while training goes on", "save as zckpt"),
+        (async_, f"format {form} cannot be written while training goes on", "save as zckpt"),
     ):
         if is_so:
             raise UsageError(message, advice=advice)

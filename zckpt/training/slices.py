@@ -39,7 +39,7 @@ from zckpt.state.spans import position
 GIVEN = "tp_rules"
 """Stands for the file where rules are given as a mapping."""
 
-NOT_COPIES = "give tp_rules that say how it is cut; what each rank trains by itself, to be averaged, is not saved"
+NOT_COPIES = "give tp_rules that say how it is cut; what each rank trains separately, to be averaged, cannot be saved"
 """What to do where ranks have other values of what they should have alike."""
 
 Key = tuple[str, str]
@@ -207,7 +207,7 @@ def read_slices(
         is_alone = any(one.model_parallel is None and one.world_size < dist.get_world_size() for one in of_zero)
         if is_alone or (ranks.world_size > 1 and not of_zero):
             raise UsageError(
-                "tp_rules are given, and nothing says which slices are this rank's",
+                "tp_rules are given, but nothing says which slices this rank has",
                 expected="one ZeroOptimizer(process_group=DATA_PARALLEL, model_parallel=...)",
                 found=", ".join(type(one).__name__ for one in every) or "no optimizer",
                 advice="give model_parallel= with the group of the ranks that hold the model together",
@@ -223,7 +223,7 @@ def _slices_of(rules: Rules, every: Sequence[Optimizer], only: ZeroOptimizer, wo
     if any(group.is_expert for group in only.groups):
         raise UnsupportedError(
             "experts of a model in tensor-parallel slices are not saved or loaded by name",
-            advice='give format="deepspeed" to save, and load_state_dict() what is in this rank\'s file',
+            advice='save with format="deepspeed", and call load_state_dict() with this rank\'s file',
         )
     rank, degree = model_rank(only.model_parallel)
     if only.world_size * degree != world_size:
@@ -302,11 +302,11 @@ def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]
                 found.setdefault(key, set()).add(digest)
     for message, digests in same.items():
         if len(digests) > 1:
-            raise LayoutError(message, advice="keep there only what is the same on all of them")
+            raise LayoutError(message, advice="keep only what is the same on all of them there")
     for name, digests in apart.items():
         if len(digests) == 1 and digests != {b""}:
             raise LayoutError(
-                f"{name} is the same on ranks of all slices, though no rule says that each has the whole",
+                f"{name} is the same on ranks of all slices, although no rule says that each has the whole",
                 advice="say so in tp_rules: tp_replicated_parameter_patterns",
             )
 

@@ -350,7 +350,7 @@ def unwritten(path: Path, error: OSError) -> TargetError:
     told = error
     if not isinstance(told, TargetError):
         told = TargetError("cannot be written", path=path, found=error.strerror)
-    told.advice = "a spare takes twice what the ranks of this node and of the one before it save, or see replicate_in="
+    told.advice = "a copy needs twice what the ranks of this node and of the one before it save; or see replicate_in="
     return told
 
 
@@ -358,14 +358,14 @@ def made_directory(within: Path, run: str) -> Path:
     """Return the directory of a run's spares, which this user alone can read."""
     if not within.is_dir():
         raise UsageError(
-            "there is no such directory for spares",
+            "there is no such directory for copies",
             path=within,
             advice="give replicate_in=, a directory that outlives the workers",
         )
     mine = _made(within / f"zckpt-{os.getuid()}")
     found = mine.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise TargetError("is not a directory of this user alone", path=mine, advice="remove it")
+        raise TargetError("is not a directory that only this user can access", path=mine, advice="remove it")
     return _made(mine / run)
 
 

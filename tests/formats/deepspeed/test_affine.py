@@ -87,5 +87,5 @@ def test_what_auto_tp_itself_cannot_describe_is_refused_by_name():
 
 
 def test_shapes_must_be_those_of_the_map():
-    with refusing(LayoutError, "do not fit the affine map"):
+    with refusing(LayoutError, "do not fit its affine map"):
         two(NAME, 6).rule(NAME, [(2, 2), (4, 2)])

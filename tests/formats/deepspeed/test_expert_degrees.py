@@ -42,7 +42,7 @@ def test_shapes_tell(tmp_path):
 
 @pytest.mark.parametrize("groups", [{"ep_size_1": [9] * 4, "ep_size_2": [9] * 2}, {"ep_size_2": [9], "ep_size_1": [9]}])
 def test_what_fits_in_several_ways_is_not_certain(groups, tmp_path):
-    with refusing(UnsupportedError, "over 1, 2 ranks, and which layer's are over how many is not certain"):
+    with refusing(UnsupportedError, "over 1, 2 ranks, but it is uncertain which layers over how many"):
         layers(tmp_path, (4, 9), (4, 9), **groups)
 
 

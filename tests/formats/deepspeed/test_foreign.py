@@ -96,7 +96,9 @@ def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage, tmp_pat
     assert content["global_steps"] == 1  # as many as the optimizer has taken
 
 
-@pytest.mark.parametrize(("dtype", "words"), [(torch.float32, "scales by 1"), (torch.float16, "begins as DeepSpeed's")])
+@pytest.mark.parametrize(
+    ("dtype", "words"), [(torch.float32, "scales by 1"), (torch.float16, "starts as in DeepSpeed")]
+)
 def test_zero3_says_what_it_had_to_make_up(dtype, words, tmp_path):
     state, notes = converted(model_and_optimizer(tmp_path / "m.pt", dtype=dtype), tmp_path / "out", 3)
     assert isinstance(state["loss_scaler"], Object)
@@ -174,7 +176,7 @@ def states_of(source: Path) -> list[dict[str, Any]]:
 
 
 def test_numbers_that_differ_are_refused(tmp_path):
-    with refusing(zckpt.UnsupportedError, r"mu_product, step of scale is not the same for all"):
+    with refusing(zckpt.UnsupportedError, r"mu_product, step of scale is neither the same for all"):
         zckpt.convert(nadam(tmp_path, "torch", late=True), tmp_path / "out", to="deepspeed", world_size=1, stage=1)
 
 

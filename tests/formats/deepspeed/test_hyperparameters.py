@@ -33,7 +33,7 @@ def test_they_are_those_of_the_groups(given, tmp_path, options):
     assert zckpt.fingerprint(tmp_path / "cut").text == zckpt.fingerprint(run_of(ELASTIC)).text
 
 
-@pytest.mark.parametrize("content", ["[]", "[{}, {}, {}]", '{"lr": 1}', "[1, 2, 3]", "no JSON"])
+@pytest.mark.parametrize("content", ["[]", "[{}, {}, {}]", '{"lr": 1}', "[1, 2, 3]", "not a JSON document"])
 def test_files_that_are_none(content, given, tmp_path):
     given.write_text(content)
     with pytest.raises(zckpt.UsageError) as error:

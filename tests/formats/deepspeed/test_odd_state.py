@@ -68,7 +68,7 @@ def test_a_number_that_groups_share_stays_one_or_is_refused(tmp_path):
     sub = changed("s3_fp32_dp2", tmp_path, _one_step)
     for path in tag_of(sub).glob("*model_states.pt"):
         edit(path, lambda content: content["ds_config"]["zero_optimization"].update(sub_group_size=100))
-    with refusing(UnsupportedError, "step: one tensor for several of a rank's partitions"):
+    with refusing(UnsupportedError, "step: several of a rank's partitions share one tensor"):
         cut(sub, tmp_path / "subs", 3)
 
 
@@ -89,7 +89,7 @@ def test_a_key_may_be_in_full_in_some_groups_only(tmp_path):
     with refusing(UnsupportedError, "exp_avg: each rank has its own"):
         cut(run, tmp_path / "cut", 3)
     edit(optimizer_file(tag_of(run), 0), lambda content: state_in(content)[0].update(exp_avg=torch.zeros(5)))
-    with refusing(zckpt.LayoutError, "rank 0, group 0: exp_avg does not have a value for each"):
+    with refusing(zckpt.LayoutError, "rank 0, group 0: exp_avg does not have one value per element"):
         zckpt.open(run)
 
 
@@ -99,7 +99,7 @@ def _strided(content: dict[str, Any]) -> None:
 
 
 def test_a_view_with_strides_is_refused_as_such(tmp_path):
-    with refusing(UnsupportedError, "exp_avg is a view with strides"):
+    with refusing(UnsupportedError, "exp_avg is a strided view"):
         zckpt.open(changed("s2_fp32_dp2", tmp_path, _strided))
 
 
@@ -219,7 +219,7 @@ def test_state_under_a_text_is_not_lost_in_silence(name, tmp_path):
 def test_state_under_a_text_at_stage_0_is_refused_as_such(tmp_path):
     tag = copy("s0_fp32_dp2", tmp_path)
     edit(tag / "mp_rank_00_model_states.pt", lambda content: content["optimizer"]["state"].update({"global": {"k": 7}}))
-    with refusing(UnsupportedError, "has state under 'global', which is no parameter's"):
+    with refusing(UnsupportedError, "has state under 'global', which is not a parameter's"):
         zckpt.open(tag)
 
 

@@ -78,7 +78,7 @@ def test_codes_of_zero_3_are_made_anew(tmp_path):
         found = its[f"qmap{number}"][its[f"state{number}"].long()] * scales
         assert ((found - values[0][slot]).abs() <= scales * steps / 2 * 1.001).all()
         assert torch.equal(anew[2]["__bnb_optimizer_quant_state__"][f"state{number}"], values[2][slot])
-    with refusing(zckpt.UsageError, "no quantised state of ranks"):
+    with refusing(zckpt.UsageError, "no quantised state to quantise again"):
         zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, requantize=True)
 
 

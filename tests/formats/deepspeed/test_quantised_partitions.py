@@ -209,7 +209,7 @@ def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_pa
     for options in ({}, {"dequantize": True}):
         with refusing(UnsupportedError, "reshard --dequantize` at that size"):
             zckpt.reshard(codes, tmp_path / "whole", world_size=1, tensor_parallel_size=1, **options)
-    with refusing(UnsupportedError, "in blocks of each tensor-parallel rank's slices"):
+    with refusing(UnsupportedError, "in blocks of each tensor-parallel rank's slice"):
         zckpt.convert(codes, tmp_path / "z", to="zckpt", dequantize=True)
     for one, whole in ((tmp_path / "three", "from_codes"), (floats, "from_floats")):
         zckpt.reshard(one, tmp_path / whole, world_size=1, stage=2, tensor_parallel_size=1)
@@ -261,5 +261,5 @@ def test_blocks_of_slices_are_made_anew(tmp_path):
     for name, parameter in plain.parameters.items():
         for slot in SLOTS if "exp_avg" in parameter.slots else ():
             assert torch.allclose(back.read(name, slot), plain.read(name, slot), rtol=0, atol=1.1 / 255), name
-    with refusing(UnsupportedError, "blocks of each tensor-parallel rank's slices"):
+    with refusing(UnsupportedError, "blocks of each tensor-parallel rank's slice"):
         zckpt.reshard(codes, tmp_path / "whole", world_size=2, tensor_parallel_size=1, requantize=True)

@@ -344,7 +344,7 @@ def test_one_model_file_holds_one_rank_of_it(tmp_path):
     done = zckpt.reshard(personal(tmp_path), tmp_path / "cut", world_size=4, stage=2)
     content = content_of(model_file(tag_of(tmp_path / "cut")))
     assert content["sampler"] == {"position": 0}
-    fate = "rank 0's is carried, the others' are left out, for there is one model file"
+    fate = "rank 0's is carried and the others' are left out, because there is one model file"
     named = ["random_state", "sampler", "buffer counter"]
     assert sorted(done.notes) == sorted(f"{key} differs between ranks: {fate}" for key in named)
 

@@ -156,7 +156,7 @@ def _first_master(tag: Path, mp_rank: int) -> float:
 def test_the_training_can_deal_layers_in_any_way(options, stages, tmp_path):
     if stages is None:  # a heavy embedding at both ends
         stages = [[0], [1, 3, 4], [0]]
-        with refusing(UnsupportedError, "waits for ever"):
+        with refusing(UnsupportedError, "waits forever|then waits"):
             cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
         return
     tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
@@ -181,7 +181,7 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
     with refusing(UnsupportedError, r"found 0,1,4,6 with embed in layers 0 and 5 or .*--partition-method"):
         cut(run_of(PLAIN), tmp_path / "cut", 1, pipeline_parallel_size=3)
     one = cut(run_of(PLAIN), tmp_path / "one", 1, **ONE).parent
-    with refusing(UnsupportedError, "embed, of which one use is known"):
+    with refusing(UnsupportedError, "embed, with one known use"):
         cut(one, tmp_path / "cut", 1, pipeline_parallel_size=2, partition_method="uniform")
     tag = cut(one, tmp_path / "two", 2, pipeline_parallel_size=2, partition_method="uniform", pipeline_layers=LAYERS)
     for path in tag_of(run_of(PLAIN)).glob("zero_*"):
@@ -193,21 +193,21 @@ def test_where_files_leave_it_open_the_user_is_asked(tmp_path):
     [
         ({"pipeline_parallel_size": 0}, "at least 1"),
         ({"pipeline_parallel_size": 2, "partition_method": "best"}, "unknown partition method"),
-        ({"partition_method": "uniform", "stage_bounds": "0,3,6"}, "one of both"),
+        ({"partition_method": "uniform", "stage_bounds": "0,3,6"}, "one of them"),
         ({"partition_method": "type:block"}, "--pipeline-layers"),
-        ({"partition_method": "type:x", "pipeline_layers": LAYERS}, "no layer is of that type"),
+        ({"partition_method": "type:x", "pipeline_layers": LAYERS}, "no layer has that type"),
         ({"partition_method": "type:(", "pipeline_layers": LAYERS}, "regular expression"),
-        ({"stage_bounds": "0,3,3,6"}, "bounds of stages"),
+        ({"stage_bounds": "0,3,3,6"}, "stage bounds"),
         ({"stage_bounds": "0,3"}, "at least 5"),
         ({"stage_bounds": "0,3,6", "pipeline_parallel_size": 3}, "4 numbers"),
-        ({"stage_bounds": "0,3,7", "pipeline_layers": LAYERS}, "6 last"),
+        ({"stage_bounds": "0,3,7", "pipeline_layers": LAYERS}, "6 as the last number"),
         ({"stage_bounds": "0,2,3,6", "pipeline_layers": LAYERS}, "nothing to train"),
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*"}, "unusable list"),
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*9999"}, "unusable list"),
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*3"}, "at least 5 layers"),
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*6"}, "tied layers embed"),
         ({"pipeline_parallel_size": 3, "pipeline_layers": "a*4,a=embed*2"}, "embed in layer 0"),
-        ({"pipeline_parallel_size": 3, "pipeline_layers": "a=embed*2,a*4"}, "parameters of its own"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a=embed*2,a*4"}, "with its own parameters"),
     ],
 )
 def test_options_that_cannot_be(options, words, tmp_path):
@@ -217,7 +217,7 @@ def test_options_that_cannot_be(options, words, tmp_path):
 
 
 def test_what_is_no_pipeline_has_no_stages(tmp_path):
-    with refusing(UsageError, "no pipeline's"):
+    with refusing(UsageError, "not a pipeline"):
         cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=2)
     cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=1)
 
@@ -252,7 +252,7 @@ def _without_mappings(content: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
 def test_without_zero_stages_stay_until_names_are_known(options, tmp_path):
-    with refusing(UnsupportedError, "optimizer of each rank numbers is not certain"):
+    with refusing(UnsupportedError, "which parameters each rank's optimizer numbers"):
         cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
 
 
@@ -319,7 +319,7 @@ def test_the_order_of_a_stage_is_known_as_long_as_its_groups_are_as_they_were(tm
     }  # fmt: skip
     zckpt.convert(between, tmp_path / "back", pipeline_parallel_size=2, **how)
     assert names_of(tag_of(tmp_path / "back"), 1) == names_of(tag, 1)
-    with refusing(UnsupportedError, "no stages but those that it was saved in"):
+    with refusing(UnsupportedError, "the stages that it was saved in"):
         zckpt.convert(between, tmp_path / "x", pipeline_parallel_size=3, **how)
     between.param_groups[1].parameters.reverse()
     assert known_orders(between) == [None, None]
@@ -391,8 +391,8 @@ def test_slices_of_another_format_need_rules(tmp_path):
     [
         ({}, "--pipeline-parallel-size"),
         ({"pipeline_parallel_size": 1}, "--pipeline-parallel-size"),
-        ({"pipeline_parallel_size": 2}, "how a pipeline's layers are dealt"),
-        ({"pipeline_parallel_size": 2, "pipeline_layers": "A,B"}, "not the list of the checkpoint's layers"),
+        ({"pipeline_parallel_size": 2}, "how to distribute the pipeline's layers over"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "A,B"}, "not match the checkpoint's layers"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": LAYERS, "stage": 2}, "no pipelines under ZeRO-2"),
     ],
 )
@@ -419,7 +419,7 @@ def test_parameters_that_come_module_by_module(names, expected):
 def test_names_that_are_no_layers_are_not_dealt_to_stages(tmp_path):
     zckpt.convert(run_of("s1_fp32_dp1"), tmp_path / "native", to="zckpt")
     bounds = {"stage_bounds": "0,1,2", "world_size": 2}
-    with refusing(LayoutError, "in no layer of the pipeline"):
+    with refusing(LayoutError, "does not belong to a layer of the pipeline"):
         zckpt.convert(tmp_path / "native", tmp_path / "back", to="deepspeed", **bounds)
 
 
@@ -489,9 +489,9 @@ def test_layers_under_other_names_are_one_model_as_convert_writes_it(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        (PLAIN, {"rename": UNSTAGED[1:]}, "tied_modules.embed.weight: such names only a pipeline has"),
-        (PLAIN, {"rename": UNSTAGED, "pipeline_parallel_size": 2}, "pipeline_parallel_size does not apply"),
-        (PLAIN, {"rename": UNSTAGED, "stage_bounds": "0,6"}, "stage_bounds does not apply"),
+        (PLAIN, {"rename": UNSTAGED[1:]}, "tied_modules.embed.weight: only a pipeline has such names"),
+        (PLAIN, {"rename": UNSTAGED, "pipeline_parallel_size": 2}, "--pipeline-parallel-size does not apply"),
+        (PLAIN, {"rename": UNSTAGED, "stage_bounds": "0,6"}, "--stage-bounds does not apply"),
         (SLICED, {"add_prefix": "layers."}, "expected --tensor-parallel-size 1"),
         ("pp2_s0_fp32_dp2", {"add_prefix": "layers."}, "would be lost"),
         ("s1_fp32_dp2", {"add_prefix": "model."}, "--pipeline-layers as a pipeline"),

@@ -291,7 +291,11 @@ def test_file_is_used_instead_of_the_checkpoints_own(tmp_path):
 
 @pytest.mark.parametrize("degree", [None, 1, 2, 4])
 def test_without_rules_slices_are_refused(degree, tmp_path):
-    with refusing(UnsupportedError, r"17 parameters \(embedding.weight, layer.qkv.weight, .*no rules"):
+    with refusing(
+        UnsupportedError,
+        r"17 parameters have tensor-parallel slices \(embedding.weight, "
+        r"layer.qkv.weight, .*no rules",
+    ):
         zckpt.reshard(made(tmp_path, rules=None), tmp_path / "cut", world_size=3, tensor_parallel_size=degree)
     assert not (tmp_path / "cut").exists()
 
@@ -299,7 +303,7 @@ def test_without_rules_slices_are_refused(degree, tmp_path):
 def test_without_rules_nothing_is_sliced(tmp_path):
     with refusing(UnsupportedError, r"emb\.weight.*no rules how to cut"):
         zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
-    with refusing(UnsupportedError, "which parameters every rank has whole"):
+    with refusing(UnsupportedError, "which parameters each rank has whole"):
         zckpt.reshard(run_of("s2_bf16_dp2_ucinfo"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
     assert list(tmp_path.iterdir()) == []
 
@@ -334,8 +338,8 @@ def test_copies_that_differ_are_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("{", "not a JSON document"),
+        ("[" * 100_000, "not a JSON document"),
         ("[]", "no tensor-parallel rules"),
         ('{"tp_replicated_patterns": []}', "unknown tensor-parallel rules"),
         ('{"tp_replicated_parameter_patterns": "x"}', "unreadable"),
@@ -357,7 +361,7 @@ def test_rules_that_cannot_be_used(text, words, tmp_path):
 
 def test_padded_size_without_a_vocabulary_is_refused(tmp_path):
     rules = rules_file(tmp_path, vocabulary_parameter_patterns=[])
-    with refusing(UsageError, "a padded size does not apply"):
+    with refusing(UsageError, "--padded-vocab-size does not apply"):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, padded_vocab_size=40, tp_rules=rules)
     assert not (tmp_path / "cut").exists()
 

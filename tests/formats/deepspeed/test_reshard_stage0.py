@@ -73,9 +73,9 @@ def test_other_changes_are_refused_by_name(tmp_path):
         ("s0_fp32_dp2", {"tensor_parallel_size": 2}),
         ("pp2_s0_fp32_dp2", {"pipeline_parallel_size": 1}),
     ):
-        with refusing(zckpt.UnsupportedError, "optimizer of each rank numbers is not certain"):
+        with refusing(zckpt.UnsupportedError, "which parameters each rank's optimizer numbers"):
             zckpt.reshard(run_of(name), tmp_path / "cut", world_size=2, **options)
-    with refusing(zckpt.UsageError, "experts spread over 2 ranks"):
+    with refusing(zckpt.UsageError, "experts are spread over 2 ranks"):
         zckpt.reshard(run_of("moe_ep2_s0_fp32_dp4"), tmp_path / "cut", world_size=3)
     assert not (tmp_path / "cut").exists()
 
@@ -110,7 +110,7 @@ def test_a_stage_in_float32_may_train_nothing(tmp_path):
 
 
 def test_what_has_no_names_is_not_lost_without_saying_how_to_name_it(tmp_path):
-    with refusing(zckpt.LeftOutError, "--names FILE may tell what they are"):
+    with refusing(zckpt.LeftOutError, "--names FILE may identify them"):
         zckpt.convert(run_of("pp2_s0_fp32_dp2"), tmp_path / "dcp", to="dcp")
 
 
@@ -152,7 +152,7 @@ def test_two_groups_that_are_sorted_or_not_leave_files_that_nothing_tells_apart(
     assert not same(moments(zckpt.open(run, names=NUMBERED)), as_it_was)
     assert zckpt.verify(run, names=NUMBERED, deep=True).sound  # and so no evidence, but for whose names they are
     for one in (run, run_of("pp2_s0_fp32_dp2")):
-        assert "is not certain" in zckpt.open(one).warnings[0]
+        assert "is uncertain" in zckpt.open(one).warnings[0]
 
 
 def test_names_that_torch_recorded_are_those_of_a_stage(tmp_path):
@@ -167,7 +167,7 @@ def test_names_that_torch_recorded_are_those_of_a_stage(tmp_path):
     assert zckpt.diff(checkpoint, tmp_path / "one").equal
     for wrong in (KEYED[:1] * 2 + KEYED[2:], ["x." + name for name in KEYED]):
         _record(run / "global_step5", wrong)
-        assert "is not certain" in zckpt.open(run).warnings[0]
+        assert "is uncertain" in zckpt.open(run).warnings[0]
 
 
 def _record(tag: Path, names: list[str]) -> None:

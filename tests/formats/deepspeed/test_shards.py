@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
+import zckpt.formats.deepspeed.shards as shards
 from tests.cli.console import command, environment
 from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_file, optimizer_file, recut
 from tests.pairwise import pairwise
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
 from zckpt import LayoutError, ShardError, SourceError, WeightMismatchError, ZckptError
+from zckpt.torchfile import plain
 
 
 def assert_still_the_truth(tag: Path, name: str, tmp_path: Path, **options: Any) -> None:
@@ -85,9 +87,9 @@ MISSING = [
     ("tp2_s1_bf16_dp2", ["*rank_0_mp_rank_01_optim*"], ["mp_rank 1", named([0])]),
     *((name, ["layer_0_expert_2_*"], [r"expert.* 2\b"]) for name in ("moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2")),
     # Masters of a layer are in the optimizer's files; its buffers, among others, are nowhere else.
-    ("pp2_s1_bf16_dp1", ["layer_00-*"], ["no layer's file has tied_modules.embed.weight"]),
-    ("pp2_s1_bf16_dp1", ["layer_01-*"], ["no layer's file has 1.scale"]),
-    ("pp2_tp2_s1_bf16_dp1", ["layer_02-model_01-*"], [r"no layer's file has 2\."]),
+    ("pp2_s1_bf16_dp1", ["layer_00-*"], ["no layer file has tied_modules.embed.weight"]),
+    ("pp2_s1_bf16_dp1", ["layer_01-*"], ["no layer file has 1.scale"]),
+    ("pp2_tp2_s1_bf16_dp1", ["layer_02-model_01-*"], [r"no layer file has 2\."]),
 ]  # fmt: skip
 
 
@@ -100,7 +102,7 @@ def test_missing_files_are_named(name, gone, words, tmp_path):
 
 
 def test_directory_without_files_is_no_checkpoint(tmp_path):
-    with refusing(SourceError, "no checkpoint recognised"):
+    with refusing(SourceError, "not recognised as a checkpoint"):
         zckpt.open(tmp_path)
 
 
@@ -174,7 +176,7 @@ def test_rank_that_two_roots_have_is_named(tmp_path):
     other = Path(shutil.copytree(tag.parent, tmp_path / "other"))
     model_file(other / tag.name).unlink()
     optimizer_file(other / tag.name, 0).unlink()
-    refused(ShardError, tag.parent, "rank 1", "twice", str(tag), str(other), roots=[other])
+    refused(ShardError, tag.parent, "rank 1", "there are two optimizer files", str(tag), str(other), roots=[other])
 
 
 def test_rank_that_is_there_under_two_names_is_named(tmp_path):
@@ -689,3 +691,12 @@ def test_empty_files_of_nebula_are_refused_by_name(tmp_path):
     tag = copy("s2_bf16_dp4", tmp_path)
     torch.save("", model_file(tag))
     refused(zckpt.UnsupportedError, tag, "Nebula")
+
+
+@pytest.mark.parametrize("name", ["s1_fp32_dp2", "s2_fp32_dp4", "s3_fp32_dp2"])
+def test_a_configuration_is_not_gone_through_for_each_parameter(monkeypatch, name):
+    calls = []
+    monkeypatch.setattr(shards, "plain", lambda node: calls.append(node) or plain(node))
+    checkpoint = zckpt.open(FIXTURES / name)
+    found = sum(one is checkpoint.origin.model.configuration for one in calls)
+    assert 0 < found < len(checkpoint.parameters)

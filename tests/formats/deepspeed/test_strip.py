@@ -242,6 +242,6 @@ def test_what_is_no_file_is_refused(tmp_path):
         strip(run, tmp_path / "thin", padding=True)
     (run / "loop").unlink()
     (run / "gone").symlink_to(run / "nowhere")
-    with refusing(SourceError, "no regular file"):
+    with refusing(SourceError, "not a regular file"):
         strip(run, tmp_path / "thin", padding=True)
     assert not (tmp_path / "thin").exists()

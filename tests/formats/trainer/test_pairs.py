@@ -56,11 +56,11 @@ def test_a_model_and_an_optimizer_are_one_checkpoint(model_name, optimizer_name,
 def test_two_of_a_kind_are_not_chosen_from(more, of, tmp_path):
     trained(tmp_path, "model.pt", "optimizer.pt")
     (tmp_path / more).write_bytes((tmp_path / of).read_bytes())
-    with refusing(SourceError, "no checkpoint recognised.* found model.pt, optim"):
+    with refusing(SourceError, "not recognised as a checkpoint.* found model.pt, optim"):
         zckpt.open(tmp_path)
 
 
 def test_an_optimizer_of_one_rank_is_no_pair(tmp_path):
     trained(tmp_path, "model.pt", "optim_1.pt")
-    with refusing(SourceError, "no checkpoint recognised"):
+    with refusing(SourceError, "not recognised as a checkpoint"):
         zckpt.open(tmp_path)

@@ -105,7 +105,11 @@ def test_stored_digests_are_checked(tmp_path):
     assert read_digests(file) == found
     document = json.loads(file.read_text())
     bad: list[tuple[type[Exception], str, Any]] = [
-        (DamagedFileError, "not as it was written", {**document, "entries": {**document["entries"], "x": {"a": "b"}}}),
+        (
+            DamagedFileError,
+            "changed since it was written",
+            {**document, "entries": {**document["entries"], "x": {"a": "b"}}},
+        ),
         (UnsupportedError, "another version", {**document, "fingerprint": "zckpt2:00"}),
         (DamagedFileError, "holds no digests", {"fingerprint": "zckpt1:00"}),
         (DamagedFileError, "holds no digests", {**document, "entries": {"x": {"a": 1}}}),

@@ -30,7 +30,7 @@ NOT_READ = "pp2_s0_fp32_dp2"
 
 EVERY = [name for name in (*RUNS, *UNIVERSAL, *OTHERS) if name != NOT_READ]
 
-NO_HYPERPARAMETERS = "the elastic form of the optimizer state does not hold hyperparameters"
+NO_HYPERPARAMETERS = "the elastic form of the optimizer state holds no hyperparameters"
 NUMBERED = "several of the model's tensors fit"
 
 REMARKS = {
@@ -45,7 +45,7 @@ REMARKS = {
     "other/plain_proto4/ckpt.pt": [NUMBERED],
     "other/zro_dp2_adamw/ckpt": [NUMBERED],
     "other/zro_dp3_sgdm_1g/ckpt": [NUMBERED],
-    "other/dcphf_sharded_dp3/ckpt": ["one missing after the last could not be seen"],
+    "other/dcphf_sharded_dp3/ckpt": ["a missing last one would go unnoticed"],
 }
 """What is true of some of them: a part that the files do not say, or that is not read, so that it is not verified."""
 

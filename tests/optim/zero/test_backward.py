@@ -388,7 +388,7 @@ def test_what_is_not_there_is_refused(rank, world_size):
     model = Net()
     model.spare.requires_grad_(False)
     ours = make(model, torch.optim.AdamW)
-    with pytest.raises(ValueError, match=r"first\.weight has no gradient: there are master$"):
+    with pytest.raises(ValueError, match=r"first\.weight has no gradient, only master$"):
         ours.full_state("first.weight", "gradient")
     with pytest.raises(ValueError, match="no parameter nowhere"):
         ours.full_state("nowhere", "master")
@@ -397,9 +397,9 @@ def test_what_is_not_there_is_refused(rank, world_size):
     with pytest.raises(ValueError, match=r"has the shape \(9, 5\), not \(5, 9\)"):
         ours.set_full_state("first.weight", "master", torch.zeros(5, 9))
     stepped(ours, model, 0, rank)
-    with pytest.raises(ValueError, match="no momentum: there are master, step, exp_avg, exp_avg_sq, gradient"):
+    with pytest.raises(ValueError, match="no momentum, only master, step, exp_avg, exp_avg_sq, gradient"):
         ours.full_state("first.weight", "momentum")
-    with pytest.raises(ValueError, match="one value for all of its param group"):
+    with pytest.raises(ValueError, match="one value for its whole param group"):
         ours.set_full_state("first.weight", "step", torch.tensor(7.0))
     unnamed = ZeroOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0)
     with pytest.raises(ValueError, match="the parameters have no names"):

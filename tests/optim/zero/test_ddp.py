@@ -315,7 +315,7 @@ def test_other_ranks_are_refused(rank, world_size):
     halves = [dist.new_group([0]), dist.new_group([1])]
     model = DDP(Net(), process_group=halves[rank])
     ours = make(model.module)
-    with pytest.raises(ValueError, match="the model and the optimizer must be of the same ranks"):
+    with pytest.raises(ValueError, match="the model and the optimizer must have the same ranks"):
         ours.attach(model)
     ours.backward(loss_of(model.module, 0, rank))  # its own hooks are still there
     ours.step()

@@ -309,7 +309,7 @@ def test_refused_states(rank, world_size):
         ({}, TypeError, "a ZeRO-1/2 state dict"),
         ([], TypeError, "an empty list"),
         ({**state, "single_partition_of_fp32_groups": state["single_partition_of_fp32_groups"][:1]}, ValueError,
-         "1 param groups, and the optimizer has 3"),
+         "1 param groups, but the optimizer has 3"),
         ({**state, "single_partition_of_fp32_groups": [t[:-1] for t in state["single_partition_of_fp32_groups"]]},
          ValueError, "param group 0 has"),
         ({**state, "param_alignment_paddings": [[1], [2], [3]]}, ValueError, "parameter_alignment"),

@@ -214,7 +214,7 @@ def test_least_scale(rank, world_size):
         for _ in range(2):
             ours.backward(loss_of(model, 0, rank) * (math.inf if rank == 1 else 1.0))
             if raises and ours.loss_scale == 1.0:
-                with pytest.raises(FloatingPointError, match=r"^gradients overflow at the least loss scale of 1\.0"):
+                with pytest.raises(FloatingPointError, match=r"^gradients overflow at the minimum loss scale of 1\.0"):
                     ours.step()
             else:
                 ours.step()

@@ -155,7 +155,7 @@ def test_parts_of_models(rank, world_size):
     net = Net()
     ours = make(net, process_group=alone[rank], model_parallel=Parallel())
     ours.backward(loss_of(net, 0, rank))
-    with pytest.raises(RuntimeError, match=r"of which other ranks have parts.*clip_grad"):
+    with pytest.raises(RuntimeError, match=r"that other ranks share.*clip_grad"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 

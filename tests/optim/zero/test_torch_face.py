@@ -229,7 +229,7 @@ def test_state_dict_goes_on_bit_for_bit(rank, world_size, kind, options):
 def test_copies_are_refused(rank, world_size):
     ours = make(Net())
     for act in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match=r"bound to its process group .* cannot be copied or pickled: make a new"):
+        with pytest.raises(TypeError, match=r"bound to its process group .* cannot be copied or pickled: create a new"):
             act(ours)
 
 

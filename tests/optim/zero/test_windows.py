@@ -171,7 +171,9 @@ def test_hooks_that_are_refused(rank, world_size):
     model = DDP(Net())
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     ours = make(model.module)
-    with pytest.raises(ValueError, match=r"has a communication hook already.*attach\(model, hook, state=state\)"):
+    with pytest.raises(
+        ValueError, match=r"already has its only communication hook.*attach\(model, hook, state=state\)"
+    ):
         ours.attach(model)
     model = DDP(Net())
     ours = make(model.module)

@@ -85,7 +85,7 @@ def test_names_are_kept_as_torch_keeps_them():
 def test_class_that_makes_no_optimizer():
     from torch.distributed.optim import functional_sgd
 
-    with pytest.raises(ValueError, match=r"must make a torch\.optim\.Optimizer"):
+    with pytest.raises(ValueError, match=r"must create a torch\.optim\.Optimizer"):
         ZeroRedundancyOptimizer(tensors(1), functional_sgd._FunctionalSGD, lr=1.0)
 
 

@@ -118,7 +118,7 @@ def test_part_of_another_partition_is_taken_over(rank, world_size):
     assert fresh._param_to_rank == ours._param_to_rank
     assert_trained((model, fresh, other, theirs), 3, 4)
     assert_same_state(consolidated(fresh)["state"], theirs.state_dict()["state"])
-    with pytest.raises(RuntimeError, match="a part that was loaded"):
+    with pytest.raises(RuntimeError, match="or loaded state, have assigned"):
         fresh.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
 
 
@@ -225,10 +225,10 @@ def test_mismatched_dicts_are_refused_by_what_differs(rank, world_size):
         (changed(param_groups=[{**first, "params": None}, second]), "no list 'params'"),
         (changed(param_groups=[{**first, "param_names": ["a", "b", "c"]}, second]), "group 0 has other parameters"),
         (changed(param_groups=[first, {**second, "params": first["params"][:1] * len(second["params"])}]), "twice"),
-        (changed(state={**whole["state"], 99: {}}), "state of parameter 99"),
+        (changed(state={**whole["state"], 99: {}}), "state for parameter 99, which is in none"),
         (changed(state={**whole["state"], 0: None}), "state of parameter 0 is NoneType"),
         (changed(state={**whole["state"], 0: {"exp_avg": torch.ones(4, 5)}}), r"shape \(4, 5\).*\(13, 7\)"),
-        (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99] * 9}), "that are not there"),
+        (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99] * 9}), "ranks that do not exist"),
         (changed(partition=3), "no usable 'partition'"),
         (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99]}), "no usable"),
     ]  # fmt: skip

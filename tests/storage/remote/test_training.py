@@ -91,7 +91,7 @@ def test_ranks_save_to_a_store_and_load_from_it(s3, settings):
         assert told["differences"] == []
         assert (told["path"], told["extra"]) == ("s3://bucket/step2", {"seen": 2})
         assert "s3://bucket/step3" in told["refused"]
-        assert "exists already" in told["refused"]
+        assert "already exists" in told["refused"]
     there = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
     assert files(s3, "step2") == [there[0], "fingerprint.json", *there[1:]]
     assert files(s3, "step3") == there
@@ -124,8 +124,8 @@ def save_as(rank, bucket: str, here: str) -> list[str]:
 def test_ranks_save_formats_of_other_programs_to_a_store(s3, settings, tmp_path):
     for told in run(in_s3, 2, save_as, settings, str(tmp_path)):
         assert "s3://bucket/ds/global_step3" in told[0]
-        assert "exists already" in told[0]
-        assert "no directory with a name" in told[1]
+        assert "already exists" in told[0]
+        assert "not a directory with a name" in told[1]
         assert len(told) == 4
     names = files(s3, "ds")
     assert len(names) == 7
@@ -184,7 +184,7 @@ def test_a_checkpointer_prunes_and_resumes_in_a_store(s3, settings):
     (s3.directory / "run" / "step-00000003" / "rank-00001-of-00002.safetensors").unlink()
     told = run(in_s3, 2, a_run, settings, 4, False)
     assert [one["first"] for one in told] == [2, 2]
-    assert "passed over step-00000003" in told[0]["warned"][0]
+    assert "skipped step-00000003" in told[0]["warned"][0]
     assert "s3://bucket/run/step-00000003" in told[0]["warned"][0]
     names = {name.partition("/")[0] for name in files(s3, "run")}
     assert names == {"checkpointer.json", "latest", "step-00000003", "step-00000004"}

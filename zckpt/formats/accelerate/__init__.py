@@ -39,12 +39,12 @@ class Options:
         choices=("sharded", "full"),
     )
     world_size: int | None = option(
-        int, None, "Files to spread a sharded model over; any number of ranks loads it. Default: 1.", metavar="N"
+        int, None, "Number of files of a sharded model; any number of ranks can load them. Default: 1.", metavar="N"
     )
     groups: str = option(
         str,
         "keep",
-        "Param groups: as SOURCE, or one of all parameters in the model's order.",
+        "Keep SOURCE's param groups, or write one group of all parameters in the model's order.",
         choices=("keep", "one"),
     )
 
@@ -72,10 +72,10 @@ class Accelerate(Format):
     reads = (
         (
             "Accelerate's `save_state`",
-            "by the rows around this one: without FSDP, with FSDP in all its forms, DeepSpeed",
+            "without FSDP, with every form of FSDP, and with DeepSpeed: see the other rows",
         ),
     )
-    writes = "what Accelerate's load_state takes: without FSDP, or for FSDP1 and FSDP2"
+    writes = "for Accelerate's load_state, without FSDP or with FSDP1 or FSDP2"
     options = Options
     keeps_optimizers = True
     owns = Owned(_is_own, lambda directory: (directory / OWN_NAME).is_file())
@@ -86,7 +86,7 @@ class Accelerate(Format):
 
     def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Refuse: other formats find these directories, and read them."""
-        raise UnsupportedError("Accelerate's directories are read by the formats of their files", path=search.path)
+        raise UnsupportedError("Accelerate's directories are read through the formats of their files", path=search.path)
 
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Leave all directories to other formats."""

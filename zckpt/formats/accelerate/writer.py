@@ -35,7 +35,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
-from zckpt.state import Checkpoint, ParamGroup, Scalar
+from zckpt.state import Checkpoint, ParamGroup, Scalar, without
 from zckpt.state.names import renamed
 
 
@@ -64,7 +64,7 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
     `paired`: whether each optimizer has to be of one model, as under FSDP, whose optimizers have names. Raises
     UnsupportedError: optimizers of some of the models only, or of several at once.
     """
-    refuse_unnamed(checkpoint, "so that it is not known whose state Accelerate is to find where")
+    refuse_unnamed(checkpoint, "so it is unknown where Accelerate should find whose state")
     models = checkpoint.models()
     if not models:
         if checkpoint.optimizers():
@@ -82,10 +82,10 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
 
 def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
     return UnsupportedError(
-        "Accelerate pairs models and optimizers by their numbers, and these cannot be paired",
+        "Accelerate pairs models and optimizers by number, and these cannot be paired",
         expected=expected,
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
-        advice="`--to zckpt` holds all of them",
+        advice="`--to=zckpt` holds all of them",
     )
 
 
@@ -137,18 +137,18 @@ def lay_out(job: Job) -> TargetFiles:
     """
     checkpoint, form = job.checkpoint, job.options.fsdp
     if job.options.world_size is not None and form != SHARDED:
-        raise UsageError("world-size does not apply", expected=f"--fsdp {SHARDED}")
+        raise UsageError("--world-size only applies to sharded files", expected=f"--fsdp={SHARDED}")
     refuse_trees(checkpoint, "these files", "convert to zckpt, dcp or universal")
     assets = find_assets(checkpoint)
     if is_adapter([one.name for one in checkpoint.tensors()], assets):
         raise UnsupportedError(
-            "is an adapter, and Accelerate loads the whole model that it was added to",
-            advice="`zckpt merge-adapter` makes one model of both",
+            "is an adapter, but Accelerate loads the whole model",
+            advice="`zckpt merge-adapter` makes one model from both",
         )
     notes: list[str] = []
     if job.options.groups == ONE and checkpoint.param_groups:
         if checkpoint.models() or checkpoint.optimizers():
-            raise UsageError("groups one is for one model", expected="--groups keep")
+            raise UsageError("--groups=one only applies to a single model", expected="--groups=keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
     if form is None:
@@ -159,7 +159,7 @@ def lay_out(job: Job) -> TargetFiles:
     else:
         files = list(_whole(parts, notes, full=form == FULL))
     if not checkpoint.param_groups:
-        notes.append("the source has no optimizer: load_state takes models alone where no optimizer was prepared")
+        notes.append("the source has no optimizer: load_state only works if no optimizer was prepared")
     states = state_files(checkpoint, parts.optimizers, notes)
     files += [torch_writer.lay_out(name, value) for name, value in states.items()]
     files.append(torch_writer.lay_out(OWN_NAME, _own(parts.whole, states, sharded=form == SHARDED)))
@@ -171,17 +171,16 @@ def _check_order(checkpoint: Checkpoint) -> None:
 
     Those are FSDP1's: it lists what is in each flat parameter, the root's first.
     """
-    origin = checkpoint.details.get("origin")
-    if (origin.get("format") if isinstance(origin, Mapping) else checkpoint.format) != DCP:
+    if checkpoint.converted_from.get("format", checkpoint.format) != DCP:
         return
     order = list(checkpoint.parameters)
     for group in checkpoint.param_groups:
         if not follows(group.parameters, order):
             raise UnsupportedError(
-                "the optimizer lists its parameters in another order than the model, as FSDP1 does with flat ones, and "
-                "without FSDP they are told by their order",
+                "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat ones), "
+                "and without FSDP the order identifies them",
                 found=f"{listed(group.parameters, most=3)} in a param group",
-                advice=f"give --groups one, or --fsdp {SHARDED}",
+                advice=f"give --groups=one, or --fsdp={SHARDED}",
             )
 
 
@@ -190,7 +189,7 @@ def _own(checkpoint: Checkpoint, states: Mapping[str, object], *, sharded: bool)
     held = {Path(name).stem for name in states}
     if sharded:
         return {**own_tree(checkpoint, (), without=held), "dtypes": types_of_weights(checkpoint)}
-    metadata = {key: value for key, value in checkpoint.metadata.items() if key not in held}
+    metadata = without(checkpoint.metadata, *held)
     return {**remainder(checkpoint), "metadata": metadata, "dtypes": types_of_weights(checkpoint)}
 
 
@@ -268,7 +267,7 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
             found.setdefault(f"{key}{suffix}", value)
     states = random_states_of_accelerate(checkpoint)
     if not states:
-        notes.append("no random state is in the source that Accelerate takes: it goes on with the program's seed")
+        notes.append("the source has no random state that Accelerate can load: the program's seed applies")
     return found | states
 
 
@@ -280,5 +279,5 @@ def _scheduler(optimizer: Checkpoint, key: str, notes: list[str]) -> object:
     before = len(notes)
     found = scheduler(replace(optimizer, metadata=own), notes, name=f"{key}.bin")
     if len(notes) > before:
-        notes[-1] += "; with several processes Accelerate steps it once for each, unless it is told otherwise"
+        notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
     return found

@@ -79,9 +79,10 @@ def _account(
     file: SourceFile, name: str, known: Known, values: Taken, before: dict[object, _Account], *, is_first: bool
 ) -> _Account:
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
-    key = None if is_first or file.path in values.paths else known.key
+    is_shared = isinstance(file.tree, (int, float, str))  # by files that have nothing else in common
+    key = None if is_first or is_shared or file.path in values.paths else known.key
     if key is not None:
-        key = id(file.tree), id(file.globals), file.role, file.rules, key  # of a tree that is a number, others have it
+        key = id(file.tree), file.role, file.rules, key
         if key in before:
             items, taken = before[key]
             return [Item(name, *_rest(item)) for item in items], whole(taken, file.nbytes)
@@ -137,6 +138,9 @@ class Foreign:
     written: bool = False
 
 
+ANOTHER_MODEL = "a model for another program"
+"""Not said of files whose names end as those of files that were read."""
+
 FOREIGN_RULES = (
     Foreign("a tokenizer", re.compile(
         r"(?:tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece|sentencepiece|chat_template|bpe)"
@@ -154,7 +158,7 @@ FOREIGN_RULES = (
         re.IGNORECASE)),
     Foreign("settings", re.compile(r".*\.(?:json|ya?ml|toml|cfg|ini|conf|jinja|env)", re.IGNORECASE)),
     Foreign("programs", re.compile(r".*\.(?:py|sh|ipynb|slurm|sbatch)", re.IGNORECASE)),
-    Foreign("a model for another program", re.compile(
+    Foreign(ANOTHER_MODEL, re.compile(
         ".*(?:" + "|".join(map(re.escape, MODELS)) + ")", re.IGNORECASE)),
     Foreign("marks and checksums of other programs", re.compile(
         r"_SUCCESS|\.?_?(?:complete|done|finished)|.*\.(?:lock|md5|sha(?:1|256|512)|crc32?|sum|chk)", re.IGNORECASE)),
@@ -203,6 +207,7 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
     claims = {os.path.realpath(path): Claim(FOREIGN, about) for path, about in checkpoint.leftovers.items()}
     claims |= {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
     outside = os.path.realpath(root) != own
+    ends = {os.path.splitext(path)[1] for path in read}  # noqa: PTH122  # of thousands
     for path, name, about in _below(root, read, own):
         real = _resolved(str(path), folders)
         if real in read:
@@ -213,7 +218,8 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
             claim = Claim(IMPLIED, "which checkpoint of the run is the newest")
         if claim is None and about is not None:
             claim = Claim(FOREIGN, about)
-        rule = None if claim else next((rule for rule in FOREIGN_RULES if rule.pattern.fullmatch(path.name)), None)
+        rules = (one for one in FOREIGN_RULES if not (one.about == ANOTHER_MODEL and path.suffix in ends))
+        rule = None if claim else next((rule for rule in rules if rule.pattern.fullmatch(path.name)), None)
         is_text = path.suffix == ".json" if real in claims else rule is not None and rule.written
         error = _damage(path, nbytes) if is_text and nbytes is not None else None
         if error is not None:
@@ -228,7 +234,7 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
         if claim is not None:
             yield Item(name, "", FILE, claim.fate, claim.about, nbytes or 0)
         elif nbytes is None:
-            yield Item(name, "", FILE, LEFT_OUT, "it is no regular file, or cannot be read")
+            yield Item(name, "", FILE, LEFT_OUT, "it is not a regular file, or cannot be read")
         else:
             yield _left_out(path, name, nbytes, error)
 
@@ -307,9 +313,9 @@ def _damage(path: Path, nbytes: int) -> SourceError | None:
         if not first:
             json.loads(text)
         elif not text.rstrip().endswith((b"}", b"]")):
-            return DamagedFileError("is JSON without its end", path=path, code=TRUNCATED)
+            return DamagedFileError("is truncated JSON", path=path, code=TRUNCATED)
     except SourceError as error:
         return error
     except (ValueError, RecursionError) as error:
-        return DamagedFileError("is no JSON", path=path, found=str(error)[:80])
+        return DamagedFileError("is not JSON", path=path, found=str(error)[:80])
     return None

@@ -29,7 +29,7 @@ class ColossalAI(Format):
 
     name = "colossalai"
     title = "ColossalAI's booster"
-    reads = (("ColossalAI", "what its booster saves in shards: a model's folder with the optimizer's beside it"),)
+    reads = (("ColossalAI", "what its booster saves in shards: a model folder with the optimizer's beside it"),)
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the folder of an optimizer, and the only one of a model beside it."""
@@ -41,8 +41,8 @@ class ColossalAI(Format):
             return None
         if len(models) != 1 or len(optimizers) != 1 or is_file(optimizers[0] / ASYNCHRONOUS):
             return NearMiss(
-                "is a checkpoint of ColossalAI in a form that is not read",
-                "put the model that was saved with the optimizer beside it, both in shards; save without use_async",
+                "is a ColossalAI checkpoint in a form that zckpt does not read",
+                "save model and optimizer in shards, in two folders beside each other, without use_async",
                 intact=True,
                 expected="one folder with a model's index, and one with pytorch_optim.bin.index.json",
             )

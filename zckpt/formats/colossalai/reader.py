@@ -39,7 +39,7 @@ def read(path: Path, model: Path, optimizer: Path, *, names: Sequence[str] | Non
         file = _file(index, name)
         content = {str(key): value for key, value in as_mapping(file.root, file.path).items()}
         if content.keys() != {key for key, its in where.items() if its == name}:
-            raise DamagedFileError("holds the state of other parameters than the index says", path=file.path)
+            raise DamagedFileError("holds state of parameters other than those in the index", path=file.path)
         for key, its in content.items():
             state[key] = {str(slot): _leaf(file, str(slot), one) for slot, one in as_mapping(its, file.path).items()}
         checkpoint.files.append(describe(file, "optimizer", rules=(Rule(("*", "*"), AS_STATE, "of a parameter"),)))

@@ -32,7 +32,7 @@ class Consolidated(TorchDirectory):
 
     name = "consolidated"
     title = "consolidated"
-    reads = (("consolidated", "a Hugging Face model, `optimizer.pt` for torch.optim, and a file of all the rest"),)
+    reads = (("consolidated", "a Hugging Face model, `optimizer.pt` for torch.optim, and a file for everything else"),)
     writes = "one model and one torch.optim state, in a directory or one .pt file"
     options = ModelOptions
     owns = Owned(called(rf"optimizer\.pt|metadata\.pt|{OWN_MODEL}"))
@@ -58,10 +58,10 @@ class Consolidated(TorchDirectory):
         kind = kind_of_model(job.target)
         if kind == SAFETENSORS:
             raise UsageError(
-                "one safetensors file holds a model only",
+                "a single safetensors file can only hold a model",
                 path=job.target,
                 expected="a directory or a .pt file",
-                advice="use `zckpt consolidate` for the model by itself",
+                advice="use `zckpt consolidate` to write only the model",
             )
         if kind == TORCH:
             file = model.lay_out_file(job.target.name, job.checkpoint, dtype=job.options.dtype)

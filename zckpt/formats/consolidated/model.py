@@ -112,8 +112,8 @@ def lay_out(checkpoint: Checkpoint, *, dtype: str = "keep") -> list[TargetFile]:
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
     if not tensors:
         raise UnsupportedError(
-            "holds no model, only optimizer state, and the directory is a model's with its optimizer",
-            advice="give a .pt file as the target, or `--to dcp` or `--to zckpt`",
+            "holds only optimizer state, but the directory needs a model as well",
+            advice="give a .pt file as the target, or `--to=dcp` or `--to=zckpt`",
         )
     entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]
     files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, indexed=True)

@@ -24,7 +24,7 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
-from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, dict_of, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
 
@@ -89,7 +89,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
     state = dict(zip(own, jsonables(own.values(), renderer), strict=True))
     if renderer.left < 0:
         raise UnsupportedError(
-            "the values besides the tensors are too many for a safetensors file",
+            "there are too many values for a safetensors file, in addition to its tensors",
             path=checkpoint.source,
             expected=f"at most {MAXIMUM_VALUES}",
             advice="give the target a name that ends in .pt",
@@ -120,7 +120,7 @@ def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[
     groups, state = _parsed(texts, GROUPS, list), _parsed(texts, "state", dict)
     members: dict[str, int] = {}
     for index, group in enumerate(groups):
-        names = group.get("parameters") if isinstance(group, dict) else None
+        names = dict_of(group).get("parameters")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DamagedFileError("unreadable param group", expected="a list of names in `parameters`")
         if not isinstance(group.get("state", {}), dict):
@@ -134,7 +134,7 @@ def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[
             parameter = checkpoint.unnamed[name] = Parameter(name, (), "float32")
         parameter.group = index
         own = state.get(name, {})
-        parameter.state |= own if isinstance(own, dict) else {}
+        parameter.state |= dict_of(own)
     for key, slot in tensors.items():
         kind, _, name = key.partition("/")
         if name not in members:
@@ -148,7 +148,7 @@ def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[
     for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
         del checkpoint.unnamed[name]
     checkpoint.param_groups = [
-        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state", OF)}, list(group["parameters"]),
+        ParamGroup(without(group, "parameters", "state", OF), list(group["parameters"]),
                    dict(group.get("state", {})), group.get(OF))
         for group in groups
     ]  # fmt: skip
@@ -186,10 +186,10 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
     pieces = [f"{key} of {one.name}" for key, one, value in states if description(value) is not None]
     if pieces and not in_pieces:
         raise UnsupportedError(
-            "holds torchao's codes in pieces of ranks, which torchao does not load from such a file",
+            "holds torchao's codes in pieces per rank, which torchao cannot load from such a file",
             path=checkpoint.source,
             found=listed(pieces),
-            advice="--dequantize writes floats; zckpt.load takes the codes, and torch.save writes its state dict",
+            advice="--dequantize writes floats; or use zckpt.load and save the state dict with torch.save",
         )
     state: dict[object, object] = {}
     groups: list[object] = []

@@ -34,12 +34,13 @@ if TYPE_CHECKING:
 class Options:
     """What `convert --to dcp` can be given."""
 
-    world_size: int = option(int, 1, "Files to spread it over; any number of ranks loads it.", metavar="N")
+    world_size: int = option(int, 1, "Number of files; any number of ranks can load them.", metavar="N")
     dtype: str = dtype_option()
     keys: str = option(
         str,
         "nested",
-        "nested: as get_state_dict; flat: the model's names at the top, the optimizer's flattened, as in torchtitan.",
+        "nested: as get_state_dict; flat: as torchtitan, with the model's names at the top level and flat optimizer "
+        "keys.",
         choices=("nested", "flat"),
     )
 
@@ -66,7 +67,7 @@ class Dcp(Format):
             "torch.distributed.checkpoint",
             "DDP, FSDP1, FSDP2, tensor parallel; flattened, raw and nested keys",
         ),
-        ("Trainer, Lightning, Accelerate", "the DeepSpeed and DCP directories inside theirs"),
+        ("Trainer, Lightning, Accelerate", "the DeepSpeed and DCP directories inside their own"),
         (
             "transformers' distributed save, NeMo Automodel",
             "a model in shards of safetensors or of DCP, with the optimizer's DCP folder in it or beside it",
@@ -81,13 +82,15 @@ class Dcp(Format):
         """Find a directory with `.metadata`, Accelerate's two folders with one each, or the last one of a run."""
         path = search.path
         if path.is_file() and (path.name == ".metadata" or rank_of(path.name) is not None):
-            return NearMiss("is one file of a torch.distributed.checkpoint", f"give its directory, {path.parent}")
+            return NearMiss(
+                "is one file of a torch.distributed.checkpoint directory", f"give its directory, {path.parent}"
+            )
         found = _find(path, search.tag)
         if found is not None:
             return found if isinstance(found, NearMiss) else Found(found)
         if path.is_dir() and lacks_metadata(path):
             return NearMiss(
-                "the file that says what is where is missing",
+                "the metadata file is missing",
                 "the save did not finish, or the file was not copied: its name begins with a dot",
                 code=MISSING_FILE,
                 expected=".metadata",
@@ -100,7 +103,7 @@ class Dcp(Format):
 
         checkpoint = read(found.place.path, names=search.names)
         if found.place.unfinished:
-            checkpoint.warnings.append(f"later steps were not saved to their end: {listed(found.place.unfinished)}")
+            checkpoint.warnings.append(f"later steps are incomplete: {listed(found.place.unfinished)}")
         return checkpoint
 
     def lay_out(self, job: Job) -> TargetFiles:

@@ -75,8 +75,6 @@ class Kind:
     ----------
     tensor : Tensor
         Of an item that would begin its file.
-    globals : tuple of str
-        That each mentions.
     begin, end : int, bytes
         Of the elements in the item.
     parts : tuple of (int, bytes)
@@ -84,7 +82,6 @@ class Kind:
     """
 
     tensor: Tensor
-    globals: tuple[str, ...]
     begin: int
     end: int
     parts: tuple[tuple[int, bytes], ...]
@@ -142,7 +139,7 @@ def _kind(source: FileRange, file: TorchFile) -> Kind | None:
     if any(at < begin < at + len(data) for at, data in parts):
         return None
     bare = replace(tensor, storage=replace(tensor.storage, offset=begin))
-    return Kind(bare, tuple(name for names in file.globals.values() for name in names), begin, end, tuple(parts))
+    return Kind(bare, begin, end, tuple(parts))
 
 
 def _differences(source: FileRange, file: TorchFile) -> list[tuple[int, int]]:
@@ -207,8 +204,6 @@ class ItemFile:
         Size of the file.
     tensor_nbytes, unreferenced_nbytes : int
         Bytes of storages that tensors use, and that they do not.
-    globals : set of str
-        That the pickles in it mention.
     is_safetensors : bool
     archives, several : Each
         Offset and length of the items that are torch files; chunks of tensors that have several, not in the tree.
@@ -219,7 +214,6 @@ class ItemFile:
     def __init__(self, path: str, nbytes: int, chunks: Chunks) -> None:
         self.path, self.nbytes, self._chunks = path, nbytes, chunks
         self.tensor_nbytes = self.unreferenced_nbytes = 0
-        self.globals: set[str] = set()
         self.is_safetensors = False
         self.archives, self.several = Each(array("i"), chunks.range), Each(array("i"), chunks.named)
         self.tree: dict[str, object] = {}
@@ -249,7 +243,7 @@ class ItemFile:
                 found = blob.get(entry.key)
                 if found is None or found.offsets != offsets:
                     raise ShardError(
-                        f"the chunk of {entry.key} at {offsets} is not in it",
+                        f"does not hold the chunk of {entry.key} at {offsets}",
                         expected=f"offsets {offsets}",
                         found="none" if found is None else found.offsets,
                     )
@@ -263,14 +257,13 @@ class ItemFile:
                     node = moved(file.root, -place[number]) if isinstance(file.root, Tensor) else file.root
                 else:
                     self.archives.numbers.append(number)
-                    self.globals.update(known.globals)
                     node = known.tensor
             if not isinstance(node, Tensor):
                 kind = getattr(node, "qualified", type(node).__name__)
-                raise UnsupportedError(f"{entry.key} is no dense tensor", found=kind)
+                raise UnsupportedError(f"{entry.key} is not a dense tensor", found=kind)
             if (tuple(node.shape), node.dtype) != (sizes, entry.dtype):
                 raise LayoutError(
-                    f"the chunk of {entry.key} at {offsets} is another than `.metadata` says",
+                    f"the chunk of {entry.key} at {offsets} differs from `.metadata`",
                     expected=f"{entry.dtype} {sizes}",
                     found=f"{node.dtype} {tuple(node.shape)}",
                 )
@@ -283,7 +276,7 @@ class ItemFile:
                 f"the file ends before {self._chunks.entry(number).key} does",
                 expected=f"at least {offset + nbytes} bytes",
                 found=self.nbytes,
-                advice="copy it again from where it came from",
+                advice="copy it again from its origin",
                 code=TRUNCATED,
             )
         return FileRange(descriptor, self.path, offset, nbytes)
@@ -295,7 +288,6 @@ class ItemFile:
         except SourceError as error:
             error.message = f"{self._chunks.entry(number).key}: {error.message}"
             raise
-        self.globals.update(name for names in found.globals.values() for name in names)
         self.archives.numbers.append(number)
         return found
 
@@ -387,7 +379,7 @@ def _by_file(metadata: Metadata) -> dict[int, array[int]]:
         for number in entry.numbers:
             if chunks.file[number] == NOWHERE:
                 offsets, _ = chunks.box(number)
-                raise ShardError(f"it does not say where the chunk of {key} at {offsets} is", path=metadata.path)
+                raise ShardError(f"does not say where the chunk of {key} at {offsets} is", path=metadata.path)
         covered = sum(math.prod(chunks.box(number)[1]) for number in entry.numbers)
         numel = math.prod(entry.shape)
         if covered != numel:
@@ -414,7 +406,7 @@ def _missing(metadata: Metadata, at: int) -> ShardError:
         f"file {path.relative_to(directory)} is missing",
         path=directory,
         expected=f"every file that {Path(metadata.path).name} names",
-        advice="copy it from where the rank that wrote it has left it",
+        advice="copy it from the node of the rank that wrote it",
         code=MISSING_FILE,
     )
 

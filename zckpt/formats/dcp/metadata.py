@@ -22,7 +22,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.torch_files.tensors import as_mapping
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.boxes import Box, is_within
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
@@ -58,8 +58,6 @@ class Metadata:
     unsaved : tuple of str
         Keys of that dict of which the directory has nothing.
     version : str or None
-    globals : tuple of str
-        That the pickle mentions.
     """
 
     path: str
@@ -69,7 +67,6 @@ class Metadata:
     paths: dict[str, Keys]
     unsaved: tuple[str, ...]
     version: str | None
-    globals: tuple[str, ...]
 
 
 def read_metadata(directory: Path) -> Metadata:
@@ -108,11 +105,11 @@ def read_metadata(directory: Path) -> Metadata:
         _place(as_mapping(root.get("storage_data"), expected="a dict in storage_data"), chunks, numbers)
         missing = next((key for key, one in objects.items() if chunks.file[one.first] == NOWHERE), None)
         if missing is not None:
-            raise DamagedFileError(f"it does not say where {missing} is")
+            raise DamagedFileError(f"does not say where {missing} is")
         paths, unsaved = _paths(root.get("planner_data"), list(map(str, keys)))
         version = root.get("version")
         said = version if isinstance(version, str) else None
-        return Metadata(path, tensors, objects, chunks, paths, unsaved, said, file.globals)
+        return Metadata(path, tensors, objects, chunks, paths, unsaved, said)
 
 
 def _unexpected(expected: str, found: object) -> DamagedFileError:
@@ -150,7 +147,7 @@ def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     if not isinstance(dtype, DType) or dtype.name not in DTYPES:
         raise UnsupportedError(f"{key} has an unknown element type", found=brief(dtype))
     if isinstance(layout, Layout) and layout.name != "torch.strided":
-        raise UnsupportedError(f"{key} is no dense tensor", found=layout.name)
+        raise UnsupportedError(f"{key} is not a dense tensor", found=layout.name)
     shape = _integers(node.get("size"), f"size of {key}")
     listed = node.get("chunks")
     if math.prod(shape) > MAXIMUM_NUMEL or not isinstance(listed, list):
@@ -165,7 +162,7 @@ def _box(key: str, node: object, shape: Shape) -> Box:
     sizes = _integers(one.get("sizes"), f"sizes of {key}")
     if not is_within((offsets, sizes), shape):
         raise DamagedFileError(
-            f"a chunk of {key} lies outside of it", expected=f"within {shape}", found=f"{sizes} at {offsets}"
+            f"a chunk of {key} lies outside the tensor", expected=f"within {shape}", found=f"{sizes} at {offsets}"
         )
     return offsets, sizes
 
@@ -182,8 +179,8 @@ def _place(
             raise _unexpected("a key", key)
         if transforms := where.get("transform_descriptors"):
             raise UnsupportedError(
-                f"{key} was transformed when it was written, such as compressed",
-                expected="bytes as they are",
+                f"{key} was transformed (for example compressed) when it was written",
+                expected="untransformed bytes",
                 found=brief(transforms),
                 advice="save it again without extensions",
             )
@@ -209,7 +206,7 @@ def _paths(planner_data: object, keys: list[str]) -> tuple[dict[str, Keys], tupl
     `planner_data` has the whole dict in its order, while entries come rank by rank. A planner that does not flatten
     leaves it empty: keys are those of a flat dict then.
     """
-    known = planner_data if isinstance(planner_data, dict) else {}
+    known = dict_of(planner_data)
     needed = dict.fromkeys(keys)
     found: dict[str, Keys] = {}
     unsaved = []

@@ -94,7 +94,7 @@ def _complete(tree: Mapping[str, Any], warnings: list[str]) -> None:
     if len(tree[GROUPS]) != 1 or any(type(one) is int for one in members):
         raise UnsupportedError(f"state of parameters that are in no param group: {shown}")
     tree[GROUPS][0][PARAMS] = [*members, *others]
-    warnings.append(f"no list names {shown}, which have state; they are put into the only param group")
+    warnings.append(f"no param group lists {shown}, which have state; they are added to the only group")
 
 
 def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:
@@ -152,12 +152,12 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Seque
         found = dict(state.names)
         if not one.state.names:
             own = {number: name for (at, number), name in given.items() if numbered[at] is one}
-            own = own or names_of(checkpoint, one.state, without=before)
+            own = own or names_of(checkpoint, one.state, taken=before)
             before |= set(own.values())
             pairs = zip(state.every_number, one.state.every_number, strict=True)
             found = {number: own[old] for number, old in pairs if old in own}
         if taken & set(found.values()):
-            checkpoint.warnings.append(f"{one.path} has parameters of an optimizer before it; its state is not read")
+            checkpoint.warnings.append(f"{one.path} has parameters of an earlier optimizer; its state is not read")
             continue
         taken |= set(found.values())
         for name in found.values():

@@ -74,7 +74,7 @@ def prepare(
         said = as_mapping(as_mapping(file.root).get(KEY))
         for name, one in described(said.get("absent", {})).items():
             if name in checkpoint.parameters or name in checkpoint.buffers:
-                raise DamagedFileError(f"{name} is said to be absent, and is there")
+                raise DamagedFileError(f"{name} is listed as absent, but exists")
             checkpoint.parameters[name] = one
         listed = said.get("groups")
         if listed is not None:  # of flat keys
@@ -82,7 +82,7 @@ def prepare(
             groups = [as_names(group) for group in listed] if isinstance(listed, list) else []
             members = [name for group in groups for name in group]
             if len(optimizers) != 1 or len(members) != len(set(members)) or set(members) != numbers.keys():
-                raise DamagedFileError("param groups of other parameters", expected="those of the optimizer")
+                raise DamagedFileError("param groups with other parameters", expected="those of the optimizer")
             state = optimizers[0].state
             values = {number: group for group in state.groups for number in group["params"]}
             state.groups[:] = [
@@ -111,11 +111,11 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile, root: Branch, lost: lis
                 checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = one.shape, one.dtype
         for index, values in as_mapping(said.get("hyperparameters", {})).items():
             if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
-                raise DamagedFileError("hyperparameters of a param group that is not there")
+                raise DamagedFileError("hyperparameters for a param group that does not exist")
             checkpoint.param_groups[index].hyperparameters.update(with_scalars(as_mapping(values), file.path))
-        restore_from(checkpoint, file, Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
+        restore_from(checkpoint, file, Rule((KEY, "**"), IMPLIED, "shapes and types of parameters without tensors"))
         keys = as_names(said.get("items", []))
         strange = next((key for key in keys if key not in root or key in checkpoint.metadata), None)
         if strange is not None:
-            raise DamagedFileError(f"{strange} is said to be an item by itself", found="another state")
+            raise DamagedFileError(f"{strange} is listed as a separate item", found="another state")
     checkpoint.metadata |= {key: carry(root[key], lost) for key in keys}

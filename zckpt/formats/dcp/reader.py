@@ -36,7 +36,7 @@ from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
-from zckpt.state import WEIGHT, Checkpoint, SourceFile
+from zckpt.state import WEIGHT, Checkpoint, SourceFile, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
@@ -67,14 +67,13 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     """
     directory = find(path)
     if directory is None:
-        raise UnknownFormatError("is no checkpoint of torch.distributed.checkpoint", path=path, expected=".metadata")
+        raise UnknownFormatError("is not a torch.distributed.checkpoint directory", path=path, expected=".metadata")
     if is_megatrons(path):
         raise UnsupportedError(
-            "is Megatron-Core's torch_dist: which of its keys are weights and which are an optimizer's, only its own "
-            "program knows",
+            "is Megatron-Core's torch_dist format, but metadata.json is missing, which identifies it",
             path=path,
             found=", ".join(MEGATRON_NAMES),
-            advice="copy metadata.json, which says that it is, to the other files",
+            advice="copy metadata.json to the other files",
         )
     checkpoint = Checkpoint(str(path), FORMAT)
     root, folders = tree_of(directory, checkpoint)
@@ -83,7 +82,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     for one in checkpoint.owners if any(map(shards.is_sharded, directory.folders.values())) else ():
         if whole := next((slot for slot in one.slots.values() if slot.numel > one.numel), None):
             raise ShardError(
-                f"the pieces of {one.name} end before its {whole.name} does: shards after the last are missing",
+                f"the pieces of {one.name} end before its {whole.name} does: the last shards are missing",
                 path=directory.folders[next(iter(directory.folders))],
                 expected=whole.shape,
                 found=one.shape,
@@ -94,14 +93,14 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if own is None and directory.lightning is not None:
         file = read_torchfile(directory.lightning)
         checkpoint.files.append(describe(file, "metadata"))
-        content = file.root if isinstance(file.root, dict) else {}
+        content = dict_of(file.root)
         for key, value in content.items():
             checkpoint.metadata.setdefault(str(key), carried(file, value))
         counted = (content[key] for key in STEP_KEYS if type(content.get(key)) is int)
         checkpoint.step = next(counted, checkpoint.step)
     if lost:
         checkpoint.warnings.append(
-            f"not carried, because they are in several pieces and belong to neither model nor optimizer: {listed(lost)}"
+            f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
         )
     return checkpoint
 
@@ -272,7 +271,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         folders[str(folder)] = Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
         describe_files(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
-            checkpoint.warnings.append(f"no rank has saved anything of {listed(metadata.unsaved)}")
+            checkpoint.warnings.append(f"no rank saved any part of {listed(metadata.unsaved)}")
         checkpoint.format_version = checkpoint.format_version or metadata.version
     ranks = {rank for file in used if (rank := rank_of(file.path)) is not None}
     checkpoint.world_size = max(len(ranks), 1)
@@ -280,7 +279,7 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
     checkpoint.details["serialization"] = "safetensors" if any(f.is_safetensors for f in used) else "torch_save"
     if list(trees) == [""]:
         only = trees[""]
-        return only if isinstance(only, dict) else {}, folders
+        return dict_of(only), folders
     checkpoint.details["folders"] = list(map(str, trees))
     return trees, folders
 
@@ -295,13 +294,12 @@ def taken(checkpoint: Checkpoint, model: Checkpoint) -> dict[str | int, Node]:
 def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
     """Add `.metadata` and the files of the items to those of a checkpoint."""
     size = Path(metadata.path).stat().st_size
-    checkpoint.files.append(SourceFile(metadata.path, size, "metadata", globals={"pickle": metadata.globals}))
-    checkpoint.claims[metadata.path] = Claim(IMPLIED, "where each item is")
+    checkpoint.files.append(SourceFile(metadata.path, size, "metadata"))
+    checkpoint.claims[metadata.path] = Claim(IMPLIED, "the place of each item")
     for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
-        mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(
             SourceFile(file.path, file.nbytes, "shard", rank_of(file.path), None, file.tensor_nbytes,
-                       file.unreferenced_nbytes, mentioned, file.archives, LazyTree(file.tree, file.several))
+                       file.unreferenced_nbytes, file.archives, LazyTree(file.tree, file.several))
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)

@@ -71,7 +71,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         raise TypeError("not a checkpoint that was read from a directory of DCP")
     if checkpoint.details.get("serialization") == "safetensors":
         raise UnsupportedError(
-            "nothing is taken out of files that hold a safetensors file",
+            "files that hold a safetensors file cannot be stripped",
             path=checkpoint.source,
             advice="`zckpt convert --to dcp` writes it as torch.save does, and `zckpt strip` takes it from there",
         )
@@ -81,7 +81,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         metadata = read_metadata(path)
         dropped = _dropped(checkpoint, metadata, request) if request.slots else {}
         masters_go = masters_go or MASTER in dropped.values()
-        own += _files(f"{name}/" if name else "", metadata, dropped, request)
+        own += without_items(f"{name}/" if name else "", metadata, dropped, request)
     if directory.own is not None and masters_go:
         own.append(rewrite(directory.own, OWN_NAME, _without_masters, unreferenced=False))
     return completed(source, directory.path, own, request)
@@ -130,7 +130,7 @@ def _state(part: OptimizerPart, names: frozenset[str]) -> Iterator[tuple[str, st
                 yield str(parameter), str(slot), node
 
 
-def _files(within: str, metadata: Metadata, dropped: Dropped, request: Request) -> Iterator[Rewritten]:
+def without_items(within: str, metadata: Metadata, dropped: Dropped, request: Request) -> Iterator[Rewritten]:
     """Yield what becomes of a folder's files, whose items are those of `.metadata`, which was found well-formed."""
     index = Path(metadata.path)
     root = read_pickle(index).root

@@ -117,7 +117,7 @@ def carry(node: Node, lost: list[str]) -> object:
         return _of_one_file({str(step): value for step, value in found.items() if step not in gone})
     length = max(int(step) for step in node) + 1
     if length > 2 * len(node) + SPARE:
-        raise DamagedFileError("a list lacks most of its elements", expected=f"{length} elements", found=len(node))
+        raise DamagedFileError("most elements of a list are missing", expected=f"{length} elements", found=len(node))
     return _of_one_file([carry(node[i], lost) if i in node else None for i in range(length)])
 
 
@@ -219,9 +219,7 @@ def _flat_names(node: Branch) -> list[str] | None:
     return [key.rpartition(".")[0] for key in found] or None
 
 
-def find_models(
-    root: Branch, optimizers: list[OptimizerPart], warnings: list[str], *, front: bool = True
-) -> list[ModelPart]:
+def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[str], *, front: bool) -> list[ModelPart]:
     """Return the models of a tree: one almost always, none where it holds only an optimizer.
 
     Parameters
@@ -245,7 +243,7 @@ def find_models(
         chosen[at] = replace(one, tensors=tensors, filed={new: old for old, new in names.items()})
     if len(chosen) > 1:
         shown = " and ".join(joined(one.path) or "the rest" for one in chosen)
-        warnings.append(f"{shown} are read as one model, with these names before those of their tensors")
+        warnings.append(f"{shown} are read as one model; tensor names begin with these names")
         return [replace(one, prefix=f"{joined(one.path)}." if one.path else "") for one in chosen]
     return chosen
 
@@ -294,9 +292,9 @@ def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart |
     best = [one for one in best if _unusual(one) == first]
     if len(best) > 1:
         raise UnsupportedError(
-            f"{joined(optimizer.path)} may be the optimizer of several models, and nothing says of which",
+            f"{joined(optimizer.path)} could be the optimizer of several models",
             found=" and ".join(joined(one.path) for one in best),
-            advice="save it under a key that begins as its model's does",
+            advice="save it under a key that begins like its model's key",
         )
     return best[0]
 
@@ -321,5 +319,5 @@ def _usual(candidates: list[ModelPart], warnings: list[str]) -> list[ModelPart]:
     chosen = min(usual, key=_unusual)
     if len(usual) > 1:
         shown = ", ".join(joined(one.path) for one in usual)
-        warnings.append(f"several dicts of tensors ({shown}); the model is taken to be {joined(chosen.path)}")
+        warnings.append(f"there are several dicts of tensors ({shown}); {joined(chosen.path)} is used as the model")
     return [chosen]

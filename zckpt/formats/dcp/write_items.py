@@ -137,7 +137,7 @@ def _flattened(optimizer: Mapping[str, Any]) -> dict[str, object]:
         nested = [key for key, value in group.items() if isinstance(value, MAPPINGS)]
         if nested or not group["params"]:
             what = f"{nested[0]} of a param group" if nested else "a param group without parameters"
-            raise UnsupportedError(f"flat keys have no place for {what}", advice="write nested ones")
+            raise UnsupportedError(f"flat keys cannot hold {what}", advice="use nested keys")
     return flattened(optimizer)
 
 
@@ -151,7 +151,7 @@ def _check_size(dicts: list[dict[object, object]]) -> None:
         budget -= len(below) + 1
         if budget < 0:
             raise UnsupportedError(
-                "the values of the optimizer besides its tensors are too many",
+                "the optimizer has too many values in addition to its tensors",
                 expected=f"at most {2 * MAXIMUM_NODES}",
             )
         waiting += [one for one in below if isinstance(one, MAPPINGS) or type(one) is list]

@@ -33,15 +33,15 @@ class DeepSpeed(Format):
     title = "DeepSpeed"
     reads = (
         ("DeepSpeed ZeRO-1, ZeRO-2", "rigid and elastic state, round robin, parameter alignment, several param groups, "
-         "padding over several ranks, more ranks than elements; fp16, bf16, fp32, 16-bit masters"),
+         "padding across ranks, more ranks than elements; fp16, bf16, fp32, 16-bit masters"),
         ("DeepSpeed ZeRO-3", "sub-groups, frozen shards, uninitialised padding"),
-        ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
-        ("mixture of experts", "expert groups with their own partition counts, expert files, also under tensor "
-         "parallelism, in pipelines and without ZeRO; AutoEP"),
-        ("other optimizers under ZeRO", "8-bit Adam is resharded at whole blocks, quantised anew (`--requantize`) or "
-         "as floats (`--dequantize`); LAMB and Adafactor where each rank keeps its elements, or without what `--drop` "
-         "names; Muon is cut for any ranks; quantised frozen layers"),
-        ("tensor and pipeline parallel", "by the rules or AutoTP's maps in `universal_checkpoint_info`; "
+        ("DeepSpeed BF16_Optimizer, stage 0", "even if the file names no parameters"),
+        ("mixture of experts", "expert groups with their own partition counts, expert files, with tensor "
+         "parallelism, in pipelines, without ZeRO; AutoEP"),
+        ("other optimizers under ZeRO", "8-bit Adam is resharded in whole blocks, requantised (`--requantize`), or "
+         "written as floats (`--dequantize`); LAMB and Adafactor if each rank keeps its elements, or without what "
+         "`--drop` names; Muon for any number of ranks; quantised frozen layers"),
+        ("tensor and pipeline parallel", "by the rules, or AutoTP's maps, in `universal_checkpoint_info`; "
          "layer files, tied layers; Megatron-DeepSpeed's models"),
     )  # fmt: skip
     writes = "a run directory that stock DeepSpeed loads"
@@ -58,7 +58,7 @@ class DeepSpeed(Format):
         path = search.path
         shard = classify(path.name, str(path)) if path.is_file() else None
         if shard is not None:
-            return NearMiss(f"is the {shard.role} file of one rank of DeepSpeed", f"give its directory, {path.parent}")
+            return NearMiss(f"is the {shard.role} file of one DeepSpeed rank", f"give its directory, {path.parent}")
         directory = find(path, roots=search.roots, tag=search.tag) if path.is_dir() else None
         return Found(directory) if directory is not None else None
 

@@ -47,12 +47,12 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
     check_world_size(options.world_size)
     if origin is not None and not origin.members and not checkpoint.param_groups:
         raise UnsupportedError(
-            "holds no optimizer, whose state is what `reshard` cuts for other ranks: all have the same weights",
+            "holds no optimizer state, so there is nothing to reshard: all ranks have the same weights",
             found=f"DeepSpeed {checkpoint.format_version}, ZeRO stage {checkpoint.zero_stage}",
-            advice="`zckpt consolidate` writes the model, with which a training on any ranks begins",
+            advice="`zckpt consolidate` writes the model, which a training on any number of ranks can load",
         )
     if origin is None or not origin.members:
-        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
+        raise UnsupportedError("only DeepSpeed ZeRO-1, 2 and 3 checkpoints can be resharded",
                                found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
                                advice="use `zckpt convert --to deepspeed --stage`")  # fmt: skip
     first = origin.members[0]
@@ -77,7 +77,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int
                     lists_frozen=not _lacks_frozen(origin, checkpoint))  # fmt: skip
     path, given = options.hyperparameters, None
     if path is not None and not is_bare(first):
-        raise UsageError("the checkpoint has hyperparameters, and they are carried", found=f"--hyperparameters {path}")
+        raise UsageError("the checkpoint has its own hyperparameters", found=f"--hyperparameters {path}")
     if path is not None:
         given = read_hyperparameters(path, len(checkpoint.param_groups), elastic=target.elastic)
     _refuse_form(target, options)
@@ -128,19 +128,20 @@ def _refuse_form(target: Target, options: RecutOptions) -> None:
     origin, stage = target.origin, target.stage
     if target.bf16_optimizer and (stage != 1 or target.elastic or options.round_robin or options.parameter_alignment):
         raise UnsupportedError(
-            "a checkpoint of BF16_Optimizer stays one, whose loader takes no other form: stage 1, rigid, in order",
-            advice="`zckpt convert --to dcp`, and from there `--to deepspeed --stage`, writes it for ZeRO's optimizers",
+            "a BF16_Optimizer checkpoint keeps its form, because its loader takes no other: stage 1, rigid, in order",
+            advice="`zckpt convert --to dcp`, then `zckpt convert --to deepspeed --stage`, writes it for ZeRO's "
+            "optimizers",
         )
     if is_bare(origin.members[0]) and options.hyperparameters is None and not target.elastic:
         needs = "ZeRO-3" if stage == 3 else "the rigid form"
         raise UnsupportedError(
-            f"the elastic form holds no hyperparameters, which {needs} needs",
+            f"the elastic form holds no hyperparameters, but {needs} needs them",
             found=configured(origin.model.config),
-            advice="give them with --hyperparameters FILE, a JSON list with an object for each param group",
+            advice="give --hyperparameters FILE, a JSON list with one object per param group",
         )
     if target.elastic and is_of_muon(target.checkpoint, origin.model.config):
         raise UnsupportedError(
-            "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",
+            "the elastic form removes padding from each tensor, but Muon's momentum of whole matrices has none",
             expected="the rigid form",
         )
 
@@ -149,7 +150,7 @@ def _refuse_axes(target: Target, options: RecutOptions) -> None:
     """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
     checkpoint, origin, stage = target.checkpoint, target.origin, target.stage
     if options.expert_parallel_size is not None and options.expert_parallel_size < 1:
-        raise UsageError("unusable expert-parallel size", expected="at least 1", found=options.expert_parallel_size)
+        raise UsageError("unusable --expert-parallel-size", expected="at least 1", found=options.expert_parallel_size)
     if is_staged(checkpoint, origin, options) and stage != 1:
         raise UnsupportedError("DeepSpeed has no pipelines under ZeRO-2 and 3", expected="--stage 1", found=stage)
     auto = auto_experts(origin.model)
@@ -159,9 +160,9 @@ def _refuse_axes(target: Target, options: RecutOptions) -> None:
             return
     if not (auto or origin.experts or any(map(is_expert, checkpoint.parameters))):
         if options.expert_parallel_size is not None:
-            raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply")
+            raise UsageError("the checkpoint has no experts, so --expert-parallel-size does not apply")
         if options.sliced_experts is not None:
-            raise UsageError("the checkpoint has no experts that could be sliced or spread")
+            raise UsageError("the checkpoint has no experts to slice or spread")
         return
     asked = options.sliced_experts
     if asked is not None and target.tp == 1:
@@ -171,17 +172,17 @@ def _refuse_axes(target: Target, options: RecutOptions) -> None:
     is_known = not origin.is_foreign and checkpoint.topology.tp > 1
     if asked is not None and is_known and asked != checkpoint.details.get(SLICED_EXPERTS):
         raise UnsupportedError(
-            f"experts that are {'spread over' if asked else 'slices of'} tensor-parallel ranks stay so in `reshard`",
+            f"`reshard` keeps experts that are {('spread over' if asked else 'slices of')} tensor-parallel ranks",
             expected=f"--{'spread' if asked else 'sliced'}-experts, or neither",
-            advice="`zckpt convert --to zckpt`, and from there `--to deepspeed --tensor-parallel-size`, changes it",
+            advice="`zckpt convert --to zckpt`, then `zckpt convert --to deepspeed --tensor-parallel-size`, changes it",
         )
     if origin.layers:  # DeepSpeed writes none
         raise UnsupportedError(
-            "experts next to files of a pipeline's layers, which DeepSpeed writes in pipelines without experts only: "
-            "which of both has a stage's weights is not known",
+            "experts together with pipeline layer files, which DeepSpeed only writes for pipelines without experts: "
+            "it is unknown which of the two has a stage's weights",
         )
     if stage == 3:
-        raise UnsupportedError("DeepSpeed's own layer of experts does not run under ZeRO-3: it saves none of it there",
+        raise UnsupportedError("DeepSpeed's own MoE layer does not run under ZeRO-3",
                                expected="stage 1 or 2")  # fmt: skip
 
 
@@ -190,18 +191,18 @@ def _refuse_auto(target: Target, options: RecutOptions, auto: Mapping[str, AutoL
     parameters, ranks = target.checkpoint.parameters, target.world_size
     if target.origin.is_foreign and options.tensor_parallel_size not in (None, 1):
         raise UnsupportedError(
-            "experts of AutoEP from another format are not sliced: zckpt does not write what DeepSpeed keeps of both",
-            expected="--tensor-parallel-size left out",
+            "AutoEP's experts from another format cannot be sliced",
+            expected="no --tensor-parallel-size",
         )
     if target.stage != 3 and (options.round_robin or options.parameter_alignment):
         raise UnsupportedError(
-            "AutoEP's experts are written in order only, as they are read",
-            expected="no round_robin, no parameter_alignment",
+            "AutoEP's experts can only be written in order",
+            expected="--no-round-robin and --no-parameter-alignment",
         )
     frozen = [name for name in auto if name in parameters and parameters[name].frozen]
     if target.stage == 3 and frozen:
         raise UnsupportedError(
-            "frozen experts of AutoEP under ZeRO-3: what is frozen is cut over all ranks, and each has other experts",
+            "AutoEP's frozen experts cannot be written for ZeRO-3, which cuts frozen parameters over all ranks",
             expected="stage 1 or 2", found=listed(frozen, most=4),
         )  # fmt: skip
     for layer in auto.values():
@@ -210,7 +211,7 @@ def _refuse_auto(target: Target, options: RecutOptions, auto: Mapping[str, AutoL
             raise UsageError(
                 f"{layer.experts} experts of {layer.prefix} cannot be spread over {wanted} of {ranks} ranks",
                 expected="an expert-parallel size that divides both", found=wanted,
-                advice="give another --expert-parallel-size",
+                advice="choose another --expert-parallel-size",
             )  # fmt: skip
 
 
@@ -228,11 +229,11 @@ def cut_rank_values(target: Target) -> None:
         return
     if sums and count > 1:
         raise UnsupportedError(
-            f"{', '.join(sums)} of param groups: sums that the optimizer keeps of all elements that a rank has, and "
-            f"nothing says what they are of fewer",
-            expected="one rank, or ranks that are cut as they are",
+            f"{', '.join(sums)} of param groups: the optimizer keeps them as sums over all elements of a rank, and "
+            "they are unknown for other ranks",
+            expected="one rank, or the same partition",
             found=f"{count} ranks",
-            advice="`zckpt consolidate` writes the model, with which its optimizer begins anew",
+            advice="`zckpt consolidate` writes the model, for a new optimizer",
         )
     from zckpt.formats.deepspeed.rare.codes import cut_codes
 
@@ -246,9 +247,9 @@ def cut_rank_values(target: Target) -> None:
 
     topology = checkpoint.topology
     raise UnsupportedError(
-        f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
-        f"cut for other ranks",
-        expected=f"{ranks(topology.dp, topology, first.stage, first.elastic)}, all cut as it is",
+        f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, and they "
+        "cannot be cut for other ranks",
+        expected=f"{ranks(topology.dp, topology, first.stage, first.elastic)}, with the same partition",
         found=ranks(target.world_size, target, target.stage, target.elastic),
         advice=advice,
     )

@@ -172,7 +172,7 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                 numbers = zip(("rank", "mp_rank", "layer", "expert"), shard.identity[1:], strict=True)
                 whose = ", ".join(f"{name} {number}" for name, number in numbers if number is not None)
                 raise ShardError(
-                    f"{shard.role} file of {whose} is there twice",
+                    f"there are two {shard.role} files of {whose}",
                     path=shard.path,
                     expected="one file for each rank",
                     found=known.path,
@@ -217,7 +217,7 @@ def _tag_directory(source: Path, tag: str | None, roots: Sequence[Path]) -> Path
     tags = _tags(source)
     if len(tags) > 1:
         raise UnknownFormatError(
-            "several checkpoints and no file `latest`", path=source, found=_listed(source), advice="give --tag"
+            "several checkpoints, but no file `latest`", path=source, found=_listed(source), advice="give --tag"
         )
     return source / tags[0] if tags else None
 
@@ -240,12 +240,14 @@ def _listed(source: Path) -> str:
 def _root_directory(root: Path, directory: Path, source: Path) -> Path:
     """Return the directory in another root that corresponds to `directory` in `source`."""
     if not root.is_dir():
-        raise SourceError("is not a directory", path=root, advice="--root takes the same directory of another node")
+        raise SourceError(
+            "is not a directory", path=root, advice="give the same directory from another node with --root"
+        )
     candidate = root if directory == source else root / _tag_of(directory, source)
     if candidate.is_dir() and _shards(candidate):
         return candidate
     if _shards(root):
         return root
     raise ShardError(
-        "holds no file of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
+        "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
     )

@@ -31,7 +31,7 @@ from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
 from zckpt.torchfile import OrderedMapping, TorchFile, node_of
 
 VERSION = "0.19.8"
@@ -71,7 +71,7 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
             own = parameters[name]
-            slots = {key: slot for key, slot in own.slots.items() if key not in values}  # one value for each element
+            slots = without(own.slots, *values)  # one value for each element
             if MASTER not in slots:
                 slots[MASTER] = replace(weight_or_master(own), name=MASTER)
             parameters[name] = replace(own, slots=slots, state={})
@@ -99,8 +99,8 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         rest = [p.name for p in members if p.name not in stepped]
         if stepped and rest:
             found.append(
-                f"{listed(rest)} of param group {index} {'has' if len(rest) == 1 else 'have'} no optimizer state: "
-                f"ZeRO keeps one for the whole group, in which theirs is zero and as many steps old as the others'"
+                f"{listed(rest)} of param group {index} {('has' if len(rest) == 1 else 'have')} no optimizer state: "
+                "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step"
             )
         without_master += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
     if without_master:
@@ -108,8 +108,9 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     unsure = [p.name for p in checkpoint.parameters.values() if p.group is None and not (p.frozen or p.tied_to)]
     if stage == 3 and unsure:
         found.append(
-            f"{listed(unsure)}, which the optimizer does not have, {'is' if len(unsure) == 1 else 'are'} written as "
-            f"frozen parameters: where the training has buffers of these names DeepSpeed stops (ZeRO-1 and 2 load both)"
+            f"{listed(unsure)}, which the optimizer does not have, {('is' if len(unsure) == 1 else 'are')} written "
+            "as frozen parameters: DeepSpeed stops if the training has buffers with these names (ZeRO-1 and 2 load "
+            "both)"
         )
     return tuple(found)
 
@@ -117,23 +118,23 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
 def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
     if not checkpoint.param_groups:
         raise UnsupportedError(
-            "holds no optimizer, which a checkpoint of ZeRO is about",
-            advice="`zckpt consolidate` writes the model by itself",
+            "holds no optimizer, which a ZeRO checkpoint needs",
+            advice="`zckpt consolidate` writes only the model",
         )
     refuse_several(checkpoint, "a checkpoint of ZeRO has")
     refuse_unnamed(checkpoint, "by which a checkpoint of ZeRO has them")
     if not any(group.hyperparameters for group in checkpoint.param_groups):
         raise UnsupportedError(
-            "holds no hyperparameters, which a checkpoint of ZeRO needs",
+            "holds no hyperparameters, which a ZeRO checkpoint needs",
             expected="a source that is not elastic, or --hyperparameters FILE and --rigid",
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps everything else",
         )
     layers = [name for name in checkpoint.parameters if is_of_layer(name)]
     if checkpoint.topology.pp > 1 and layers and not staged:
         raise UnsupportedError(
-            "a pipeline's layers, without the stages that they are for",
+            "a pipeline's layers, but no stages to write them for",
             found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}",
-            advice="say which: --pipeline-parallel-size, --pipeline-layers; one model: --rename, --map",
+            advice="give --pipeline-parallel-size and --pipeline-layers; or --rename or --map for one model",
         )
 
 
@@ -147,8 +148,8 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
         lost = sorted(single - set(values))
         if lost:
             raise UnsupportedError(
-                f"{listed(lost)} of {parameter.name} is not the same for all of param group {index}, "
-                f"and not one value for each element",
+                f"{listed(lost)} of {parameter.name} is neither the same for all of param group {index}, nor one "
+                "value per element",
                 advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
             )
     return values

@@ -31,7 +31,7 @@ def read_hyperparameters(path: str | os.PathLike[str], count: int, *, elastic: b
     found = given_json(Path(path))
     if not isinstance(found, list) or len(found) != count or not all(isinstance(one, dict) and one for one in found):
         raise UsageError(
-            "does not hold the hyperparameters of each param group",
+            "does not hold hyperparameters for each param group",
             path=path,
             expected=f'a list of {count} objects, such as [{{"lr": 0.001, "betas": [0.9, 0.95], ...}}]',
             found=f"a list of {len(found)}" if isinstance(found, list) else type(found).__name__,

@@ -62,7 +62,7 @@ class Served:
         """Return a file by its name. Raises UsageError: it is none of this checkpoint."""
         shard = classify(Path(path).name, path)
         if shard is None or shard.identity not in self.files:
-            raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=path)
+            raise UsageError("the engine asks for a file that its checkpoint does not have", path=path)
         return self.files[shard.identity][1]()
 
     def of_rank(self, *, optimizer: bool) -> Iterator[TargetFile]:
@@ -141,15 +141,15 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     else:
         if training.tensor_parallel > 1:
             what = (
-                "an engine with tensor parallelism loads in place what ZeRO-1 to 3 saved of the same param groups, "
-                "optimizer included, for these files say how to slice it"
+                "a tensor-parallel engine can only load in place what ZeRO-1 to 3 saved with the same param groups "
+                "and the optimizer, because these files say how to slice it"
             )
             raise _not_in_place(what, checkpoint, training)
         if checkpoint.per_rank and optimizer:
             raise UnsupportedError(
-                f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that "
-                f"cannot be cut for other ranks",
-                expected=f"{checkpoint.topology.dp} ranks, all as they were",
+                f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, and "
+                "they cannot be cut for other ranks",
+                expected=f"{checkpoint.topology.dp} ranks, with the same partition",
                 found=training,
             )
         found = _like_the_engine(checkpoint, training, optimizer=optimizer)
@@ -183,7 +183,8 @@ def _pipelines(checkpoint: Checkpoint, training: Training, options: RecutOptions
         or origin.members[0].bf16_optimizer != training.bf16_optimizer
     ):
         what = (
-            "an engine of a pipeline loads in place what pipelines under ZeRO-1 saved, with the same kind of optimizer"
+            "a pipeline engine can only load in place what pipelines under ZeRO-1 saved, with the same kind of "
+            "optimizer"
         )
         raise _not_in_place(what, checkpoint, training)
     dealt = Stages(pipeline.bounds, uses_of(Layer("", key) for key in pipeline.tied))
@@ -199,7 +200,7 @@ def _not_in_place(what: str, checkpoint: Checkpoint, training: Training) -> Unsu
         what,
         expected=f"DeepSpeed's, for {training}",
         found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
-        advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+        advice="`zckpt reshard` or `zckpt convert` writes it for this engine, if possible",
     )
 
 
@@ -290,7 +291,7 @@ def _other_model(message: str, *, expected: str | None = None, found: str | None
         message,
         expected=expected,
         found=found,
-        advice="load_checkpoint(..., load_module_only=True) takes the weights alone",
+        advice="load_checkpoint(..., load_module_only=True) loads only the weights",
     )
 
 

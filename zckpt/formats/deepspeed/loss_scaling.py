@@ -13,6 +13,7 @@ Source: DeepSpeed 0.14.5 to 0.19.8, `_load_global_state`, `_rigid_load_state_dic
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from zckpt.state import Checkpoint
 from zckpt.torchfile import DType, Global, Object, node_of, plain
@@ -77,7 +78,7 @@ def scaling(
     elif (values := of_stage0(known)) is not None:
         keys = {LOSS_SCALER: _scaler(values, config), DYNAMIC: values["dynamic"]}
         notes = [
-            "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
+            "the loss scaler's hysteresis starts over: without ZeRO there is none",
             "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
             "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
         ]
@@ -97,9 +98,9 @@ def scaling(
             values = {"cur_scale": begun if scale is None else scale, "dynamic": True, "cur_iter": 0,
                       "last_overflow_iter": -1, "scale_factor": 2.0,
                       "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
-            what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
+            what = "starts as in DeepSpeed" if scale is None else f"starts at {scale:g} and counts again"
         keys[LOSS_SCALER] = _scaler(values, config)
-        notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
+        notes.append(f"ZeRO-3 loads nothing without a loss scaler, but the source has none: it {what}")
     node = node_of(keys[LOSS_SCALER])
     keys.setdefault(DYNAMIC, isinstance(node, Object) and node.get("dynamic") is True)
     keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
@@ -114,7 +115,7 @@ def _option(config: Mapping[object, object], name: str) -> object:
 def _scaler(values: Mapping[str, object], config: Mapping[object, object]) -> Object:
     state: dict[object, object] = {"cur_scale": values["cur_scale"], "dynamic": values["dynamic"]}
     if not values["dynamic"]:
-        return Object(Global(_MODULE, "LossScaler"), how="newobj", state=state, has_state=True)
+        return scaler_of(state)
     hysteresis = _option(config, "hysteresis")
     state |= {
         **{key: values[key] for key in _COUNTED[1:]},
@@ -123,4 +124,10 @@ def _scaler(values: Mapping[str, object], config: Mapping[object, object]) -> Ob
         "consecutive_hysteresis": _option(config, "consecutive_hysteresis"),
         "raise_error_at_min_scale": True, "dtype": DType("float16"),
     }  # fmt: skip
-    return Object(Global(_MODULE, "DynamicLossScaler"), how="newobj", state=state, has_state=True)
+    return scaler_of(state)
+
+
+def scaler_of(state: dict[Any, Any]) -> Object:
+    """Return a loss scaler as an object of DeepSpeed's class."""
+    name = "DynamicLossScaler" if state["dynamic"] else "LossScaler"
+    return Object(Global(_MODULE, name), how="newobj", state=state, has_state=True)

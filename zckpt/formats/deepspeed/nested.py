@@ -55,7 +55,7 @@ def flattened(
     for name, tensor in leaves:
         if name in module or (every and EXTRA_STATE not in name):
             if name in found:
-                raise DamagedFileError(f"two tensors are {name}", expected="one in its modules' dicts")
+                raise DamagedFileError(f"two tensors are named {name}", expected="one in the modules' dicts")
             found[name] = tensor
     rest = {str(key): value for key, value in module.items() if not (is_tensor(value) or isinstance(value, dict))}
     for key, value in module.items():

@@ -33,8 +33,8 @@ def rank_notes(target: Target) -> list[str]:
     found: dict[str, str] = {}
     if target.bf16_optimizer and target.checkpoint.zero_stage == 0:
         found["zero_stage"] = (
-            "BF16_Optimizer's state is written as that of ZeRO-1, with which the same training goes on as stage 1 with "
-            "grad_accum_dtype fp32: at stage 0, DeepSpeed 0.19 loads no masters, and raises on what it saved itself"
+            "BF16_Optimizer's state is written as ZeRO-1's; the training can continue at stage 1 with "
+            "grad_accum_dtype fp32: at stage 0, DeepSpeed 0.19 loads no masters, and raises on its own checkpoints"
         )
     if target.regrouped and len(ranks) > 1:
         for key in _differing([files.model for files in ranks]):
@@ -49,7 +49,7 @@ def rank_notes(target: Target) -> list[str]:
         for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.model_files)):
             fate = f"ranks below {target.world_size} keep theirs, the others' are left out"
             if target.stage != 3:
-                fate = "rank 0's is carried, the others' are left out, for there is one model file"
+                fate = "rank 0's is carried and the others' are left out, because there is one model file"
             elif target.world_size > old:
                 fate = f"ranks below {old} keep theirs, the new ones get rank 0's"
             found[key] = f"{key} differs between ranks: {fate}"
@@ -61,7 +61,7 @@ def rank_notes(target: Target) -> list[str]:
                 found[key] = f"{key} is carried over as it was saved at another number of ranks"
     frozen = alone_among_frozen(target)
     if frozen:
-        found["frozen"] = f"{listed(frozen)}: as in the engine, for not all frozen parameters are there to be loaded"
+        found["frozen"] = f"{listed(frozen)}: unchanged in the engine, because not all frozen parameters can be loaded"
     return [*stage_notes(target), *found.values()]
 
 
@@ -89,5 +89,5 @@ def stage_notes(target: Target) -> list[str]:
     notes = ["stages of layers " + "; ".join(f"{low} to {high - 1}" for low, high in pairs)]
     for key in stages.uses if target.pp > 1 else ():
         its = ", ".join(map(str, stages.of(f"{TIED}{key}.")))
-        notes.append(f"tied layer {key} is taken to be used in stages {its}, which get its first stage's state")
+        notes.append(f"tied layer {key} is assumed to be used in stages {its}, which get its first stage's state")
     return [*notes, *stages.untold]

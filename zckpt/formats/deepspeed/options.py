@@ -16,71 +16,68 @@ class Options:
     world_size: int | None = option(
         int,
         None,
-        "Data-parallel ranks. Default: as SOURCE, if it is DeepSpeed's under the same names; else needed.",
+        "Data-parallel ranks. Required unless SOURCE is DeepSpeed's and keeps its names; then the default is SOURCE's.",
         metavar="N",
     )
     stage: int | None = option(
-        int, None, "ZeRO stage. Default: as SOURCE, if it says one; else needed.", choices=STAGES
+        int, None, "ZeRO stage. Required unless SOURCE states one, which is the default.", choices=STAGES
     )
     elastic: bool | None = option(
-        bool, None, "Form of the optimizer state (ZeRO-1, 2). Default: as SOURCE; rigid, if that is not DeepSpeed's.",
+        bool, None, "Form of the optimizer state (ZeRO-1, 2). Default: as SOURCE, or rigid if SOURCE is not "
+            "DeepSpeed's.",
         opposite="rigid",
     )  # fmt: skip
     round_robin: bool | None = option(
-        bool, None, "As round_robin_gradients of the training. Default: as SOURCE, or no.", opposite="no-round-robin"
+        bool, None, "The training's round_robin_gradients. Default: as SOURCE, or no.", opposite="no-round-robin"
     )
     parameter_alignment: bool | None = option(
-        bool, None, "As parameter_alignment of the training. Default: as SOURCE, or no.",
+        bool, None, "The training's parameter_alignment. Default: as SOURCE, or no.",
         opposite="no-parameter-alignment",
     )  # fmt: skip
     hyperparameters: str | None = option(
-        str, None, "JSON list, an object for each param group: for what an elastic SOURCE does not hold.",
+        str, None, "JSON list with one object per param group, for an elastic SOURCE, which has no hyperparameters.",
         metavar="FILE",
     )  # fmt: skip
-    expert_parallel_size: int | None = option(
-        int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
-    )
+    expert_parallel_size: int | None = option(int, None, "Expert-parallel ranks. Default: as SOURCE.", metavar="E")
     sliced_experts: bool | None = option(
-        bool, None, "Experts as enable_expert_tensor_parallelism of the training has them: all on each tensor-parallel "
-        "rank, cut by the rules. Default: as SOURCE; where it does not say, if a rule other than that for what is "
-        "whole names them.", opposite="spread-experts",
+        bool, None, "Slice experts by the rules, with all of them on each tensor-parallel rank, as with "
+        "enable_expert_tensor_parallelism. Default: as SOURCE; if it does not say, slice those that a rule names, "
+        "other than the rule for whole parameters.", opposite="spread-experts",
     )  # fmt: skip
     requantize: bool | None = option(
-        bool, None, "Where blocks of quantised state (bitsandbytes, torchao) cannot be cut as they are, quantise anew. "
+        bool, None, "Quantise state (bitsandbytes, torchao) again if its blocks cannot be cut as they are. "
         "Default: refuse.", opposite="no-requantize",
     )  # fmt: skip
-    pipeline_parallel_size: int | None = option(
-        int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
-    )
+    pipeline_parallel_size: int | None = option(int, None, "Pipeline stages. Default: as SOURCE.", metavar="P")
     partition_method: str | None = option(
         str,
         None,
-        "As partition_method of the training's PipelineModule: uniform, parameters or type:REGEX. Default: the one "
-        "that gave SOURCE's stages.",
+        "The partition_method of the training's PipelineModule: uniform, parameters or type:REGEX. Default: the one "
+        "that made SOURCE's stages.",
         metavar="METHOD",
     )
     stage_bounds: str | None = option(
         str,
         None,
-        "Instead of a method: 0, the first layer of each further stage, and the number of layers.",
+        "Instead of a method: 0, the first layer of each further stage, then the number of layers.",
         metavar="0,N,...",
     )
     pipeline_layers: str | None = option(
         str,
         None,
-        "The layers that PipelineModule gets, where files leave that open: Embedding=KEY,Block*24,relu,...; KEY of a "
+        "PipelineModule's layers, if the files do not tell: Embedding=KEY,Block*24,relu,...; KEY is that of a "
         "TiedLayerSpec.",
         metavar="LAYER,...",
     )
     tensor_parallel_size: int | None = option(
-        int, None, "Ranks over which parameters are sliced. Default: as SOURCE, if it is DeepSpeed's; else 1.",
+        int, None, "Tensor-parallel ranks. Default: as SOURCE if it is DeepSpeed's, otherwise 1.",
         metavar="T",
     )  # fmt: skip
     slice_rules: str | None = option(
         str,
         None,
-        "Rules by which TARGET's parameters are sliced, as --tp-rules has them, where SOURCE is of another format or "
-        "becomes one model. Default: those that SOURCE has taken along.",
+        "Rules for slicing TARGET's parameters, in the form of --tp-rules, if SOURCE has another format or "
+        "becomes one model. Default: the rules that SOURCE has.",
         metavar="FILE",
     )
     padded_vocab_size: int | None = option(

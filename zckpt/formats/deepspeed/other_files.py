@@ -128,5 +128,5 @@ def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     missing = [rank for rank in range(processes) if rank not in states] if states else []
     if missing:
         which = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks from {missing[0]} on"
-        notes.append(f"no random states for {which}: the Trainer goes on without")
+        notes.append(f"no random states for {which}: the Trainer continues without them")
     return files, notes

@@ -178,7 +178,7 @@ def problems(
     if stale:
         found = sorted({recorded_size(by_rank[r]) for r in stale})
         yield ShardError(
-            f"rank {listed_ranks(stale)} is from a run of another world size",
+            f"rank {listed_ranks(stale)} is from a run with another world size",
             path=by_rank[stale[0]].path,
             expected=f"{size} ranks",
             found=listed_ranks(found),
@@ -213,7 +213,7 @@ def check_models(models: Sequence[ModelShard], ranks: Sequence[int], word: str, 
             path=models[odd[0]].path,
             expected=f"step {usual}",
             found=found[odd[0]],
-            advice="replace it by the file of this step",
+            advice="replace it with the file of this step",
             code=STEPS_DIFFER,
             ranks=numbers if word == "rank" else (),
         )
@@ -249,7 +249,7 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
             path=members[first].path,
             expected=told,
             found=other,
-            advice="replace it by the file of this step",
+            advice="replace it with the file of this step",
             code=_CODES.get(what, STEPS_DIFFER if what.startswith("step of") else VALUES_DIFFER),
             ranks=ranks,
         )
@@ -388,6 +388,6 @@ def _other_run(what: str, mp_rank: int, expected: str, found: str, code: str = S
         f"mp_rank {mp_rank} is from another step or run: {what}",
         expected=expected,
         found=found,
-        advice="replace its files by those of this step",
+        advice="replace its files with those of this step",
         code=code,
     )

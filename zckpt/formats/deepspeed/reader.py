@@ -224,8 +224,8 @@ class _Files:
         shards = [o for o in self.optimizers if o.mp_rank == mp_rank]
         if not own:
             advice = (
-                "DeepSpeed does not write it where experts are spread over fewer ranks than there are tensor-parallel "
-                "ones: what only it would hold is lost. Else give the directory that holds it with --root"
+                "DeepSpeed does not write it if experts are spread over fewer ranks than there are tensor-parallel "
+                "ranks: what only it would hold is lost. Otherwise give its directory with --root"
             )
             expected = f"mp_rank_{mp_rank:02d}_model_states.pt"
             raise ShardError(
@@ -291,7 +291,7 @@ class _Files:
                 checkpoint.warnings.append(WARNING)
             checkpoint.warnings += base_shards(checkpoint.parameters, model.path)
             if lead.elastic and not lead.groups:
-                checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
+                checkpoint.warnings.append("the elastic form of the optimizer state holds no hyperparameters")
             held = {key: lead.content[key] for key in OPTIMIZER_METADATA_KEYS if key in lead.content}
             checkpoint.optimizer_metadata = {key: carried(lead.file, value) for key, value in held.items()}
         if self.tp > 1 and any(map(is_expert, checkpoint.parameters)):

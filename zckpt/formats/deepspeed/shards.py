@@ -239,7 +239,7 @@ def mapped_numels(members: Sequence[OptimizerShard], index: int) -> dict[str, in
             raise LayoutError(
                 "neither param_shapes nor param_slice_mappings",
                 path=member.path,
-                advice="the order of the flat buffer is not known",
+                advice="the order of the flat buffer is unknown",
             )
         for name, (_, numel) in sorted(member.mappings[index].items(), key=lambda item: item[1][0]):
             numels[name] = numels.get(name, 0) + numel
@@ -273,9 +273,9 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
     """Return what a model file holds; errors are those of `read_models`."""
     if file.root == "":  # DeepSpeed before 0.19, `NebulaCheckpointEngine.save`
         raise UnsupportedError(
-            "an empty file, as DeepSpeed's Nebula engine leaves where it saves into a storage of its own",
-            advice="`torch_nebula.get_checkpoint(tag=...).load` gives what belongs here: put that here by torch.save, "
-            "for each file",
+            "an empty file, as DeepSpeed's Nebula engine leaves it when it saves into its own storage",
+            advice="load each file's content with `torch_nebula.get_checkpoint(tag=...).load`, and write it here "
+            "with torch.save",
         )
     content = as_mapping(file.root, expected="a dict of model states")
     shared = content.get("shared_params")

@@ -42,7 +42,7 @@ from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.latest import LATEST_NBYTES
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of
 from zckpt.storage.files import read_head
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
@@ -84,7 +84,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             files.append(as_it_is(path, name))
     notes = list(work.notes)
     if left_out:
-        notes.append(f"other checkpoints of the run are left out: {', '.join(left_out)}")
+        notes.append(f"other checkpoints of the run are not copied: {', '.join(left_out)}")
     return Stripping(files, tuple(notes))
 
 
@@ -108,8 +108,8 @@ class _Work:
             self.notes += [note] if note else []
         if self.without_files:
             self.notes.append(
-                "the optimizer's files are gone, masters included: load this with load_optimizer_states=False, and "
-                "DeepSpeed starts from the weights (--keep-slots master leaves what loads without that)"
+                "the optimizer's files, with the masters, are removed: load this with load_optimizer_states=False, "
+                "and DeepSpeed starts from the weights (--keep-slots=master keeps a form that loads without that)"
             )
         elif request.slots and members:
             self.notes.append(_about_slots(checkpoint, request))
@@ -186,8 +186,8 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | 
     odd = next((m for m in members if m.order is not None), None)
     if odd is not None:
         raise UnsupportedError(
-            "padding of param groups that each rank has in an order of its own", path=odd.path,
-            expected="one order", advice="`zckpt reshard` writes them in one",
+            "ranks have the param groups, with padding, in different orders", path=odd.path,
+            expected="one order", advice="`zckpt reshard` writes them in one order",
         )  # fmt: skip
     layouts: dict[str, list[Padding]] = {}
     for one in origin.ranks:
@@ -228,14 +228,13 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[
                     else value is None or isinstance(value, (int, float, str))
                 )
                 if not is_loaded:
-                    return f"DeepSpeed does not load {key} from the lean form as it is"
+                    return f"DeepSpeed cannot load {key} without padding"
     return None
 
 
 def optimizer_content(file: TorchFile) -> dict[object, object]:
     """Return the optimizer's content of its file; empty where there is none."""
-    top = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
-    return top if isinstance(top, dict) else {}
+    return dict_of(dict_of(file.root).get("optimizer_state_dict"))
 
 
 def drop_padding(file: TorchFile, layout: Sequence[Padding], slots: Sequence[str] | None, edited: Edited) -> None:

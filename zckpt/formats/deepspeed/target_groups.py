@@ -27,7 +27,7 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.zenflow import transposed
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.state import Parameter, ParamGroup
+from zckpt.state import Parameter, ParamGroup, without
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order
 from zckpt.torchfile import Digests
@@ -50,7 +50,7 @@ class _Group(NamedTuple):
     @property
     def kind(self) -> object:
         """Return what groups have in common that the user made as one."""
-        named = {key: value for key, value in self.values.hyperparameters.items() if key != "name"}  # after its degree
+        named = without(self.values.hyperparameters, "name")  # after its degree
         return Digests().of((named, self.values.state))
 
 
@@ -126,7 +126,7 @@ def dealt(
                     f"{over if state.lanes > 1 else ''}",
                     expected="an expert-parallel size that divides the world size",
                     found=degree,
-                    advice="give another --expert-parallel-size",
+                    advice="choose another --expert-parallel-size",
                 )
             if stage == 3 and degree != source:
                 _check_size(_numels(state, auto, bundle[0].values.parameters, min(degree, source)))
@@ -180,17 +180,17 @@ def _refuse_mixture(bundles: Sequence[Sequence[_Group]]) -> None:
         own = frozenset(group.degree for group in bundle)
         known = own if None in own else degrees.setdefault(bundle[0].kind, own)
         if own != known and max(len(own), len(known)) > 1:
-            raise _refused("param groups with equal hyperparameters and experts over different numbers of "
-                           "ranks: which of them make one group is not known")  # fmt: skip
+            raise _refused("param groups have equal hyperparameters, but experts over different numbers of ranks: "
+                "it is unknown which of them form one group")  # fmt: skip
 
 
 def _check_size(numels: Sequence[int]) -> None:
     """Raise where a rank's experts are so large that they may make several groups: with zero.Init they do not."""
     if sum(numels) > EXPERT_GROUP_NUMEL:
         raise UnsupportedError(
-            "so large a param group of experts may be several at another expert-parallel size: it depends on how the "
-            "model was made",
-            expected=f"at most {EXPERT_GROUP_NUMEL} elements of one rank, or --expert-parallel-size left out",
+            "at another expert-parallel size, a param group of experts this large may become several, depending on "
+            "how the model was created",
+            expected=f"at most {EXPERT_GROUP_NUMEL} elements of one rank, or no --expert-parallel-size",
             found=sum(numels),
             advice="`zckpt convert --to dcp` or zckpt keeps them whole",
         )
@@ -213,7 +213,7 @@ def _spread(
             spread[rank] += names
     if not by_size and len(bundle) > 1:
         if len({group.degree for group in bundle}) > 1:
-            raise _refused("groups of experts that are not as DeepSpeed makes them: what it would make is not known")
+            raise _refused("the groups of experts differ from DeepSpeed's own: it is unknown what it would create")
         for group in bundle:
             yield from _spread([group], degree, state, auto)
         return
@@ -223,7 +223,7 @@ def _spread(
     spread = [sorted(names, key=lambda name: order[layer_of(name) or name]) for names in spread]
     sizes = [_numels(state, auto, names, degree) for names in spread]
     if any(one != sizes[0] for one in sizes):
-        raise _refused("experts of different sizes, while DeepSpeed's ranks all have as many elements")
+        raise _refused("experts have different sizes, but DeepSpeed's ranks all have the same number of elements")
     values = bundle[0].values
     if values.hyperparameters.get("name") == f"ep_size_{bundle[0].degree}":
         values = replace(values, hyperparameters={**values.hyperparameters, "name": f"ep_size_{degree}"})
@@ -232,7 +232,7 @@ def _spread(
 
 
 def _refused(what: str) -> UnsupportedError:
-    return UnsupportedError(what, expected="--expert-parallel-size left out")
+    return UnsupportedError(what, expected="no --expert-parallel-size")
 
 
 def _joined(groups: Sequence[_Group], state: Rank, auto: Mapping[str, AutoLayer]) -> tuple[list[list[str]], bool]:
@@ -263,8 +263,8 @@ def joined_experts(state: Rank) -> tuple[list[ParamGroup], list[int | None], boo
             values = [replace(values[0], parameters=[name for one in names for name in one])]
         elif len(bundle) > 1 and sum(_numels(state, {}, names[0], 1)) > EXPERT_GROUP_NUMEL:
             raise UnsupportedError(
-                "groups of experts that are not as DeepSpeed splits them by size: what it would make of other stages "
-                "is not known",
+                "the groups of experts differ from DeepSpeed's split by size: it is unknown how it would split them "
+                "for other stages",
             )
         found += values
         degrees += [degree] * len(values)

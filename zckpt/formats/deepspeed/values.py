@@ -422,7 +422,7 @@ def element_slots(cases: Iterable[Case]) -> dict[int, set[str]]:
             if len(found) == 2 or (not found and len(elsewhere) == 2):
                 odd = next(case for one in by_group.values() for fits, case in one.items() if not fits)
                 raise LayoutError(
-                    f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
+                    f"rank {odd.member.rank}, group {odd.group}: {key} does not have one value per element",
                     path=odd.member.path,
                     expected=f"{odd.high} elements, as elsewhere",
                     found=odd.member.tensors[odd.group][key].shape,

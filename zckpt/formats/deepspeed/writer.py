@@ -66,10 +66,10 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     stage = options.stage if options.stage is not None else known if type(known) is int and known in STAGES else None
     if options.world_size is None or stage is None:
         raise UsageError(
-            f"{'--world-size' if options.world_size is None else '--stage'} is needed to write a DeepSpeed checkpoint "
-            f"from this source",
+            f"{('--world-size' if options.world_size is None else '--stage')} is required to write a DeepSpeed "
+            "checkpoint from this source",
             expected="a number of ranks" if options.world_size is None else "1, 2 or 3",
-            found=f"{checkpoint.format}, {'of no stage of ZeRO' if stage is None else f'ZeRO stage {stage}'}",
+            found=f"{checkpoint.format}, {('without a ZeRO stage' if stage is None else f'ZeRO stage {stage}')}",
         )
     if options.hyperparameters is not None and not any(group.hyperparameters for group in checkpoint.param_groups):
         groups, elastic = checkpoint.param_groups, bool(options.elastic) and stage != 3
@@ -81,8 +81,9 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
     strange = sorted(checkpoint.optimizer_metadata.keys() - loss_scaling.HANDLED)
     if strange:
         raise UnsupportedError(
-            f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer has next to its state",
-            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+            f"DeepSpeed's files cannot hold {', '.join(strange[:4])}, which the optimizer keeps in addition to its "
+            "state",
+            advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
         )
     made = origin_of(converted)
     if options.slice_rules is not None and made is not None:
@@ -92,8 +93,8 @@ def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tupl
              *zenflow.notes(target.origin.model.config, stage)]  # fmt: skip
     if target.ranks[0].lanes > 1:
         notes.append(
-            f"experts are spread over {target.tp} tensor-parallel ranks, as DeepSpeed has them without "
-            f"enable_expert_tensor_parallelism; --sliced-experts writes them as with it"
+            f"experts are spread over {target.tp} tensor-parallel ranks, as in DeepSpeed without "
+            "enable_expert_tensor_parallelism; --sliced-experts slices them, as with it"
         )
     none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
     restated = loss_scaling.HANDLED | none | set(filter(foreign.is_counted, checkpoint.metadata))
@@ -106,7 +107,7 @@ def _without_clipping(written: TargetFiles, checkpoint: Checkpoint, stage: int) 
     """Add to the notes that ZeRO-3 does not keep `clip_grad`, where the source has one."""
     if stage != 3 or "clip_grad" not in checkpoint.optimizer_metadata:
         return written
-    note = "clip_grad is not kept by ZeRO-3, which clips as the training's configuration says"
+    note = "ZeRO-3 does not keep clip_grad; it clips as the training's configuration says"
     return replace(written, notes=[*written.notes, note], restated={*(written.restated or ()), "clip_grad"})
 
 
@@ -122,7 +123,7 @@ def recut(job: Job) -> TargetFiles:
     if origin is None:
         return _one_model(job)
     if job.options.slice_rules is not None:
-        raise UsageError("the slices that SOURCE has are put together, and cut, by --tp-rules FILE",
+        raise UsageError("SOURCE's slices are joined and cut by --tp-rules FILE, not by --slice-rules",
                          found="--slice-rules")  # fmt: skip
     if not origin.members and checkpoint.zero_stage == 0:
         from zckpt.formats.deepspeed.layouts import without_zero
@@ -136,10 +137,10 @@ def recut(job: Job) -> TargetFiles:
     frozen = alone_among_frozen(target)
     if frozen:
         raise UnsupportedError(
-            f"{listed(frozen)}: ZeRO-3's files have all frozen parameters or none, and others were left out when this "
-            f"was saved",
+            f"{listed(frozen)}: ZeRO-3's files have either all frozen parameters or none, but others were left out "
+            "when this was saved",
             expected="--stage 1 or 2",
-            advice="an engine of ZeRO-3 loads it within `zckpt.deepspeed.any_world_size`",
+            advice="a ZeRO-3 engine can load it within `zckpt.deepspeed.any_world_size`",
         )
     tag = target.origin.directory.tag
     written = TargetFiles(
@@ -163,18 +164,18 @@ def _one_model(job: Job) -> TargetFiles:
     asked = stages_asked(options)
     if asked:
         raise UsageError(
-            f"layers under other names make one model, without stages, so {asked[0]} does not apply",
-            advice="`zckpt convert --to deepspeed` deals layers under other names to stages",
+            f"renamed layers become one model without stages, so --{asked[0].replace('_', '-')} does not apply",
+            advice="`zckpt convert --to deepspeed` distributes renamed layers over stages",
         )
     left = [one.name for one in checkpoint.tensors() if is_of_layer(one.name)]
     if left:
         raise UnsupportedError(
-            f"{listed(left, most=4)}: such names only a pipeline has",
-            expected="for each layer the name that it has in the one model: --rename, --map",
+            f"{listed(left, most=4)}: only a pipeline has such names",
+            expected="--rename or --map, to give each layer its name in the one model",
         )
     if checkpoint.topology.tp > 1 and options.tensor_parallel_size != 1 and options.slice_rules is None:
         raise UnsupportedError(
-            "the rules for slices name what a pipeline has, and not what one model has",
+            "the rules for slices use a pipeline's names, not those of one model",
             expected="--tensor-parallel-size 1, or --slice-rules FILE",
         )
     elastic = checkpoint.details.get("optimizer_form") == "elastic" if options.elastic is None else options.elastic

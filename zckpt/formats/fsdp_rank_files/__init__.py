@@ -32,20 +32,23 @@ if TYPE_CHECKING:
 class Options:
     """What `convert --to fsdp-rank-files` can be given."""
 
-    world_size: int | None = option(int, None, "Ranks that load it. Default: as SOURCE.", metavar="N")
+    world_size: int | None = option(int, None, "Ranks that will load it. Default: as SOURCE.", metavar="N")
     fsdp_version: int | None = option(
-        int, None, "1: an optimizer of flat parameters; 2: of DTensors. Default: as SOURCE, or 2.", choices=(1, 2)
+        int,
+        None,
+        "FSDP version: 1 writes the optimizer as flat parameters, 2 as DTensors. Default: as SOURCE, or 2.",
+        choices=(1, 2),
     )
     fsdp_size: int | None = option(
-        int, None, "Ranks that have everything once; more of them have copies (HSDP). Default: all.", metavar="N"
+        int, None, "Ranks that share one copy; further ranks have copies (HSDP). Default: all.", metavar="N"
     )
     device: str | None = option(
-        str, None, "Type of the devices that load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
+        str, None, "Device type that will load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
     )
     groups: str = option(
         str,
         "keep",
-        "Param groups: as SOURCE, or one of all parameters in the model's order, as verl has it.",
+        "Keep SOURCE's param groups, or write one group of all parameters in the model's order, as verl has it.",
         choices=("keep", "one"),
     )
     units: str | None = option(
@@ -61,11 +64,11 @@ class FsdpRankFiles(Format):
     reads = (
         (
             "verl, SkyRL, OpenRLHF, Accelerate",
-            "a torch file for each rank: FSDP1 and FSDP2, DTensor of any mesh, ShardedTensor, flat parameters",
+            "one torch file per rank: FSDP1 and FSDP2, DTensor of any mesh, ShardedTensor, flat parameters",
         ),
     )
     takes = frozenset({TAG})
-    writes = "verl and SkyRL: a torch file for each rank of FSDP2, or of FSDP1 with flat parameters"
+    writes = "verl and SkyRL: one torch file per rank, for FSDP2, or FSDP1 with flat parameters"
     options = Options
     owns = OWNED
 

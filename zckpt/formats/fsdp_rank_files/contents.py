@@ -39,7 +39,7 @@ from zckpt.formats.torch_files.tensors import (
     identity_of,
     read_scalars,
 )
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, number_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, dict_of, number_of, stated, without
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import (
@@ -126,17 +126,17 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             reader = RankReader()
             nodes = by_name(root, file.path)
             held = {name: reader.held(node) for name, node in nodes.items()}
-            tensors = {name: one for name, one in held.items() if one is not None}
+            tensors = stated(held)
             if rank == model.files.there[0]:
-                rest = {name: value for name, value in nodes.items() if name not in tensors}
+                rest = without(nodes, *tensors)
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
                 if strange:
-                    raise UnsupportedError("holds what is no tensor", expected="a model's state dict",
+                    raise UnsupportedError("holds something other than tensors", expected="a model's state dict",
                                            found=listed(strange))  # fmt: skip
                 checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
                 # `state_dict` sets the names of modules on its result.
                 state = root.state if isinstance(root, OrderedMapping) else None
-                versions = state.get("_metadata") if isinstance(state, dict) else None
+                versions = dict_of(state).get("_metadata")
                 model.modules = tuple(map(str, versions)) if isinstance(versions, dict) else ()
                 model.held = {name: [] for name in tensors}
             elif tensors.keys() != model.held.keys():
@@ -144,7 +144,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 raise LayoutError(
                     "has other tensors than rank 0's file",
                     expected=f"{len(model.held)} names",
-                    found=f"{len(tensors)}; {listed(strange)} are in one only",
+                    found=f"{len(tensors)}; {listed(strange)} are only in one",
                     ranks=[rank],
                 )
             for name, one in tensors.items():
@@ -156,8 +156,8 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:
         checkpoint.warnings.append(
-            f"{listed(flat)}: flat parameters of FSDP1, saved as they are; which parameters are in them, no file says "
-            f"(save SHARDED_STATE_DICT or FULL_STATE_DICT)"
+            f"{listed(flat)}: FSDP1's flat parameters, and no file says which parameters are in them (save "
+            "SHARDED_STATE_DICT or FULL_STATE_DICT)"
         )
     return model
 
@@ -232,7 +232,7 @@ class Optimizer:
         return {slot: held for slot, held in self.tensors.get(key, {}).items() if held[0][1].shape != ()}
 
 
-def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()) -> Optimizer:
+def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place) -> Optimizer:
     """Read the optimizer's files of all ranks, and hold against each other what they must agree on.
 
     `place`: as of `read_models`. Raises DamagedFileError: a file does not hold an optimizer's state dict;
@@ -335,10 +335,10 @@ def _agree(found: Optimizer, key: Key, slot: str, value: object, rank: int) -> N
         values[slot] = value
     elif not alike(values[slot], value):
         raise LayoutError(
-            f"state {slot} of the optimizer's parameter {key} is another than on the first rank",
+            f"state {slot} of the optimizer's parameter {key} differs from the first rank's",
             expected=brief(number_of(values[slot])),
             found=brief(number_of(value)),
-            advice="the files are of different steps or runs",
+            advice="the files may be from different steps or runs",
             ranks=[rank],
         )
 

@@ -141,7 +141,7 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
     if roles:
         return NearMiss(
             f"holds the checkpoints of several models: {listed(roles)}",
-            f"give one of them: {path / roles[0]}, or --tag {roles[0]}",
+            f"give one of them: {path / roles[0]}, or --tag={roles[0]}",
         )
     return None
 
@@ -165,14 +165,14 @@ def _last(path: Path) -> Directory | NearMiss | None:
                 path=tracker,
                 expected=f"the number of a folder beside it: {shown}",
                 found=repr(text[:40]),
-                advice=f"give the folder of the step, or --tag {steps[max(steps)].name}",
+                advice=f"give the step's folder, or --tag={steps[max(steps)].name}",
                 code=LATEST,
             )
         return _below(found, None, trackers)
     if len(steps) > 1:
         return NearMiss(
-            f"holds the checkpoints of several steps, and nothing says which is the last: {shown}",
-            f"give one of them, or --tag {steps[max(steps)].name}",
+            f"holds checkpoints of several steps, and nothing says which is the last: {shown}",
+            f"give one of them, or --tag={steps[max(steps)].name}",
         )
     return _below(next(iter(steps.values())), None, ())
 
@@ -193,10 +193,10 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)
     if MODEL not in files:
         raise UnsupportedError(
-            "holds ranks' optimizers without their models, whose files have the names and shapes of the parameters",
+            "holds rank files of an optimizer without the model's, which have the names and shapes of the parameters",
             path=path,
             expected=rank_name(MODEL, world_size, 0),
-            advice="put the files of the model there, of the same run",
+            advice="add the model's files from the same run",
         )
     ranks = {kind: complete(path, kind, files.get(kind, {}), world_size) for kind in (MODEL, OPTIMIZER, EXTRA)}
     others = tuple(one for kinds in by_size.values() for found in kinds.values() for one in found.values())
@@ -213,11 +213,11 @@ def _world_size(path: Path, by_size: dict[int, dict[str, dict[int, Path]]], conf
         return said
     if len(by_size) > 1:
         raise ShardError(
-            "files of ranks of several world sizes",
+            "rank files of several world sizes",
             path=path,
-            expected="those of one save",
+            expected="files of one save",
             found=listed(sorted(by_size)),
-            advice="remove the others, which an earlier save has left",
+            advice="remove the files of the earlier save",
         )
     return next(iter(by_size))
 
@@ -253,11 +253,11 @@ def _rank_files(directory: Path) -> Iterator[tuple[str, int, int, str]]:
     several = next((found for found in indexes.values() if len(found) > 1), None)
     if several is not None:
         raise UnsupportedError(
-            "holds the files of several models that Accelerate prepared",
+            "holds files of several models that Accelerate prepared",
             path=directory,
             expected="one model",
             found=f"models {listed(sorted(several))}",
-            advice="put the files of each into a directory of its own",
+            advice="put the files of each into a separate directory",
         )
 
 

@@ -146,7 +146,7 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
     """
     if len(checkpoint.param_groups) != 1:
         raise _refused("the optimizer has several param groups", f"{len(checkpoint.param_groups)}",
-                       "give --groups one, or --fsdp-version 2")  # fmt: skip
+                       "give --groups=one, or --fsdp-version 2")  # fmt: skip
     numbers = {name: number for number, name in enumerate(checkpoint.param_groups[0].parameters)}
     found: dict[int, dict[str, object]] = {}
     for unit, members in enumerate(units):
@@ -172,11 +172,11 @@ def _end_to_end(checkpoint: Checkpoint, key: str, states: Mapping[str, Mapping[s
         value = state[key] if state else None
         found[name] = value.slot if isinstance(value, SlotTensor) else None
         if value is not None and getattr(found[name], "shape", None) != checkpoint.parameters[name].shape:
-            raise _refused(f"{key} of {name} is not one value for each of its elements", key)
+            raise _refused(f"{key} of {name} does not have one value per element", key)
     known = [slot for slot in found.values() if slot is not None]
     dtypes = {slot.dtype for slot in known}
     if len(dtypes) > 1:
-        raise _refused(f"{key} of {next(iter(states))} and others is of several types", listed(sorted(dtypes)))
+        raise _refused(f"{key} of {next(iter(states))} and others has several types", listed(sorted(dtypes)))
     shapes = {name: (checkpoint.parameters[name].numel,) for name in found}
     line = concat([zeros(known[0], shapes[name]) if slot is None else reshape(slot, shapes[name])
                    for name, slot in found.items()], 0)  # fmt: skip
@@ -204,7 +204,7 @@ def _content(value: object) -> object:
 
 def _refused(message: str, found: str, advice: str = "give --fsdp-version 2") -> UnsupportedError:
     return UnsupportedError(
-        f"{message}, and FSDP1 has one state for all of a unit",
+        f"{message}, but FSDP1 has one state for a whole unit",
         found=found,
         advice=advice,
     )

@@ -17,6 +17,7 @@ from zckpt.formats.fsdp_rank_files.held import RankReader, is_share, shares
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.content import content_of
+from zckpt.state import dict_of
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import MetaTensor, Place, TorchFile, read_torchfile, value_at
 
@@ -60,20 +61,20 @@ def find(search: Search, first: str | None = None) -> Directory | None:
             known.add(place)
             if rank in kind:
                 raise ShardError(
-                    f"holds several files of rank {rank}, as of several steps or models",
+                    f"holds several files of rank {rank}, perhaps of several steps or models",
                     path=search.path,
-                    expected="one of each rank",
+                    expected="one per rank",
                     found=listed([kind[rank].name, Path(file.path).name]),
-                    advice="put the files of one step into a directory of its own",
+                    advice="put the files of one step into a separate directory",
                     ranks=[rank],
                 )
             kind[rank] = Path(file.path)
     world_size = max(sizes)
     if len(sizes) > 1 or any(len(known) > 1 for known in places) or not kinds[0]:
         raise UnsupportedError(
-            "holds files of ranks that are not of one save",
+            "holds rank files that are not from one save",
             path=search.path,
-            expected="each rank's part of one model, and of its optimizer, under the same keys",
+            expected="each rank's part of one model and its optimizer, under the same keys",
             found=f"world sizes {listed(sorted(sizes))}; models under {listed(sorted(map(str, places[0])))}; "
             f"optimizers under {listed(sorted(map(str, places[1])))}",
         )
@@ -101,18 +102,18 @@ def places_of(root: object, path: str) -> tuple[Place | None, Place | None]:
     Raises UnsupportedError: it has several of one of both, that ranks share, or none.
     """
     whole = _whole(root)
-    content = content_of(whole if isinstance(whole, dict) else {}, Path(path))
+    content = content_of(dict_of(whole), Path(path))
     base: Place = () if content.base_key is None else (content.base_key,)
     models = [base if key is None else (*base, key) for key in content.keys]
     models = [place for place in models if any(True for _ in shares(value_at(root, place)))] or models
     optimizers = [one.path for one in content.optimizers]
     if max(len(models), len(optimizers)) > 1 or not models + optimizers:
         raise UnsupportedError(
-            "holds one rank's part of what ranks share, and not just one model and one optimizer",
+            "holds one rank's part of a sharded checkpoint, but not exactly one model and one optimizer",
             expected="{model: state dict, optimizer: state dict, ...}",
             found=f"models {listed([*map(str, models)]) or 'none'}; "
             f"optimizers {listed([*map(str, optimizers)]) or 'none'}",
-            advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
+            advice="save it with torch.distributed.checkpoint on all ranks of the program that wrote it",
         )
     return next(iter(models), None), next(iter(optimizers), None)
 
@@ -138,9 +139,9 @@ def _rank(root: object, places: tuple[Place | None, Place | None]) -> tuple[int,
     rank = next(iter(ranks), None)
     if len(ranks) != 1 or rank is None or not 0 <= rank < size:
         raise UnsupportedError(
-            "holds one rank's part of what ranks share, and does not say which rank's",
-            expected="meshes of all ranks with the rank that wrote the file",
+            "holds one rank's part of a sharded checkpoint, but does not say which rank's",
+            expected="meshes that cover all ranks and state the rank that wrote the file",
             found=f"rank {listed([str(one) for one in ranks]) or 'none'} of {size}",
-            advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
+            advice="save it with torch.distributed.checkpoint on all ranks of the program that wrote it",
         )
     return rank, size

@@ -87,8 +87,8 @@ def read_mesh(node: object) -> Mesh:
     names = node.get("_mesh_dim_names", node.get("mesh_dim_names"))
     if sizes is None or coordinate is None or len(sizes) != len(coordinate) or len(sizes) > MAX_MESH_DIMENSIONS:
         raise UnsupportedError(
-            "a DTensor whose mesh does not say where in it the rank is",
-            expected="the sizes of the mesh, and a coordinate",
+            "a DTensor whose mesh does not state the rank's coordinate",
+            expected="mesh sizes and a coordinate",
             found=f"sizes {sizes}, coordinate {coordinate}",
         )
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
@@ -151,7 +151,7 @@ def read_placements(node: object) -> tuple[Placement, ...]:
         kind = one.qualified.rpartition(".")[2] if isinstance(one, Object) else ""
         if not isinstance(one, Object) or kind not in (REPLICATE, SHARD, STRIDED):
             raise UnsupportedError(
-                "a DTensor with a placement that is no cut and no copy",
+                "a DTensor with an unsupported placement",
                 expected="Shard or Replicate",
                 found=kind or brief(one, 60),
             )
@@ -175,7 +175,7 @@ def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) ->
     """
     if len(placements) != len(mesh.sizes):
         raise DamagedFileError(
-            "a DTensor with other placements than its mesh has dimensions",
+            "a DTensor whose number of placements differs from its mesh's dimensions",
             expected=len(mesh.sizes),
             found=len(placements),
         )
@@ -183,7 +183,7 @@ def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) ->
     for at in _order(placements, mesh):
         dim = placements[at].dim + (len(shape) if placements[at].dim < 0 else 0)
         if not 0 <= dim < len(shape):
-            raise DamagedFileError("a DTensor cut along a dimension that it has not", found=dim)
+            raise DamagedFileError("a DTensor cut along a dimension that it does not have", found=dim)
         step = -(-sizes[dim] // mesh.sizes[at])
         start = min(step * mesh.coordinate[at], sizes[dim])
         offsets[dim] += start
@@ -204,10 +204,10 @@ def _order(placements: Sequence[Placement], mesh: Mesh) -> list[int]:
         same = [later for later in cutting if later > at and placements[later].dim == placements[at].dim]
         if placements[at].split_factor != math.prod(mesh.sizes[later] for later in same):
             raise UnsupportedError(
-                "a DTensor with strided shards in an order that is not read",
+                "a DTensor with strided shards in an unsupported order",
                 expected="shards of FSDP over tensor parallelism",
                 found=", ".join(f"{one.kind}({one.dim}, {one.split_factor})" for one in placements),
-                advice="write it with torch.distributed.checkpoint in the program that wrote it",
+                advice="save it with torch.distributed.checkpoint in the program that wrote it",
             )
     return cutting[::-1]
 
@@ -220,7 +220,7 @@ PARAMETER = "torch._utils._rebuild_parameter"
 CLONED = "_has_been_cloned"
 """An attribute that FSDP1 leaves on parameters which it saves whole, and not on buffers."""
 
-_ABOUT = "where its elements belong, and on which ranks"
+_ABOUT = "the places of its elements, and their ranks"
 
 _PLACES = (
     ("attributes", CLONED),
@@ -329,11 +329,11 @@ def refuse_share(file: TorchFile) -> None:
         held = None
     mesh = None if held is None else held.mesh
     raise UnsupportedError(
-        f"holds one rank's part of what ranks share: {'.'.join(map(str, place))[:80]} is a {_class_of(node)}",
+        f"holds one rank's part of a sharded checkpoint: {'.'.join(map(str, place))[:80]} is a {_class_of(node)}",
         path=file.path,
-        expected="whole tensors, or a format whose files say which rank's they are",
+        expected="whole tensors, or a format whose files state their rank",
         found=None if mesh is None else f"rank {mesh.rank} of {math.prod(mesh.sizes)}",
-        advice="save it with torch.distributed.checkpoint, at all ranks of the program that wrote it",
+        advice="save it with torch.distributed.checkpoint on all ranks of the program that wrote it",
         ranks=[] if mesh is None or mesh.rank is None else [mesh.rank],
     )
 
@@ -370,14 +370,12 @@ class RankReader:
     def _dtensor(self, node: MetaTensor) -> Held:
         local, spec = _data_of(node.get("_local_tensor")), node.get("_spec")
         if not isinstance(local, Tensor) or not isinstance(spec, Object):
-            raise UnsupportedError(
-                "a DTensor without elements of its own", expected="a local tensor", found=brief(local)
-            )
+            raise UnsupportedError("a DTensor without local elements", expected="a local tensor", found=brief(local))
         mesh, placements = self._spec(spec)
         offsets, sizes = box_of(node.shape, placements, mesh)
         if local.shape != sizes:
             raise DamagedFileError(
-                f"a DTensor of shape {node.shape} with another local tensor than its mesh gives this rank",
+                f"a DTensor of shape {node.shape} whose local tensor does not fit its mesh",
                 expected=f"shape {sizes}",
                 found=local.shape,
             )
@@ -482,10 +480,10 @@ class RankFiles:
             sizes = [one.shape[0] for _, one in held]  # where all ranks have nothing, it is an empty parameter
             if 0 in sizes and len(set(sizes)) > 1:
                 raise UnsupportedError(
-                    f"{label} is in pieces of one axis, of which no file says where they lie, as FSDP1 with "
-                    "use_orig_params saves its LOCAL_STATE_DICT",
+                    f"{label} is in one-dimensional pieces, and no file says where they lie, as in a "
+                    "LOCAL_STATE_DICT of FSDP1 with use_orig_params",
                     path=self.paths[rank],
-                    expected="a tensor that every rank has whole, or a sharded one",
+                    expected="a tensor that every rank has whole, or a sharded tensor",
                     found=f"{', '.join(map(str, sizes[:8]))} elements",
                     advice="load it in its own program and save it as SHARDED_STATE_DICT",
                 )
@@ -501,7 +499,7 @@ class RankFiles:
                 )
             if (one.shape, one.dtype) != (first.shape, first.dtype):
                 raise LayoutError(
-                    f"{label} is another tensor than rank {rank}'s",
+                    f"{label} differs from rank {rank}'s",
                     path=self.paths[other],
                     expected=f"{first.dtype} of shape {first.shape}",
                     found=f"{one.dtype} of shape {one.shape}",
@@ -526,7 +524,7 @@ class RankFiles:
         rest = [(cell, holder) for cell, holders in ordered for holder in holders[count:]]
         if rest:
             raise LayoutError(
-                f"ranks have other copies of some elements of {label} than of the rest",
+                f"ranks do not have the same number of copies of all elements of {label}",
                 path=self.paths[rest[0][1][0]],
                 expected=f"{count} of each",
                 ranks=[rest[0][1][0]],
@@ -567,11 +565,11 @@ class RankFiles:
             return
         held = sum(math.prod(sizes) for _, sizes in cells)
         raise LayoutError(
-            f"ranks' files do not have every element of {label} once",
+            f"rank files do not have every element of {label} exactly once",
             path=self.paths[0],
             expected=f"{math.prod(shape)} elements of shape {shape}",
             found=f"{held} in {len(cells)} boxes",
-            advice="files of ranks are missing, or are of other runs",
+            advice="rank files are missing, or from other runs",
             parameters=[label],
         )
 

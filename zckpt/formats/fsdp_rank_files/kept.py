@@ -93,16 +93,16 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     of_state_dict = checkpoint.format == DCP and "origin" not in checkpoint.details
     if strange is not None and not of_state_dict:
         raise UnsupportedError(
-            "the order of the model's parameters is not known: the files have another than the optimizer",
+            "the order of the model's parameters is unknown: the files and the optimizer have different orders",
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
-            advice="give --groups keep, or of safetensors --names FILE with the names in the model's order",
+            advice="give --groups=keep, or for safetensors --names FILE with the names in the model's order",
         )
     if len(groups) > 1 and GIVEN not in checkpoint.details and _is_sorted(checkpoint, order):
         raise UnsupportedError(
-            "the order of the model's parameters is not known: the files have them sorted by name, in several groups",
+            "the order of the model's parameters is unknown: the files have them sorted by name, in several groups",
             found=listed(order, most=3),
-            advice="give --names FILE with the names of all parameters in the model's order, --groups keep, or put the "
-            "config.json of a known model_type with the source",
+            advice="give --names FILE with the names of all parameters in the model's order, --groups=keep, or add "
+            "the config.json of a known model_type to the source",
         )
     parameters = dict(checkpoint.parameters)
     for name in order:

@@ -34,7 +34,7 @@ from zckpt.formats.remainder import restore_from
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
-from zckpt.state import Checkpoint, Topology
+from zckpt.state import Checkpoint, Topology, without
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Place, TorchFile, read_torchfile, value_at
@@ -130,17 +130,17 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
             file = read_torchfile(path)
             file = replace(file, root={key: file.root}) if key else file
             root = as_mapping(value_at(file.root, where), file.path)
-            content = by_name({one: value for one, value in root.items() if one not in gone}, file.path)
+            content = by_name(without(root, *gone), file.path)
             shared = [one for one, value in content.items() if is_share(file) and any(True for _ in shares(value))]
             if shared and not found:
-                said = "of which each rank has a part, are neither the model nor the optimizer: they are not read"
+                said = "are sharded, but belong to neither the model nor the optimizer: they are not read"
                 checkpoint.warnings.append(f"{listed(shared)}, {said}")
-            found.append((rank, file, {one: value for one, value in content.items() if one not in shared}))
+            found.append((rank, file, without(content, *shared)))
         first = found[0][1:]
         keys = list(dict.fromkeys(one for *_, content in found for one in content))
         twice = [one for one in keys if one in every or one in checkpoint.metadata]
         if twice:
-            raise UnsupportedError(f"{twice[0]} is there twice: in the files of the model, and of the optimizer",
+            raise UnsupportedError(f"{twice[0]} is both in the model's and in the optimizer's files",
                                    path=first[0].path)  # fmt: skip
         every += keys
         keys = [one for one in keys if one not in OF_ITS_RANK]

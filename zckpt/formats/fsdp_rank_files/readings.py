@@ -26,7 +26,7 @@ from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, add
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.formats.torch_files.optimizer import shared_values
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import Checkpoint, PaddingSpan, Parameter, ParamGroup, Shape, Slot
+from zckpt.state import Checkpoint, PaddingSpan, Parameter, ParamGroup, Shape, Slot, without
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
 from zckpt.state.spans import CutSpans
@@ -86,15 +86,15 @@ def readings(
     count = len(solver.keys)
     if names is not None:
         raise UsageError(
-            "the names do not fit the optimizer's state",
+            "the names do not match the optimizer's state",
             expected=f"names of {count} parameters, or of those in {count} flat ones",
             found=f"{len(names)} names",
         )
     raise UnsupportedError(
-        "the files do not say whose state the optimizer's numbers are"
+        "the files do not say which parameters the optimizer's numbers stand for"
         if not found
         else "the sizes of the optimizer's state fit the model in several ways",
-        expected="state of the model's parameters in their order, or of units that are the model or its layers",
+        expected="state for the model's parameters in their order, or for units that are the model or its layers",
         found=f"{count} numbers for {len(solver.owners)} parameters",
         advice=ADVICE,
     )
@@ -326,7 +326,7 @@ def attach(
         members = [name for key in keys for name in reading.names.get(key) or (str(key),)]
         if reading.kind == FLAT:  # which has no order of parameters but the model's
             members.sort(key=lambda name: order.get(name, len(order)))
-        hyperparameters = {key: value for key, value in group.items() if key not in MEMBERS}
+        hyperparameters = without(group, *MEMBERS)
         common = shared_values([optimizer.values.get(key, {}) for key in keys if optimizer.has_state(key)])
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common))
     unnamed = [
@@ -416,7 +416,7 @@ class _Giving:
             is_cut = [rank for rank, _ in tensors] == list(ranks) and len(set(sizes)) == 1 and sum(sizes) >= numel
             if not is_cut if is_flat else sum(sizes) != numel:
                 raise LayoutError(
-                    f"ranks' files do not have every element of {slot} of {owners[0].name} once",
+                    f"rank files do not have every element of {slot} of {owners[0].name} exactly once",
                     path=files.paths[0],
                     expected=f"{numel} elements",
                     found=sum(sizes),
@@ -429,7 +429,7 @@ class _Giving:
                 continue
             cut, start = files.cut(tuple(ranks), [one for _, one in tensors]), 0
             if cut is None:
-                raise UnsupportedError("a flat parameter whose shards are not stored end to end",
+                raise UnsupportedError("a flat parameter whose shards are not contiguous",
                                        path=files.paths[ranks[0]])  # fmt: skip
             for shape, its in zip(shapes, found, strict=True):
                 its.append((ranks[0], Slot(slot, cut.dtype, shape, CutSpans(cut, shape, start, sizes[0]))))

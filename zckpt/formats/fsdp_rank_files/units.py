@@ -95,6 +95,6 @@ def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
             if one.count(".") == stripped.count(".") and all(map(fnmatchcase, one.split("."), stripped.split(".")))
         ]
         if not fits:
-            raise UsageError("units names no module", expected="names such as layers.*", found=repr(pattern))
+            raise UsageError("--units matches no module", expected="names such as layers.*", found=repr(pattern))
         found.update(dict.fromkeys(fits))
     return in_order(found, [plain_name(name) for name in names])

@@ -40,7 +40,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.state.partition import check_world_size
 from zckpt.storage.files import is_file
 from zckpt.torchfile import OrderedMapping
@@ -89,7 +89,7 @@ def _target(job: Job) -> Target:
     check_world_size(world_size)
     fsdp_size = job.options.fsdp_size or world_size
     if fsdp_size < 1 or world_size % fsdp_size:
-        raise UsageError("unusable fsdp-size", expected=f"a divisor of the world size, {world_size}", found=fsdp_size)
+        raise UsageError("unusable --fsdp-size", expected=f"a divisor of the world size, {world_size}", found=fsdp_size)
     device = job.options.device or job.checkpoint.details.get("device") or "cuda"
     mesh = job.checkpoint.details.get("mesh") if job.checkpoint.format == "fsdp-rank-files" else None
     names = tuple(mesh) if isinstance(mesh, dict) else ()
@@ -105,7 +105,7 @@ def _version(job: Job) -> int:
     state = job.checkpoint.details.get("optimizer_state")
     if version == FSDP1 and own == FSDP1 and job.checkpoint.param_groups and state != FLAT and not job.options.units:
         raise UnsupportedError(
-            "the optimizer of FSDP1 with use_orig_params=True is not written",
+            "cannot write the optimizer of FSDP1 with use_orig_params=True",
             expected="flat parameters, or FSDP2",
             advice="give --fsdp-version 2, or the units with --units",
         )
@@ -116,14 +116,14 @@ def _units(job: Job, target: Target) -> list[str]:
     """Return the names of the modules that FSDP1 wraps, in their order."""
     checkpoint = job.checkpoint
     if target.fsdp_size != target.world_size:
-        raise UsageError("fsdp-size is for FSDP2", expected="--fsdp-version 2")
+        raise UsageError("--fsdp-size only applies to FSDP2", expected="--fsdp-version 2")
     owners = [one.name for one in checkpoint.owners]
     known = checkpoint.details.get("fsdp_units")
     if job.options.units is not None:
         return matching(job.options.units.split(","), owners)
     if checkpoint.format != FORMAT or not isinstance(known, list):
         raise UsageError(
-            "which modules FSDP1 wraps is not known",
+            "it is unknown which modules FSDP1 wraps",
             expected="--units PATTERN,... such as 'model.layers.*', or --fsdp-version 2",
         )
     return [str(unit) for unit in known]
@@ -177,7 +177,7 @@ class Ranks:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
         slots = self.checkpoint.optimizer_slot_names()
         tree: dict[Any, Any] = optimizer_tree(self.checkpoint, slots)
-        groups = [{k: v for k, v in one.items() if k != "param_names"} for one in tree["param_groups"]]
+        groups = [without(one, "param_names") for one in tree["param_groups"]]
         if self.units is not None:
             owners = [one.name for one in self.checkpoint.owners]
             members = members_of(self.units, owners)
@@ -195,7 +195,7 @@ class Ranks:
                     states[number][key] = plain_tensor(value.slot, value.dtype, value.label)
                 elif value.slot.shape != shape:
                     raise UnsupportedError(
-                        f"{value.label} has another shape than its parameter, and no rank of FSDP has such state",
+                        f"{value.label} has another shape than its parameter, which FSDP's rank files cannot hold",
                         path=self.checkpoint.source,
                         expected=shape,
                         found=value.slot.shape,
@@ -232,5 +232,5 @@ def _notes(checkpoint: Checkpoint, target: Target) -> list[str]:
     own = of_single_ranks(checkpoint)
     ranks = ranks_with_state(checkpoint)
     if own and target.world_size > ranks:
-        notes.append(f"{listed(own)}: ranks from {ranks} on have none, as the source has no such rank")
+        notes.append(f"{listed(own)}: ranks from {ranks} on have none, because the source has fewer ranks")
     return notes

@@ -58,19 +58,15 @@ if TYPE_CHECKING:
 class Ranks:
     """What legacy files are for."""
 
-    tensor_parallel_size: int | None = option(
-        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
-    )
-    pipeline_parallel_size: int | None = option(
-        int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
-    )
+    tensor_parallel_size: int | None = option(int, None, "Tensor-parallel ranks. Default: as SOURCE.", metavar="T")
+    pipeline_parallel_size: int | None = option(int, None, "Pipeline stages. Default: as SOURCE.", metavar="P")
     virtual_pipeline_parallel_size: int | None = option(
         int, None, "Chunks of the model on each stage (virtual pipeline). Default: as SOURCE, or 1.", metavar="V"
     )
     stage_bounds: str | None = option(
         str,
         None,
-        "First layer of each chunk, and the number of layers. Default: as SOURCE, or evenly.",
+        "First layer of each chunk, then the number of layers. Default: as SOURCE, or evenly.",
         metavar="0,N,...",
     )
     padded_vocab_size: int | None = option(
@@ -79,7 +75,7 @@ class Ranks:
     ddp_bucket_size: int | None = option(
         int,
         None,
-        "Elements after which a bucket of gradients ends in the training; 0: none does. Default: as SOURCE says.",
+        "Size in elements of the training's gradient buckets; 0: unlimited. Default: as SOURCE says.",
         metavar="N",
     )
 
@@ -88,35 +84,39 @@ class Ranks:
 class Options(Ranks):
     """What `convert --to megatron` can be given."""
 
-    world_size: int = option(int, 1, "Files to spread it over; any parallelism loads it.", metavar="N")
+    world_size: int = option(int, 1, "Number of files; any parallelism can load them.", metavar="N")
     dtype: str = dtype_option()
     optimizer: str | None = option(
         str,
         None,
-        "distributed; flattened: that of megatron-core up to 0.13; plain: another. Default: as SOURCE, or distributed.",
+        "distributed; flattened: distributed up to megatron-core 0.13; plain: not distributed. Default: as SOURCE, "
+        "or distributed.",
         choices=("distributed", "flattened", "plain"),
     )
     layers: str | None = option(
         str,
         None,
-        "As one tensor, or one by one (moe_layer_freq, heterogeneous). Default: as SOURCE, or stacked where alike.",
+        "All layers in one tensor, or each apart (moe_layer_freq, heterogeneous). Default: as SOURCE, or stacked if "
+        "alike.",
         choices=("stacked", "apart"),
     )
     expert_parallel_size: int | None = option(
-        int, None, "Of the training that loads it; above 1 experts have an optimizer of their own. Default: as SOURCE.",
+        int, None, "Expert-parallel ranks that will load it; above 1, experts have a separate optimizer. Default: "
+            "as SOURCE.",
         metavar="E",
     )  # fmt: skip
-    iteration: int | None = option(int, None, "At which it was saved. Default: SOURCE's step.", metavar="N")
+    iteration: int | None = option(int, None, "Iteration that it was saved at. Default: SOURCE's step.", metavar="N")
     ckpt_format: str = option(
         str,
         "torch_dist",
-        "As Megatron-LM's; torch: its legacy files, of a number of ranks, which the sizes and bounds are for.",
+        "As in Megatron-LM; torch: its legacy files for fixed ranks, which the parallel sizes and bounds describe.",
         choices=("torch_dist", "torch"),
     )
     transformer_impl: str | None = option(
         str,
         None,
-        "Of the model that loads it. Default: as SOURCE's arguments or names, or transformer_engine.",
+        "Implementation of the model that will load it. Default: as SOURCE's arguments or names, or "
+        "transformer_engine.",
         choices=("local", "transformer_engine"),
     )
 
@@ -126,9 +126,7 @@ class RecutOptions(Ranks):
     """What `reshard` of legacy files can be given."""
 
     world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
-    expert_parallel_size: int | None = option(
-        int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
-    )
+    expert_parallel_size: int | None = option(int, None, "Expert-parallel ranks. Default: as SOURCE.", metavar="E")
 
 
 class Megatron(Format):
@@ -140,13 +138,16 @@ class Megatron(Format):
         (
             "Megatron-Core, NeMo 2",
             "`torch_dist` of any tensor, pipeline, expert and data parallelism; 16-bit and fp32 optimizers, the "
-            "distributed one's `fully_reshardable`, `fully_sharded_model_space` and, proven by the weights, "
-            "`dp_reshardable` and `dp_zero_gather_scatter`; Megatron-FSDP's `fsdp_dtensor`; `zarr` of up to 0.9",
+            "distributed one's `fully_reshardable`, `fully_sharded_model_space` and, checked against "
+            "the weights, `dp_reshardable` and `dp_zero_gather_scatter`; Megatron-FSDP's `fsdp_dtensor`; `zarr` up "
+            "to 0.9",
         ),
         (
             "Megatron's legacy `mp_rank_XX`",
-            "tensor, pipeline (virtual, too) and expert ranks as one model; optimizers by number; `distrib_optim.pt`, "
-            "proven by the weights; old orders of query, key and value; resharded for other ranks of each kind",
+            "tensor, pipeline (also virtual) and expert ranks as one model; numbered optimizer states; "
+            "`distrib_optim.pt`, checked against the weights; old orders of query, key and value; resharded to any "
+            "degree "
+            "of each",
         ),
     )
     writes = (
@@ -182,15 +183,16 @@ class Megatron(Format):
         from zckpt.formats.megatron import legacy_writer, writer
 
         if job.options.ckpt_format == "torch":
-            other = "--layers" if job.options.layers is not None else "--optimizer flattened"
+            other = "--layers" if job.options.layers is not None else "--optimizer=flattened"
             if job.options.layers is not None or job.options.optimizer == "flattened":
-                raise UsageError(f"{other} is for torch_dist: legacy files have one form",
-                                 expected="--ckpt-format torch without it")  # fmt: skip
+                raise UsageError(f"{other} only applies to torch_dist",
+                                 expected="--ckpt-format=torch without it")  # fmt: skip
             return legacy_writer.lay_out(job)
         given = next((one.name for one in fields(Ranks) if getattr(job.options, one.name) is not None), None)
         if given is not None:
-            raise UsageError(f"--{given.replace('_', '-')} is for legacy files: any ranks load torch_dist",
-                             expected="--ckpt-format torch with it")  # fmt: skip
+            raise UsageError(f"--{given.replace('_', '-')} only applies to legacy files: any number of ranks loads "
+                "torch_dist",
+                             expected="--ckpt-format=torch with it")  # fmt: skip
         return writer.lay_out(job)
 
     def recut(self, job: Job) -> TargetFiles:
@@ -199,9 +201,9 @@ class Megatron(Format):
 
         if job.checkpoint.format_version != LEGACY:
             raise UnsupportedError(
-                "any number of ranks of each kind loads this checkpoint as it is",
+                "any number of ranks can load this checkpoint as it is",
                 found=job.checkpoint.format_version,
-                advice="`zckpt convert --to megatron --ckpt-format torch` writes legacy files of some",
+                advice="`zckpt convert --to megatron --ckpt-format torch` writes legacy files for fixed ranks",
             )
         return lay_out(job)
 

@@ -207,7 +207,7 @@ def gathered(node: object, path: str) -> list[Buffer]:
         raise UnsupportedError(
             "holds the distributed optimizer's state in an older form",
             expected=f"{JOINED}, as Megatron-Core writes it since 0.6",
-            advice="load and save it with a newer version of the program that wrote it",
+            advice="load and save it with a newer version of its program",
         )
     by_types = [as_mapping(content[number], path) for number in sorted(key for key in content if type(key) is int)]
     found = []
@@ -216,7 +216,7 @@ def gathered(node: object, path: str) -> list[Buffer]:
         shapes = {one.shape for one in tensors.values()}
         if PARAM not in tensors or len(shapes) > 1 or len(tensors[PARAM].shape) != 1:
             raise DamagedFileError("an unreadable buffer of the distributed optimizer",
-                                   expected="flat tensors of one size, `param` among them",
+                                   expected="flat tensors of one size, including `param`",
                                    found=listed(sorted(map(str, shapes))))  # fmt: skip
         kind = types[0].name if isinstance(types, tuple) and types and isinstance(types[0], DType) else ""
         named = {MASTER if key == PARAM else key: one for key, one in tensors.items()}

@@ -118,7 +118,7 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
             gated = is_gated(name, shapes, said)
             if gated is None:
                 raise UnsupportedError(
-                    f"whether {name} is that of a gated unit is not known", expected=f"its {PARTNER[module]}"
+                    f"it is unknown whether {name} belongs to a gated unit", expected=f"its {PARTNER[module]}"
                 )
             return Cut(0, 1 + gated)
         if module in ROWS:
@@ -126,10 +126,10 @@ def cut_of(name: str, shapes: Shapes, *, said: object = None) -> Cut:
         if module in COLUMNS:
             return Cut(1) if axes == 2 else KEPT
     raise UnsupportedError(
-        f"how tensor parallelism cuts {name} is not known",
+        f"it is unknown how tensor parallelism cuts {name}",
         expected="layers of Megatron-Core's transformer",
         found=f"shape {shapes[name]}",
-        advice="convert it to one rank with the program that wrote it",
+        advice="convert it to one rank with its own program",
     )
 
 
@@ -166,8 +166,8 @@ def cuts_of(shapes: Shapes, ranks: int, rows: int | None = None) -> dict[str, Cu
         found[name] = cut = Cut(0) if name.endswith("lm_head.bias") else cut_of(name, shapes)
         if cut.dimension is not None and (size or shape[cut.dimension]) % (ranks * cut.parts):
             raise UsageError(
-                f"{name} is not cut evenly for {ranks} tensor-parallel ranks",
-                expected="--padded-vocab-size of a multiple of them"
+                f"{name} cannot be cut evenly for {ranks} tensor-parallel ranks",
+                expected="a --padded-vocab-size that is a multiple of them"
                 if name.endswith(VOCABULARY)
                 else "a divisor of its size",
                 found=shape,

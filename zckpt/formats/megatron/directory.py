@@ -83,7 +83,7 @@ class Place:
     kind: str = TORCH_DIST
 
 
-def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
+def find_place(path: Path, tag: str | None) -> Place | NearMiss | None:
     """Return where the checkpoint is that a path is or holds; None if it is none of Megatron-Core's.
 
     `tag`: which of a run: the name of a directory. Raises SourceError: it is one for certain, and a file that is needed
@@ -108,13 +108,13 @@ def _around(path: Path) -> Place | NearMiss | None:
         if count == 1:
             return Place(folder.parent, kind=LEGACY)
         raise ShardError(
-            f"is one rank's part of a checkpoint of Megatron, which has {count}",
+            f"is one rank's part of a Megatron checkpoint of {count}",
             path=path,
             advice=f"give its directory, {folder.parent}",
         )
     is_known = path.name in (METADATA_NAME, COMMON, MARK) or rank_of(path.name) is not None
     if is_own and is_known and is_marked(folder):
-        return NearMiss("is one file of a checkpoint of Megatron-Core", f"give its directory, {folder}")
+        return NearMiss("is one file of a Megatron-Core checkpoint", f"give its directory, {folder}")
     return None
 
 
@@ -186,7 +186,7 @@ def _tracked(run: Path) -> Place | None:
         path=tracker,
         expected=" or ".join(others[-2:]),
         found=folder[:80],
-        advice=f"give the one that is meant, such as {run / others[-1]}",
+        advice=f"give the one that you mean, such as {run / others[-1]}",
         code=LATEST,
     )
 
@@ -203,10 +203,10 @@ def _place(path: Path, tracker: Path | None = None) -> Place:
     backend, version = found.get("sharded_backend"), found.get("sharded_backend_version", 1)
     if backend not in BACKENDS or version != 1:
         raise UnsupportedError(
-            f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}",
+            f"is a Megatron-Core checkpoint in the format {str(backend)[:40]} {str(version)[:8]}",
             path=path,
             expected=", or ".join(f"{one} 1" for one in BACKENDS),
-            advice="write it as torch_dist with the program that wrote it",
+            advice="save it as torch_dist with the program that wrote it",
         )
     needed = (METADATA_NAME, COMMON) if backend == TORCH_DIST else (COMMON,)
     for name in needed:

@@ -46,7 +46,7 @@ from zckpt.formats.megatron.optimizer import SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, dict_of
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
@@ -127,8 +127,8 @@ def with_flat(
         reading = _proven(checkpoint, _buffers(items, known), common.arguments)
     except SourceError as error:
         checkpoint.warnings.append(
-            f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which are "
-            f"not read: {error.message}"
+            f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which "
+            f"could not be read: {error.message}"
         )
         return common
     for name, its in reading.slots.items():
@@ -142,12 +142,12 @@ def with_flat(
         checkpoint.loss_scale = loss_scale_of(node, one.file.path)
     _explain(checkpoint, known)
     own = common.content.get(OPTIMIZER)
-    around = own if isinstance(own, dict) else {}
+    around = dict_of(own)
     if len(firsts) == 1:
         optimizer: object = {**around, OPTIMIZER: firsts[0]}
     else:
         every = {chain: around.get(chain) for chain in range(len(firsts))}
-        optimizer = {chain: {**(one if isinstance(one, dict) else {}), OPTIMIZER: firsts[chain]}
+        optimizer = {chain: {**dict_of(one), OPTIMIZER: firsts[chain]}
                      for chain, one in every.items()}  # fmt: skip
     return Common(common.file, {**common.content, OPTIMIZER: optimizer})
 
@@ -156,7 +156,7 @@ def _param_groups(objects: Objects) -> list[object]:
     """Return those of each optimizer of a chain. Raises UnsupportedError: there are none."""
     found = [objects.node(GROUPS, place) for place, _ in objects.of(GROUPS) if place[1] == 0]
     if not found or not all(isinstance(one, dict) and not any(walk_tensors(one)) for one in found):
-        raise UnsupportedError("no param groups are beside them")
+        raise UnsupportedError("there are no param groups with them")
     return found
 
 
@@ -192,7 +192,7 @@ def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
     for key, item in items.items():
         match = _BUCKET.fullmatch(key)
         if match is None or len(item.shape) != 1:
-            raise UnsupportedError(f"{key[:120]} is no bucket")
+            raise UnsupportedError(f"{key[:120]} is not a bucket")
         own = buckets.setdefault((int(match[1] or 0), int(match[2]), int(match[3])), {})
         own.setdefault(int(match[5]), (match[4], {}))[1][MASTER if match[6] == PARAM else match[6]] = item
     found: Buffers = {}
@@ -202,7 +202,7 @@ def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
     for (chain, group), one in objects.of(STATE):
         groups = found.setdefault(chain, {})
         if group in groups:
-            raise UnsupportedError(f"{one.key[:120]} is beside buckets")
+            raise UnsupportedError(f"{one.key[:120]} is mixed with buckets")
         groups[group] = dict(enumerate(gathered(objects.node(STATE, (chain, group)), one.file.path)))
     return found
 
@@ -214,11 +214,11 @@ def _of_buckets(buckets: Mapping[int, tuple[str, dict[str, TensorItem]]], sizes:
     numels = [{item.shape[0] for item in its.values()} for _, its in ordered]
     alike = all(kind == dtype and its.keys() == first.keys() for kind, its in ordered)
     if sorted(buckets) != list(range(len(buckets))) or not alike or any(len(one) != 1 for one in numels):
-        raise UnsupportedError("the tensors of a buffer's buckets are not of one kind and size")
+        raise UnsupportedError("the tensors of a buffer's buckets differ in kind or size")
     stored = tuple(one.pop() for one in numels)
     own = stored if sizes is None else tuple(sizes)
     if len(own) != len(stored) or any(size > whole for size, whole in zip(own, stored, strict=False)):
-        raise UnsupportedError("the sizes of buckets are not those of their tensors")
+        raise UnsupportedError("the sizes of buckets do not match their tensors")
     slots = {slot: Line(concat([its[slot].slot(slot) for _, its in ordered], 0)) for slot in first}
     return Buffer(dtype, slots, sum(stored), stored, own)
 
@@ -291,8 +291,8 @@ class _Chain:
             self._tp, self._ep = (expert_tp or tp, ep or 1) if self._of_experts else (tp, 1)
         self._stages, odd = divmod(len(self._groups), self._tp * self._ep)
         if odd or sorted(self._groups) != list(range(len(self._groups))):
-            raise UnsupportedError(f"{len(self._groups)} groups of ranks are not those of {self._tp} "
-                                "tensor-parallel ranks")  # fmt: skip
+            raise UnsupportedError(f"{len(self._groups)} groups of ranks do not fit {self._tp} tensor-parallel "
+                "ranks")  # fmt: skip
         own = [name for name in guess.order if self._has(name)]
         shapes = {name: self._parameters[name].shape for name in own}
         self._sliced = Sliced(shapes, cuts_of(shapes, self._tp), self._tp, {})
@@ -331,7 +331,7 @@ class _Chain:
                     self._take(found, chunk, layout, stage, queue.pop(0))
         behind = self._chunks.of(done, self._chunks.count, first=False, last=False)
         if any(self._has(one.name) for one in behind):
-            raise UnsupportedError(f"the buffers are of {done} of {self._chunks.count} layers")
+            raise UnsupportedError(f"the buffers cover {done} of {self._chunks.count} layers")
 
     def _filling(self, queue: Sequence[Buffer], done: int, *, first: bool) -> tuple[int, list[Dealt], list[Layout]]:
         """Return how many layers fill the next buffers, with what a chunk of them has, and how, for each type."""

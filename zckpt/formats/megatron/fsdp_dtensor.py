@@ -28,8 +28,8 @@ from zckpt.formats.megatron.cut import end_to_end
 from zckpt.formats.megatron.directory import FORMAT, FSDP_DTENSOR, Place
 from zckpt.formats.megatron.keys import stored
 from zckpt.formats.megatron.names import by_itself, in_order
-from zckpt.formats.megatron.objects import OPTIMIZER, arguments_of, settle, topology_of
-from zckpt.formats.torch_files.tensors import TensorItem
+from zckpt.formats.megatron.objects import OPTIMIZER, settle, topology_of
+from zckpt.formats.torch_files.tensors import TensorItem, arguments_of
 from zckpt.state import Checkpoint, Duplicate, Shape
 from zckpt.torchfile import Digests
 
@@ -64,12 +64,12 @@ def read(place: Place) -> Checkpoint:
         optimizer = _optimizer(tree[OPTIMIZER], shapes, checkpoint.duplicates)
         others = [str(name) for name in branch(optimizer[STATE]) or () if name not in whole]
         if others:
-            raise LayoutError("the optimizer has state of what is no tensor of the model", found=listed(others))
+            raise LayoutError("the optimizer has state for something that is not a model tensor", found=listed(others))
         tree[OPTIMIZER] = optimizer
     lost = fill(checkpoint, tree)
     say_what_values_are(checkpoint, folders, rewritten=False)
     if lost:
-        checkpoint.warnings.append(f"not carried, because they are in several pieces: {listed(lost)}")
+        checkpoint.warnings.append(f"not carried, because they are split: {listed(lost)}")
     settle(checkpoint)
     for group in checkpoint.param_groups:
         if STEP in group.hyperparameters and STEP not in group.state:
@@ -91,7 +91,7 @@ def _named(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         bare = _bare(name)
         if bare in found:
-            raise DamagedFileError(f"two tensors are {bare}", found=f"{name} and {found[bare]}")
+            raise DamagedFileError(f"two tensors are named {bare}", found=f"{name} and {found[bare]}")
         found[bare] = name
     return found
 
@@ -117,7 +117,7 @@ def _optimizer(node: Node, shapes: Shapes, copies: list[Duplicate]) -> dict[str 
     several = [part for part in content.values() if META in (branch(part) or {})]
     every = [content] if META in content else [branch(part) or {} for part in several]
     if not every or (several and len(several) != len(content)):
-        raise UnsupportedError("holds an optimizer of a kind that is not known",
+        raise UnsupportedError("holds an unknown kind of optimizer",
                                expected=f"{STATE} and {META}", found=listed(list(content)))  # fmt: skip
     state: dict[str | int, Node] = {}
     groups: dict[bytes, tuple[Branch, list[str]]] = {}

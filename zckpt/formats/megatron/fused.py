@@ -44,12 +44,12 @@ def expert_count(name: str, shapes: Shapes, ranks: int) -> int:
     front, _, last = name.rpartition("experts.")
     router, own = shapes.get(f"{front}router.weight"), shapes[name]
     if router is None or len(router) != 2:
-        raise UnsupportedError(f"how many experts {name} has is not known",
-                               expected=f"{front}router.weight beside it")  # fmt: skip
+        raise UnsupportedError(f"it is unknown how many experts {name} has",
+                               expected=f"{front}router.weight next to it")  # fmt: skip
     count, odd = divmod(router[0], ranks)
     axis = 1 if last == "weight1" else 0
     if odd or not count or len(own) != 2 or own[axis] % count or own[1 - axis] != router[1]:
-        raise LayoutError(f"{name} is not of the experts that its router has",
+        raise LayoutError(f"{name} does not have its router's experts",
                           expected=f"{router[0]} on {ranks} ranks, of width {router[1]}", found=own)  # fmt: skip
     return count
 

@@ -60,9 +60,9 @@ def is_transposed(one: Stored, slots: Mapping[str, Mapping[str, TensorItem]], pi
             fitting.append(turned)
     if len(fitting) != 1:
         raise UnsupportedError(
-            f"whether the state of {one.key} is that of GroupedMLP, transposed, is not certain",
+            f"it is uncertain whether the state of {one.key} is GroupedMLP's, transposed",
             path=model[one.key].path,
-            expected="masters that round to the weights beside them",
+            expected="masters that round to their weights",
             found="in both ways" if fitting else "in none",
         )
     return fitting[0]

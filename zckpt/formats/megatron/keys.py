@@ -131,16 +131,16 @@ def check_names(names: Iterable[str]) -> None:
     odd = next((name for name in every if _UNWRITTEN.fullmatch(name)), None)
     if odd is not None:
         raise UnsupportedError(
-            "Megatron-Core writes this tensor in another form, which follows from its configuration only",
+            "Megatron-Core writes this tensor in another form, which only its configuration determines",
             found=odd,
-            advice="of Mamba, linear attention and the old grouped experts, `--to zckpt` or `--to dcp` keeps all",
+            advice="for Mamba, linear attention and old grouped experts, use `--to=zckpt` or `--to=dcp`",
         )
     if not any(_MODEL.fullmatch(name) for name in every):
         raise UnsupportedError(
-            "its names are not those of a model of Megatron-Core",
+            "its names are not those of a Megatron-Core model",
             expected="names like decoder.layers.0.mlp.linear_fc1.weight",
             found=listed(every, most=3),
-            advice="`--map` gives them, such as --map llama-huggingface-megatron; or --rename",
+            advice="`--map` gives them, such as --map=llama-huggingface-megatron; or --rename",
         )
 
 
@@ -180,7 +180,7 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -
               if len(its) != len(layers[block]) or len(set(its)) > 1]  # fmt: skip
     if unlike and apart is False:
         raise UnsupportedError("layers that differ cannot be stacked", found=listed(unlike, most=3),
-                               advice="give --layers apart")  # fmt: skip
+                               advice="give --layers=apart")  # fmt: skip
     found: dict[str, Placed] = {}
     for text, name in names.items():
         if name.block in layers and name.layer is not None and not (bool(unlike) if apart is None else apart):
@@ -205,10 +205,10 @@ def _of_experts(
     for at, its in experts.items():
         count = counts[at.key]
         if set(its) != set(range(count)):
-            raise UnsupportedError(f"the experts of {at.key} are not numbered through",
+            raise UnsupportedError(f"the experts of {at.key} are not numbered consecutively",
                                    expected=f"0 to {count - 1}", found=listed(sorted(its)))  # fmt: skip
         if len({tensors[text] for text in its.values()}) > 1:
-            raise UnsupportedError(f"the experts of {at.key} differ", expected="one shape and type of all")
+            raise UnsupportedError(f"the experts of {at.key} differ", expected="one shape and type for all")
         for number, text in its.items():
             done[text] = Placed(at.key, (*at.index, number), (*at.sizes, count))
     return done

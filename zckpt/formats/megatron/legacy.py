@@ -123,7 +123,7 @@ class Model:
         if self.ranks > 1 and kind == "parameter":
             rule = cut_of(name, shapes, said=self.first.arguments.get("swiglu"))
             if self.said.get(name, rule.dimension) != rule.dimension:
-                raise LayoutError(f"the masters of {name} say that it is cut another way",
+                raise LayoutError(f"the masters of {name} say that it is cut differently",
                                   expected=f"dimension {rule.dimension}", found=self.said[name])  # fmt: skip
         every = [[copy[rank] for rank in range(self.ranks)] for copy in self.copies[name].values()]
         found: dict[str, Slot] = {}
@@ -133,7 +133,7 @@ class Model:
             if len(slots) != self.ranks:
                 raise LayoutError(f"{key} of {name} is not on all tensor-parallel ranks")
             if slots[0].shape != shape and slots[0].numel != 1 and self.ranks > 1:
-                raise UnsupportedError(f"{key} of {name} has not the shape of its weight, and is cut",
+                raise UnsupportedError(f"{key} of {name} is cut, but does not have the shape of its weight",
                                        expected=shape, found=slots[0].shape)  # fmt: skip
             cut = rule if slots[0].shape == shape else KEPT
             whole = self._in_current_order(name, slots) or cut.joined(name, slots)
@@ -156,7 +156,7 @@ class Model:
             return None
         heads = size_of(self.first.arguments, "num_attention_heads")
         if heads is None:
-            raise UnsupportedError(f"the order of the rows of {name} is not known",
+            raise UnsupportedError(f"the order of the rows of {name} is unknown",
                                    expected="num_attention_heads in the arguments")  # fmt: skip
         return reordered(name, slots, splits, heads, float(version))
 
@@ -277,7 +277,7 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
             whole = names[at][name]
             if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
-        local.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules that keep no state of their own"))
+        local.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules without their own state"))
     local.optimizers = optimizers_of(one.content.get(OPTIMIZER), (OPTIMIZER,))
     flat = one.folder / OPTIMIZER_FILE
     if local.is_plain:
@@ -297,7 +297,7 @@ def _experts(name: str, parameter: Parameter, first: int, count: int) -> dict[st
     every: list[dict[str, Slot]] = [{} for _ in range(count)]
     for key, slot in parameter.slots.items():
         if slot.shape != parameter.shape and slot.numel != 1:
-            raise UnsupportedError(f"{key} of {name} is not that of experts, one behind the other",
+            raise UnsupportedError(f"{key} of {name} does not consist of one part per expert",
                                    expected=parameter.shape, found=slot.shape)  # fmt: skip
         own = apart(slot, name, count) if slot.shape == parameter.shape else [slot] * count
         for slots, one in zip(every, own, strict=True):
@@ -332,7 +332,7 @@ def _check_groups(every: Sequence[Local]) -> None:
     for local, groups in zip(every[1:], rest, strict=True):
         if groups != first:
             raise ShardError(f"has other param groups than {every[0].file.folder.name}", path=local.file.file.path,
-                             advice="the files may be of two steps or runs")  # fmt: skip
+                             advice="the files may be from two steps or runs")  # fmt: skip
 
 
 def _carry(checkpoint: Checkpoint, every: Sequence[Local]) -> None:

@@ -16,10 +16,11 @@ from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, arguments_of, size_of
+from zckpt.formats.megatron.objects import ARGUMENTS, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
-from zckpt.state import Checkpoint, Topology
+from zckpt.formats.torch_files.tensors import arguments_of
+from zckpt.state import Checkpoint, Topology, stated
 from zckpt.torchfile import Namespace, Object, node_of, put_back
 
 
@@ -67,12 +68,12 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
         if value is not None and value < 1:
             raise UsageError("unusable number of ranks", expected="at least 1", found=value)
     if size is not None and size < 0:
-        raise UsageError("unusable size of buckets", expected="at least 0", found=size)
-    topology = replace(own, **{key: value for key, value in given.items() if value is not None})
+        raise UsageError("unusable --ddp-bucket-size", expected="at least 0", found=size)
+    topology = replace(own, **stated(given))
     known = checkpoint.details.get(CHUNKS, 1)
     chunks = chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
     if chunks > 1 and topology.pp == 1:
-        raise UsageError("a virtual pipeline has several stages", expected="--pipeline-parallel-size P",
+        raise UsageError("a virtual pipeline needs several stages", expected="--pipeline-parallel-size P",
                          found=topology.pp)  # fmt: skip
     bounds = said("stage_bounds")
     if bounds is None and (topology.pp, chunks) == (own.pp, known) and isinstance(checkpoint.details.get(BOUNDS), str):
@@ -99,8 +100,8 @@ def _rows(checkpoint: Checkpoint, rows: int | None) -> int | None:
     rows = known if rows is None and isinstance(known, int) else rows
     if rows is not None and rows < present:
         raise UsageError(
-            "unusable padded size of the vocabulary",
-            expected=f"at least the {present} rows that SOURCE has, all of them trained",
+            "unusable --padded-vocab-size",
+            expected=f"at least SOURCE's {present} rows, which are all trained",
             found=rows,
         )
     return rows if rows != present else None
@@ -126,9 +127,9 @@ def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[ob
     if arguments.get("moe_use_legacy_grouped_gemm") is False:
         return NUMBERED
     raise UnsupportedError(
-        "its experts are grouped in the module, and what that calls them is not known",
-        expected="moe_use_legacy_grouped_gemm beside moe_grouped_gemm in the arguments",
-        advice="write torch_dist, which any kind of experts loads",
+        "its experts are grouped in the module, and their names there are unknown",
+        expected="moe_use_legacy_grouped_gemm as well as moe_grouped_gemm in the arguments",
+        advice="write torch_dist, which any kind of experts can load",
     )
 
 

@@ -32,12 +32,13 @@ from zckpt.formats.megatron.legacy import BOUNDS, FUSED, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.legacy_target import Target, target_of, with_sizes
 from zckpt.formats.megatron.names import TIED
 from zckpt.formats.megatron.norms import live_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of, states_by
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.stages import Dealt, Sliced, dealt, expert_counts, on_expert_rank
 from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, Checkpoint, Slot
 from zckpt.torchfile import DType
@@ -92,7 +93,7 @@ class Model:
         kinds = {tuple((key, dtype) for key, _, dtype in its) for its in every}
         owners = [one for one in self.source.groups if len(names) > 1 and not set(names).isdisjoint(one.members)]
         if len(kinds) > 1 or len(owners) > 1 or len({self.source.tensors[name][1] for name in names}) > 1:
-            raise UnsupportedError("experts that are one parameter have one optimizer state",
+            raise UnsupportedError("experts that are one parameter have the same optimizer slots",
                                    found=f"others of {one.name}")  # fmt: skip
         for at, (key, _, dtype) in enumerate(every[0]):
             part = self.sliced.part(one, rank, [its[at][1] for its in every])
@@ -132,8 +133,8 @@ def lay_out(job: Job) -> TargetFiles:
         tree[ARGUMENTS] = with_sizes(tree[ARGUMENTS], target)
     its_own = _of_ranks(checkpoint, ranks, target)
     if RNG in checkpoint.metadata and its_own is None:
-        source.notes.append("random states are those of other ranks, and kept beside: Megatron-LM starts with "
-                            "--no-load-rng")  # fmt: skip
+        source.notes.append("random states belong to other ranks, and are kept in zckpt.pt: start Megatron-LM with "
+            "--no-load-rng")  # fmt: skip
         tree.pop(RNG, None)
     held = {str(key) for key in tree}
     files = []
@@ -164,7 +165,7 @@ def _model(source: Source, target: Target) -> Model:
     own = checkpoint.format_version == "legacy" and all(name == live for name, live in names.items())
     order = parameters if own and ORDER not in checkpoint.details else order_of(parameters, engine=target.engine)
     if order is None and source.trained:
-        raise UnsupportedError("in which order a module has its parameters is not known",
+        raise UnsupportedError("the order of a module's parameters is unknown",
                                found=listed(parameters, most=3),
                                expected="the layers of Megatron-Core's GPTModel")  # fmt: skip
     others = set(parameters)
@@ -226,8 +227,8 @@ def _optimizers(model: Model, rank: Rank) -> object:
         inner: dict[object, object] = {STATES: states, GROUPS: values}
         kinds = {source.tensors[name][1] == "float32" for group in groups for name in group.members}
         if len(kinds) > 1:
-            raise UnsupportedError("trains weights of 16 and of 32 bits, which these files number otherwise",
-                                   advice="give --ckpt-format torch_dist")  # fmt: skip
+            raise UnsupportedError("trains both 16-bit and 32-bit weights, which these files number differently",
+                                   advice="give --ckpt-format=torch_dist")  # fmt: skip
         every.append(inner if kinds == {True} else {OPTIMIZER: inner, MASTERS: masters, **around})
     return every[0] if len(every) == 1 else every
 
@@ -299,7 +300,7 @@ def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | 
     for key, its_parts in parts.items():
         dtypes = sorted({dtype for dtype, _ in its_parts})
         if len(dtypes) > 1:
-            raise UnsupportedError(f"{key} is of several types, and a buffer has one", found=dtypes)
+            raise UnsupportedError(f"{key} has several types, but a buffer has one", found=dtypes)
         storage = new_storage(dtypes[0], layout.numel, [content for _, content in its_parts])
         tensors[key] = view(storage, (layout.numel,))
     return {**tensors, UNPADDED: layout.numel}

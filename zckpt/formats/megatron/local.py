@@ -32,7 +32,7 @@ def optimizers_of(node: object, steps: tuple[str, ...]) -> list[Held]:
     """Return the optimizers that a rank's file holds. Raises UnsupportedError: it is none of Megatron-Core's."""
     found = list(optimizers(node, steps)) if node else []
     if (node and not found) or any(GROUPS not in one.node for one in found):
-        raise UnsupportedError("holds an optimizer of a kind that is not known",
+        raise UnsupportedError("holds an unknown kind of optimizer",
                                expected="one with param_groups, or several")  # fmt: skip
     return found
 
@@ -54,9 +54,9 @@ def attach_plain(checkpoint: Checkpoint, every: Sequence[Held], path: str) -> tu
     unknown = [number for number in whole.every_number if number not in certain]
     if unknown:
         raise UnsupportedError(
-            f"which parameters the optimizer's numbers {listed(unknown)} are is not certain",
-            expected="groups in the model's order, of shapes that tell",
-            advice="write it as torch_dist with the program that wrote it",
+            f"it is uncertain which parameters the optimizer's numbers {listed(unknown)} stand for",
+            expected="groups in the model's order, with unambiguous shapes",
+            advice="save it as torch_dist with the program that wrote it",
         )
     attach(checkpoint, whole, path, certain=certain)
     said: dict[str, int] = {}
@@ -80,7 +80,7 @@ def _masters(node: object, state: OptimizerState) -> dict[int, Tensor]:
     for numbers, masters in zip(state.numbers, node, strict=True):
         own = [one for one in masters if isinstance(one, Tensor)] if isinstance(masters, list) else []
         if len(own) != len(numbers) or len(own) != len(masters):
-            raise UnsupportedError("has masters of some parameters of a group only",
+            raise UnsupportedError("has masters for only some parameters of a group",
                                    expected=f"{len(numbers)} tensors", found=len(own))  # fmt: skip
         found |= dict(zip(numbers, own, strict=True))
     return found
@@ -148,8 +148,8 @@ def attach_distributed(
                 groups += kinds.items()
             buffers = gathered(node, file.path)
             if [one.dtype for one in buffers] != [kind for kind, _ in groups]:
-                raise LayoutError("the distributed optimizer's buffers are not those of the model",
-                                  expected=f"buffers of {listed([kind for kind, _ in groups])}",
+                raise LayoutError("the distributed optimizer's buffers do not match the model",
+                                  expected=f"buffers for {listed([kind for kind, _ in groups])}",
                                   found=listed([one.dtype or "?" for one in buffers]))  # fmt: skip
             for buffer, (_, names) in zip(buffers, groups, strict=True):
                 members = [Member(name, checkpoint.parameters[name].numel, name in shared) for name in names]
@@ -180,13 +180,13 @@ def _attach_buffer(
             return
         wrong = wrong or found
     if not wrong:
-        raise LayoutError("the rank's parameters do not fill its distributed optimizer's buffer",
+        raise LayoutError("the rank's parameters do not fill its distributed-optimizer buffer",
                           expected=f"{lay_out(members, bucket_numels[0]).numel} elements", found=buffer.numel,
-                          advice="frozen parameters and buckets of unknown size leave the order unproven; "
-                                 "write it as torch_dist, fully_reshardable, with its own program")  # fmt: skip
+                          advice="with frozen parameters or buckets of unknown size the order cannot be proven; "
+                              "save it as torch_dist, fully_reshardable, with its own program")  # fmt: skip
     raise UnsupportedError(
-        f"which parameter is where in the distributed optimizer's buffer is not proven: {wrong}",
-        expected="masters that round to the weights beside them, each element",
-        advice="the files may be of two steps; if they are not, write it as torch_dist, fully_reshardable, with the "
-        "program that wrote it",
+        f"the order of parameters in the distributed optimizer's buffer is not proven: {wrong}",
+        expected="masters that round to their weights, each element",
+        advice="the files may be from two steps; if not, save it as torch_dist, fully_reshardable, with its own "
+        "program",
     )

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
+from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, by_name, carried
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.dtypes import is_floating
-from zckpt.torchfile import Object, TorchFile, node_of, read_torchfile
+from zckpt.torchfile import TorchFile, read_torchfile
 
 OPTIMIZER, ARGUMENTS = "optimizer", "args"
 STEP_KEYS = ("iteration", "global_step")
@@ -59,13 +59,6 @@ class Common:
     def arguments(self) -> Mapping[object, object]:
         """The program's arguments; empty where it has none."""
         return arguments_of(self.content.get(ARGUMENTS))
-
-
-def arguments_of(value: object) -> Mapping[object, object]:
-    """Return the attributes of a program's arguments; of anything else none."""
-    node = node_of(value)
-    node = node.state if isinstance(node, Object) else node
-    return node if isinstance(node, dict) else {}
 
 
 def size_of(arguments: Mapping[object, object], key: str) -> int | None:

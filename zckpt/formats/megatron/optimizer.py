@@ -23,7 +23,7 @@ from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
-from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state import Checkpoint, Parameter, ParamGroup, dict_of, without
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
@@ -77,15 +77,15 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     found = _by_rule(checkpoint, groups, common) if members is None else members
     if found is None:
         checkpoint.warnings.append(
-            "which parameters each param group has is not in the files, and Megatron's default rule does not tell: the "
-            "groups are kept as they are"
+            "neither the files nor Megatron's default rule tell which parameters each param group has: the groups "
+            "are kept unchanged"
         )
     else:
         names = [name for its in found for name in its]
         if len(found) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
             expected = f"{len(found)} groups, whose parameters the model has"
             raise DamagedFileError(
-                "param groups of other parameters", path=common.file.path, expected=expected, found=len(groups)
+                "param groups with other parameters", path=common.file.path, expected=expected, found=len(groups)
             )
         for at, (group, its) in enumerate(zip(groups, found, strict=True)):
             group.parameters = list(its)
@@ -100,13 +100,13 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
 
 def loss_scale_of(scaler: object, path: str) -> float | None:
     """Return the scale that a loss scaler of a file has; None where it has none."""
-    scale = scaler.get("scale") if isinstance(scaler, dict) else None
+    scale = dict_of(scaler).get("scale")
     return float(read_scalars(path, [scale])[0].value) if isinstance(scale, Tensor) and scale.numel == 1 else None
 
 
 def keep_common(checkpoint: Checkpoint, common: Common) -> None:
     """Keep what is there beside optimizers."""
-    others = {key: value for key, value in common.content.items() if key != OPTIMIZER}
+    others = without(common.content, OPTIMIZER)
     checkpoint.metadata |= {key: carried(common.file, value) for key, value in others.items()}
 
 
@@ -131,7 +131,7 @@ def optimizers(
 def _groups(held: Held, common: Common) -> Iterator[ParamGroup]:
     """Yield the groups of an optimizer, as yet without parameters."""
     states, listed, path = held.node.get(STATES), held.node.get(GROUPS), common.file.path
-    step = states.get(COMMON_STEP) if isinstance(states, dict) else None
+    step = dict_of(states).get(COMMON_STEP)
     value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
     for node in listed if isinstance(listed, list) else []:
         values = with_scalars(as_mapping(node, path, "a param group as a dict"), path)
@@ -161,7 +161,7 @@ def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Commo
         found[min(fitting)].append(one.name)
     if ruled:
         checkpoint.details["param groups"] = (
-            "of which parameters is not in the files: by Megatron's default rule, those of one axis and biases are in "
+            "the files do not list its parameters: by Megatron's default rule, those of one axis and biases are in "
             "the group without weight decay"
         )
     return found
@@ -195,7 +195,7 @@ def keep_rest(checkpoint: Checkpoint, common: Common, every: Sequence[Held], tak
 
 def _has_only_steps(value: object, groups: Sequence[ParamGroup], common: Common) -> bool:
     """Tell whether what is left of each parameter's state is the step of the groups, as torch's Adam counts it."""
-    nodes = list(value.values()) if isinstance(value, dict) else []
+    nodes = list(dict_of(value).values())
     steps = [node[STEP] for node in nodes if isinstance(node, dict) and list(node) == [STEP]]
     tensors = [one for one in steps if isinstance(one, Tensor) and one.numel == 1]
     if not groups or len(tensors) != len(nodes):

@@ -19,7 +19,7 @@ from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.remainder import described, descriptions, remainder, remainder_rules, restore
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe
-from zckpt.state import Checkpoint, Parameter
+from zckpt.state import Checkpoint, Parameter, without
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -29,7 +29,7 @@ KEY = "megatron"
 ROWS = "padded vocabulary"
 """Under which `Checkpoint.details` have the rows of a target's vocabulary, where they are more than the source's."""
 
-RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "names, and whose each param group is"))
+RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "names, and the parameters of each param group"))
 
 
 def own_tree(
@@ -54,8 +54,8 @@ def own_tree(
     ranks : mapping of str to int, optional
         Of legacy files: how many of each kind.
     """
-    rest = {key: value for key, value in checkpoint.metadata.items() if key not in held}
-    others = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in held}
+    rest = without(checkpoint.metadata, *held)
+    others = without(checkpoint.optimizer_metadata, *held)
     aliases = [one for one in checkpoint.parameters.values() if one.tied_to is not None]
     return {
         **remainder(replace(checkpoint, metadata=rest, optimizer_metadata=others)),

@@ -22,8 +22,8 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedE
 from zckpt.formats.megatron.directory import FILE, FOLDER, folders
 from zckpt.formats.megatron.fused import is_fused
 from zckpt.formats.megatron.names import BLOCK, Name, is_expert
-from zckpt.formats.megatron.objects import arguments_of, size_of
-from zckpt.formats.torch_files.tensors import as_mapping
+from zckpt.formats.megatron.objects import size_of
+from zckpt.formats.torch_files.tensors import arguments_of, as_mapping
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 _CHUNK = re.compile(r"model([0-9]{0,18})")
@@ -79,7 +79,7 @@ def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
                for name in paths if (match := FOLDER.fullmatch(name))}  # fmt: skip
     lengths = {len(one) for one in numbers.values()}
     if len(lengths) > 1:
-        raise ShardError("has directories of ranks of more than one kind", found=listed(list(paths)))
+        raise ShardError("has rank directories of more than one kind", found=listed(list(paths)))
     files = {name: read_torchfile(path / FILE) for name, path in paths.items()}
     first = next(iter(files.values()))
     content = as_mapping(first.root, first.path)
@@ -103,9 +103,9 @@ def _check_experts_cut(content: Mapping[object, object], arguments: Mapping[obje
     states = [its for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
     has_experts = any(is_expert(str(name)) for its in states if isinstance(its, dict) for name in its)
     if has_experts and tp is not None and own not in (None, tp):
-        raise UnsupportedError("experts are cut for other tensor-parallel ranks than the rest",
+        raise UnsupportedError("experts are cut for another number of tensor-parallel ranks than the rest",
                                expected=f"expert_tensor_parallel_size {tp}", found=own,
-                               advice="write it as torch_dist with the program that wrote it")  # fmt: skip
+                               advice="save it as torch_dist with the program that wrote it")  # fmt: skip
 
 
 def _is_second_expert(arguments: Mapping[object, object], names: list[str]) -> bool:
@@ -114,10 +114,10 @@ def _is_second_expert(arguments: Mapping[object, object], names: list[str]) -> b
     if stages is not None and experts is not None and (stages > 1) != (experts > 1):
         return experts > 1
     if stages is not None and stages > 1:
-        raise ShardError("has no number of the expert-parallel rank in the names of its directories",
+        raise ShardError("the names of its directories lack the number of the expert-parallel rank",
                          expected=f"{stages} stages of {experts} ranks", found=listed(names))  # fmt: skip
-    raise UnsupportedError("whether its ranks are those of pipeline or of expert parallelism is not known",
-                           expected=f"{STAGES} in the arguments that are saved with it",
+    raise UnsupportedError("it is unknown whether its ranks are pipeline- or expert-parallel",
+                           expected=f"{STAGES} in the saved arguments",
                            found=listed(names))  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) ->
     if missing is not None:
         p, e, t = missing
         raise ShardError(
-            "files of ranks are missing",
+            "rank files are missing",
             expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
             found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
             code=MISSING_FILE,
@@ -169,7 +169,7 @@ def _check_alike(ranks: Sequence[RankFile]) -> None:
     for one in ranks[1:]:
         for key in ("iteration", "checkpoint_version"):
             if one.content.get(key) != first.content.get(key):
-                raise ShardError(f"is of another {key} than {first.folder.name}", path=one.file.path,
+                raise ShardError(f"has another {key} than {first.folder.name}", path=one.file.path,
                                  expected=first.content.get(key), found=one.content.get(key))  # fmt: skip
         if one.keys != first.keys:
             raise LayoutError(f"has other chunks of the model than {first.folder.name}", path=one.file.path,
@@ -228,7 +228,7 @@ class Numbering:
         for text, name in own.items():
             is_odd = name.expert is None and is_expert(text) and not is_fused(text)
             if is_odd and self._parallel and is_weight(text, one.chunks[chunk][text]):
-                raise UnsupportedError(f"which experts {text} has is not known", path=one.file.path,
+                raise UnsupportedError(f"it is unknown which experts {text} has", path=one.file.path,
                                        expected="a tensor for each expert")  # fmt: skip
             expert = None if name.expert is None else one.ep * count + name.expert
             layer = None if name.layer is None else name.layer + self._first[chunk, one.pp, name.block]

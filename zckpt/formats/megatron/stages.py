@@ -96,8 +96,8 @@ def bounds_of(given: str | None, layers: int, chunks: int) -> Bounds:
     if given is None:
         if chunks > 1 and layers % chunks:
             raise UsageError(
-                f"{layers} layers are not dealt evenly to {chunks} chunks of the model",
-                expected="--stage-bounds 0,N,...: the first layer of each, and the number of layers",
+                f"{layers} layers cannot be distributed evenly over {chunks} chunks of the model",
+                expected="--stage-bounds 0,N,...: the first layer of each, then the number of layers",
             )
         return tuple(at * layers // chunks for at in range(chunks + 1))
     try:
@@ -161,12 +161,12 @@ def dealt(names: Sequence[str], bounds: Bounds, *, stages: int, tied: Mapping[st
         odd = next((name for name in names if _FRONT.fullmatch(name) and not _WORDS.fullmatch(name)), None)
         if (odd is not None or tied) and any(map(FURTHER.fullmatch, names)):
             raise UnsupportedError(
-                "multi-token prediction on several stages is of words' embeddings alone, which are no output layer",
-                found=odd or "a tied embedding, which megatron-core does not save on several stages, either",
+                "on several stages, multi-token prediction needs word embeddings alone, which are not the output layer",
+                found=odd or "a tied embedding, which megatron-core cannot save on several stages either",
                 advice="give --pipeline-parallel-size 1",
             )
         if every.unknown:
-            raise UnsupportedError("which pipeline stage has it is not known", found=listed(every.unknown),
+            raise UnsupportedError("it is unknown which pipeline stage has it", found=listed(every.unknown),
                                    advice="give --pipeline-parallel-size 1")  # fmt: skip
     found = [every.of(bounds[at], bounds[at + 1], first=at == 0, last=at == count - 1) for at in range(count)]
     return [[found[chunk * stages + stage] for chunk in range(count // stages)] for stage in range(stages)]
@@ -192,7 +192,7 @@ def on_expert_rank(
             if fused and ".experts.local_experts." in local:
                 local = ONE.sub(r"\1weight\2", local)
                 if not is_fused(local):
-                    raise UnsupportedError("experts that are one parameter have weights alone", found=local)
+                    raise UnsupportedError("experts that are one parameter can only have weights", found=local)
                 first = found.get(local)
                 found[local] = Dealt((*(first.names if first else ()), one.name), local, one.shared)
                 continue
@@ -208,6 +208,6 @@ def expert_counts(names: Iterable[str], ranks: int) -> dict[object, int]:
             found[one.experts] = max(found.get(one.experts, 0), one.expert + 1)
     odd = next((count for count in found.values() if count % ranks), None)
     if odd is not None or (not found and ranks > 1):
-        raise UsageError("unusable expert-parallel size", found=ranks,
+        raise UsageError("unusable --expert-parallel-size", found=ranks,
                          expected=f"a divisor of {odd}" if odd else "1, for a model without experts")  # fmt: skip
     return found

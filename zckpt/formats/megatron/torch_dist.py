@@ -98,14 +98,16 @@ def _by_slot(tensors: Mapping[str, TensorItem]) -> tuple[Slots, dict[str, Tensor
         match = _SLOT.fullmatch(key)
         slot, of = (WEIGHT, key) if match is None else (MASTER if match[1] in MASTERS else match[1], match[2])
         if of in found.setdefault(slot, {}):
-            raise LayoutError(f"two optimizers have {slot} of {of}", found=key)
+            raise LayoutError(f"two optimizers have {slot} for {of}", found=key)
         found[slot][of] = item
     if not found[WEIGHT]:
         raise UnsupportedError("holds no model", found=listed(list(tensors)) or "nothing")
     for slot, its in found.items():
         others = [key for key in its if key not in found[WEIGHT]]
         if others:
-            raise UnsupportedError(f"the optimizer has {slot} of what is no tensor of the model", found=listed(others))
+            raise UnsupportedError(
+                f"the optimizer has {slot} for something that is not a model tensor", found=listed(others)
+            )
     return found, flat
 
 
@@ -125,7 +127,7 @@ def _add_tensors(checkpoint: Checkpoint, slots: Slots, given: Mapping[str, str])
         for index, weight in pieces[WEIGHT].items():
             name = one.name(index)
             if name in found:
-                raise DamagedFileError(f"two tensors are {name}", found=f"{one.key} and {filed[name]}")
+                raise DamagedFileError(f"two tensors are named {name}", found=f"{one.key} and {filed[name]}")
             filed[name] = one.key
             found[name] = Parameter(name, weight.shape, weight.dtype, {slot: of[index] for slot, of in pieces.items()})
     names = bare_names(found)
@@ -155,11 +157,11 @@ def _pieces(one: Stored, slots: Slots, slot: str, turned: bool) -> dict[Shape, S
     for key, shape in zip(one.parts, shapes, strict=True):
         item = slots[slot][key]
         if len(shape) < axes:
-            raise LayoutError(f"{key} has no axis for each layer", found=shape)
+            raise LayoutError(f"{key} has no layer axis", found=shape)
         is_flat = item.shape != shape
         inner = shape[axes:][::-1] if is_flat and turned else shape[axes:]
         if is_flat and (item.shape[:axes] != shape[:axes] or not is_flattened(item.shape[axes:], inner)):
-            raise LayoutError(f"{item.key} is not of the shape of its weight", expected=(*shape[:axes], *inner),
+            raise LayoutError(f"{item.key} does not have the shape of its weight", expected=(*shape[:axes], *inner),
                               found=item.shape)  # fmt: skip
         whole = item.slot(slot)
         if axes and not whole.numel:

@@ -23,13 +23,14 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, RELEASE, TRACKER, folder_of
 from zckpt.formats.megatron.keys import check_names
 from zckpt.formats.megatron.names import is_expert
-from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER, arguments_of
+from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER
 from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP, WEIGHT_DECAY, by_rule_decays
 from zckpt.formats.megatron.own import own_tree
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, stated
 from zckpt.torchfile import node_of, put_back
 
 DISTRIBUTED, FLATTENED, PLAIN = "distributed", "flattened", "plain"
@@ -138,7 +139,7 @@ class Source:
             if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
                 continue
             if slot.shape != one.shape:
-                raise UnsupportedError(f"Megatron has no place for {key} of {one.name}",
+                raise UnsupportedError(f"Megatron cannot hold {key} of {one.name}",
                                        expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
             yield key, slot, slot.dtype
 
@@ -169,7 +170,7 @@ class Source:
     def common_tree(self, but: Iterable[str]) -> dict[object, object]:
         """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
         tree: dict[object, object] = {}
-        formats = (self.checkpoint.format, origin_of(self.checkpoint).get("format"))
+        formats = (self.checkpoint.format, self.checkpoint.converted_from.get("format"))
         for key, value in self.checkpoint.metadata.items():
             own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
             if key not in but and key not in RESTATED and (own or key in OF_PROGRAM):
@@ -206,10 +207,10 @@ class Source:
             torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own),
             tracker,
         ]
-        lacks = [what for key, what in ((ARGUMENTS, "--no-load-rng"), ("opt_param_scheduler", "a scheduler of its own"))
+        lacks = [what for key, what in ((ARGUMENTS, "--no-load-rng"), ("opt_param_scheduler", "its own scheduler"))
                  if key not in has]  # fmt: skip
         if lacks and self.iteration is not None and self.checkpoint.format != FORMAT:
-            self.notes.append(f"SOURCE has no state of Megatron-LM's own: it starts with {' and '.join(lacks)}")
+            self.notes.append(f"SOURCE has no Megatron-LM state: start Megatron-LM with {' and '.join(lacks)}")
         return TargetFiles(every, notes=self.notes, restated=RESTATED | ({ARGUMENTS} if ranks is not None else set()))
 
 
@@ -226,18 +227,12 @@ def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
     return tensors
 
 
-def origin_of(checkpoint: Checkpoint) -> Mapping[str, object]:
-    """Return what a checkpoint says of where it is from."""
-    origin = checkpoint.details.get("origin")
-    return origin if isinstance(origin, Mapping) else {}
-
-
 def _kind(checkpoint: Checkpoint) -> str:
     """Return whose state a source has: as its arguments say, or else as its files do where they are Megatron-Core's."""
     said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
     if isinstance(said, bool):
         return DISTRIBUTED if said else PLAIN
-    facts = origin_of(checkpoint) or {"format": checkpoint.format}
+    facts = checkpoint.converted_from or {"format": checkpoint.format}
     flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
     distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
     return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
@@ -247,7 +242,7 @@ def _folder(checkpoint: Checkpoint, iteration: int | None, *, is_trained: bool) 
     chosen = checkpoint.step if iteration is None else iteration
     if chosen is None:
         if is_trained:
-            raise UsageError("SOURCE does not say at which iteration it was saved", expected="--iteration N")
+            raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
         return RELEASE
     if chosen < 0:
         raise UsageError("unusable iteration", expected="at least 0", found=chosen)
@@ -261,20 +256,20 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
     in is not known, some lack state that others have, or groups that Megatron has as one differ.
     """
     if expert_parallel_size is not None and expert_parallel_size < 1:
-        raise UsageError("unusable expert-parallel-size", expected="at least 1", found=expert_parallel_size)
+        raise UsageError("unusable --expert-parallel-size", expected="at least 1", found=expert_parallel_size)
     groups = checkpoint.param_groups
     grouped = {name for group in groups for name in group.parameters}
     lost = [one.name for one in checkpoint.parameters.values()
             if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
     if lost:
-        raise UnsupportedError("which parameters each param group has is not known", found=listed(lost),
+        raise UnsupportedError("it is unknown which parameters each param group has", found=listed(lost),
                                advice="`zckpt consolidate` writes the model")  # fmt: skip
     trained = [checkpoint.parameters[name] for name in grouped]
     most = {key for one in trained for key in one.optimizer_slots}
     lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
     if lacking is not None:
-        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have",
-                               expected="state of all trained parameters")  # fmt: skip
+        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, but others do",
+                               expected="state for all trained parameters")  # fmt: skip
     as_source = checkpoint.topology.ep > 1 or any(one.hyperparameters.get(EXPERTS) is True for one in groups)
     chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
     own = all(_factor(group.hyperparameters, WEIGHT_DECAY) is not None for group in groups)
@@ -283,7 +278,7 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
         for name in group.parameters or ([""] if own else []):  # a group of nothing is one, too
             values = dict(group.hyperparameters)
             said = {key: _factor(values, key) for key in FACTORS}
-            factors = {**FACTORS, **{key: value for key, value in said.items() if value is not None}}
+            factors = {**FACTORS, **stated(said)}
             if name:
                 factors[EXPERTS] = chained and is_expert(name)
             if not own:
@@ -293,17 +288,17 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
             unlike = next((key for key in {**one.values, **values} if one.values.get(key) != values.get(key)), None)
             if unlike is not None:
                 raise UnsupportedError(
-                    "param groups that Megatron has as one differ",
-                    expected="the same hyperparameters for all parameters that decay, and for all of one axis and "
-                    "biases",
+                    "param groups that are one in Megatron differ",
+                    expected="the same hyperparameters for all parameters with weight decay, and for all biases and "
+                    "parameters of one axis",
                     found=f"{unlike} {one.values.get(unlike)} and {values.get(unlike)}",
                 )
             one.members += [name] if name else []
     made = sorted(found.values(), key=lambda one: (one.is_of_experts, not own and one.values[WEIGHT_DECAY] == 0.0))
     if not own:
         count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
-        notes.append(f"{count} made Megatron's {len(made)}: tensors of one axis and biases have no weight decay there, "
-                     "and learning rates and weight decay are what its own arguments say")  # fmt: skip
+        notes.append(f"{count} became Megatron's {len(made)}: biases and tensors of one axis have no weight decay "
+            "there, and its own arguments set learning rates and weight decay")  # fmt: skip
     return made
 
 
@@ -320,8 +315,8 @@ def _step(checkpoint: Checkpoint, trained: Sequence[Parameter]) -> float | None:
             number = single(value)
             if key != STEP or not isinstance(number, (int, float)):
                 raise UnsupportedError(
-                    f"Megatron has no place for {key} of {one.name}",
-                    expected="tensors of its shape, and a step",
+                    f"Megatron cannot hold {key} of {one.name}",
+                    expected="tensors of its shape, or a step",
                 )
             found[float(number)] = number
     if len(found) > 1:

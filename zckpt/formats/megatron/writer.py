@@ -34,10 +34,11 @@ from zckpt.formats.megatron.directory import COMMON, MARK, TORCH_DIST
 from zckpt.formats.megatron.keys import Placed, is_of_one_layer, placed
 from zckpt.formats.megatron.names import by_itself
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, keyed_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, arguments_of, states_by
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
 from zckpt.formats.megatron.optimizer import COMMON_STEP, GROUPS, SHARDING, STATES
-from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, origin_of, shards_of
+from zckpt.formats.megatron.write_common import CONTENT, DISTRIBUTED, FLATTENED, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot
 from zckpt.state.views import narrow, reshape
@@ -92,7 +93,7 @@ def lay_out(job: Job) -> TargetFiles:
     filed = {name: by_itself(new) for name, new in keyed.items()}
     slots = {name: sorted({*one.slots} - {WEIGHT}) for name, one in source.trained.items()}
     kinds = {filed[name]: (slot.shape, (dtype, *slots.get(name, ()))) for name, (slot, dtype) in tensors.items()}
-    stored = checkpoint.details.get(LAYERS), origin_of(checkpoint).get(LAYERS)  # as the source's own files had them
+    stored = checkpoint.details.get(LAYERS), checkpoint.converted_from.get(LAYERS)  # as the source's own files had them
     apart = APART in stored or None if options.layers is None else options.layers == APART
     places = placed(kinds, apart=apart)
     items = Items()
@@ -140,9 +141,9 @@ def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items)
             key = f"{name}/shard_{shard}"
             if name.endswith(EXTRA_STATE) and key not in items.objects:
                 raise UnsupportedError(
-                    "holds the state of a module that would be stored otherwise",
+                    "holds a module's state that would be stored differently",
                     found=key,
-                    advice="give --layers as SOURCE has them",
+                    advice="give --layers as in SOURCE",
                 )
             items.objects[key] = node
     return set(every)

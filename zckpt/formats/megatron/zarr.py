@@ -95,7 +95,7 @@ def _array(checkpoint: Checkpoint, folder: Path) -> TensorItem:
             raise missing(f"file {name} is missing", folder, f"{count} chunks of an array")
         file = folder / name
         if file.stat().st_size != nbytes:
-            raise DamagedFileError("is not of the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
+            raise DamagedFileError("does not have the size of a chunk", path=file, expected=f"{nbytes:,} bytes",
                                    found=f"{file.stat().st_size:,}", code=TRUNCATED)  # fmt: skip
         whole = Slot(name, dtype, chunks, (Span(Extent.whole(chunks), str(file), 0, dtype),))
         offsets = tuple(map(mul, index, chunks))
@@ -124,11 +124,11 @@ def _described(path: Path) -> tuple[tuple[int, ...], tuple[int, ...], str]:
     if odd is not None:
         key, given, value = odd
         told = given.get("id", given) if isinstance(given, dict) else given
-        raise UnsupportedError(f"is an array of zarr with {key} {str(told)[:40]}", path=path,
-                               expected=f"{key} {value}, as Megatron-Core writes it",
-                               advice="write it as torch_dist with the program that wrote it")  # fmt: skip
+        raise UnsupportedError(f"is a zarr array with {key} {str(told)[:40]}", path=path,
+                               expected=f"{key} {value}, as in Megatron-Core",
+                               advice="save it as torch_dist with the program that wrote it")  # fmt: skip
     dtype = DTYPES.get(str(node.get("dtype")))
     if dtype is None:
-        raise UnsupportedError("is an array of a type that is not known", path=path, expected=", ".join(DTYPES),
+        raise UnsupportedError("is an array of an unknown type", path=path, expected=", ".join(DTYPES),
                                found=str(node.get("dtype"))[:40])  # fmt: skip
     return shape, chunks, dtype

@@ -28,7 +28,9 @@ class Meta(Format):
 
     name = "meta"
     title = "Meta's consolidated.00.pth"
-    reads = (("Meta's `consolidated.00.pth`, ...", "Llama's files and `params.json`, tensor-parallel slices merged"),)
+    reads = (
+        ("Meta's `consolidated.00.pth`, ...", "Llama's files and `params.json`; tensor-parallel slices are merged"),
+    )
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the files by their names."""
@@ -45,7 +47,7 @@ class Meta(Format):
 
         if found.place.is_file():
             raise ShardError(
-                f"is one of {len(files_of(found.place.parent))} files of a model that is cut by tensor parallelism",
+                f"is one of {len(files_of(found.place.parent))} files of a tensor-parallel model",
                 path=found.place,
                 advice=f"give its directory, {found.place.parent}",
             )

@@ -63,7 +63,7 @@ def cut_dimension(name: str, shape: Shape, ranks: int, sizes: Sizes) -> int | No
         return None
     if layer is None:
         raise UnsupportedError(
-            f"{name} is cut by no rule that is known, and there are {ranks} files",
+            f"there is no known rule for cutting {name}, and there are {ranks} files",
             expected="tensors of Llama 1, 2 or 3",
             found=f"shape {shape}",
         )
@@ -72,11 +72,11 @@ def cut_dimension(name: str, shape: Shape, ranks: int, sizes: Sizes) -> int | No
     fitting = [cut for cut, its in found.items() if all(n in (None, its[at]) for at, n in enumerate(whole))]
     if len(fitting) != 1:
         along = f" along dimension {cuts[0]}" if len(cuts) == 1 else ""
-        is_not = f"is not {f'1/{ranks} of ' if ranks > 1 else ''}what params.json says"
+        is_not = f"does not match {(f'1/{ranks} of ' if ranks > 1 else '')}params.json"
         raise LayoutError(
-            f"{name} {'may be cut either way' if fitting else is_not}",
+            f"{name} {('could be cut either way' if fitting else is_not)}",
             expected=f"{ranks} slices{along} of ({', '.join(str(size or '?') for size in whole)})",
             found=f"slices of {shape}",
-            advice="give the params.json of these files" + (", or the files of the other ranks" if ranks == 1 else ""),
+            advice="give these files' params.json" + (", or the files of the other ranks" if ranks == 1 else ""),
         )
     return fitting[0] if ranks > 1 else None

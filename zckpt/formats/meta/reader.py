@@ -57,7 +57,9 @@ def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
         checkpoint.claims[str(path)] = Claim("carried", f"as {PARAMS} of the metadata")
     elif len(files) > 1:
         raise ShardError(
-            "has no params.json, which says how its tensors are cut", path=directory, advice="put it beside the files"
+            "has no params.json, which states how its tensors are cut",
+            path=directory,
+            advice="put it next to the files",
         )
     every = [read_torchfile(path) for path in files.values()]
     contents = [by_name(as_mapping(one.root, one.path, "a dict of tensors"), one.path) for one in every]
@@ -80,7 +82,7 @@ def _check_alike(files: Sequence[TorchFile], contents: Sequence[Mapping[str, obj
         name = next((one for one in [*first, *its] if first.get(one) != its.get(one)), None)
         if name is not None:
             raise LayoutError(
-                f"{name} is not as in {Path(files[0].path).name}",
+                f"{name} differs from {Path(files[0].path).name}",
                 path=file.path,
                 expected=first.get(name, "nothing"),
                 found=its.get(name, "nothing"),

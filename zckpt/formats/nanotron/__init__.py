@@ -34,7 +34,7 @@ class Nanotron(Format):
 
     name = "nanotron"
     title = "nanotron"
-    reads = (("nanotron", "tensor, pipeline and expert parallel, ZeRO-1 or none, float32 masters"),)
+    reads = (("nanotron", "tensor, pipeline and expert parallel, with or without ZeRO-1, float32 masters"),)
 
     def find(self, search: Search) -> Found | None:
         """Find the account of a checkpoint, of the last one where a run is given."""

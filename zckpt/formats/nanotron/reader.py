@@ -24,7 +24,7 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
-from zckpt.state import MASTER, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Slot, Topology
+from zckpt.state import MASTER, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Slot, Topology, dict_of, without
 from zckpt.state.boxes import overlap
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, IMPLIED, Claim, Rule
 from zckpt.state.views import narrow, placed, plain, reshape
@@ -90,7 +90,7 @@ class Weight:
         if overlap([(to, slot.shape) for to, slot in boxes]) or sum(slot.numel for _, slot in boxes) != math.prod(
             whole
         ):
-            raise LayoutError(f"the parts of {name} are not the whole of it once", expected=whole, parameters=[name])
+            raise LayoutError(f"the parts of {name} do not cover it exactly once", expected=whole, parameters=[name])
         return plain(placed(boxes))
 
 
@@ -119,7 +119,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     said = json_object(path / METADATA, "nanotron's metadata", most=MAXIMUM_JSON_NBYTES)
     version, metas = str(said.get("version")), said.get("metas")
     if not version.startswith(VERSION) or not isinstance(metas, dict):
-        raise UnsupportedError("is of a version that is not read", path=path / METADATA, expected=f"{VERSION}x, metas",
+        raise UnsupportedError("has an unsupported version", path=path / METADATA, expected=f"{VERSION}x, metas",
                                found=version)  # fmt: skip
     checkpoint.format_version, checkpoint.metadata["nanotron"] = version, said
     step = metas.get("last_train_step")
@@ -158,7 +158,7 @@ def _add_weight(
 ) -> None:
     """Add a tensor, or a rank's part of one."""
     slots, texts, nbytes = safetensors.read_header(file)
-    rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "where the part lies in the whole") for key in OF_SHARD]
+    rules = [Rule((safetensors.METADATA_KEY, key), IMPLIED, "the place of the part in the whole") for key in OF_SHARD]
     checkpoint.files.append(safetensors.source_file(file, slots, texts, nbytes, rules))
     one = weights.setdefault(name, Weight())
     with about(file):
@@ -184,10 +184,12 @@ def _boxes(slot: Slot, texts: Mapping[str, str]) -> Boxes:
             for pair in texts["local_global_slices_pairs"].split(";")
         ]
     except (KeyError, ValueError) as error:
-        raise DamagedFileError("does not say where its part lies in the whole", expected=", ".join(OF_SHARD[1:]),
+        raise DamagedFileError("does not state where its part lies in the whole", expected=", ".join(OF_SHARD[1:]),
                                found=f"{type(error).__name__}: {error}") from error  # fmt: skip
     if any(sizes != its for (_, sizes), (_, its) in pairs):
-        raise DamagedFileError("slices of the part and of the whole differ", found=texts["local_global_slices_pairs"])
+        raise DamagedFileError(
+            "the slices of the part and of the whole differ", found=texts["local_global_slices_pairs"]
+        )
     return Boxes(slot.shape, whole, tuple((low, to, sizes) for (low, sizes), (to, _) in pairs))
 
 
@@ -213,7 +215,7 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
     """Read the optimizer's files. Raises ShardError: one is missing; LayoutError: ranks have other hyperparameters."""
     sizes = {tuple(int(one or 1) for one in match.groups()[1::2]) for _, match in files}
     if len(sizes) > 1:
-        raise LayoutError("holds files of several numbers of ranks", path=folder, found=listed(sorted(map(str, sizes))))
+        raise LayoutError("holds files of different world sizes", path=folder, found=listed(sorted(map(str, sizes))))
     pp, dp, tp, exp = next(iter(sizes), (1, 1, 1, 1))
     found: list[Rank] = []
     for path, match in sorted(files, key=lambda one: [int(n or 0) for n in one[1].groups()[::2]]):
@@ -226,7 +228,7 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
         one = Rank(at[0], None if match[3] is None else at[1], at[2], at[3], file, parse(its, file.path), own,
                    as_mapping(root.get(MASTERS, {}), file.path))  # fmt: skip
         if unnamed := one.state.state.keys() - own.keys():
-            raise DamagedFileError("has state of parameters without names", path=path, found=listed(sorted(unnamed)))
+            raise DamagedFileError("has state for parameters without names", path=path, found=listed(sorted(unnamed)))
         first = next((other for other in found if other.pp == one.pp), None)
         rules = (Rule(("names", "**"), IMPLIED, "names of the parameters"), *optimizer_rules())
         if first is not None:
@@ -239,11 +241,11 @@ def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.
         there = {(one.pp, one.dp or 0, one.tp, one.exp) for one in found}
         gone = next(at for at in product(range(pp), range(dp), range(tp), range(exp)) if at not in there)
         raise ShardError(
-            "the optimizer's file of a rank is missing", path=folder, expected=f"{pp * dp * tp * exp} files",
+            "a rank's optimizer file is missing", path=folder, expected=f"{pp * dp * tp * exp} files",
             found=f"{len(found)}, none of pp {gone[0]}, dp {gone[1]}, tp {gone[2]}, exp {gone[3]}", code=MISSING_FILE,
         )  # fmt: skip
     said = checkpoint.metadata["nanotron"]
-    stated = said.get("dp") if isinstance(said, dict) else None
+    stated = dict_of(said).get("dp")
     dp = stated if type(stated) is int and stated > 0 else dp
     checkpoint.topology, checkpoint.world_size = Topology(dp, tp, pp, exp), dp * tp * pp
     config = folder / "optimizer_config.json"
@@ -260,7 +262,7 @@ def _attach(checkpoint: Checkpoint, weights: Mapping[str, Weight], ranks: Sequen
                   for key, value in slots.items()]  # fmt: skip
         for name, key, value in [*values, *((str(name), MASTER, value) for name, value in rank.masters.items())]:
             if name not in weights:
-                raise LayoutError(f"has state of {name}, which the model has not", path=rank.file.path)
+                raise LayoutError(f"has state for {name}, which the model lacks", path=rank.file.path)
             if isinstance(value, Tensor):
                 at = rank.pp, rank.tp, rank.exp
                 pieces.setdefault((name, key), {}).setdefault(at, []).append((rank, value))
@@ -287,7 +289,9 @@ def _joined(
         copies.setdefault(part, []).append(local)
     counts = {len(its) for its in copies.values()}
     if copies.keys() != weight.parts.keys() or len(counts) != 1:
-        raise LayoutError(f"ranks have not all parts of {key} of {name}", path=checkpoint.source, parameters=[name])
+        raise LayoutError(
+            f"parts of {key} of {name} are missing on the ranks", path=checkpoint.source, parameters=[name]
+        )
     return [weight.joined(name, {part: its[n] for part, its in copies.items()}) for n in range(counts.pop())]
 
 
@@ -305,7 +309,7 @@ def _note_gaps(checkpoint: Checkpoint, path: Path, optimizers: Sequence[str]) ->
         if path / name not in there and (path / name).parent.is_dir()
     ]
     if gone:
-        checkpoint.warnings.append(f"{listed(gone)}: not there, and other ranks' are: is it lost?")
+        checkpoint.warnings.append(f"{listed(gone)}: missing, although other ranks' files exist: was it lost?")
 
 
 def _local(key: str, name: str, shape: Shape, pieces: Sequence[tuple[Rank, Tensor]], dp: int) -> Slot:
@@ -314,7 +318,7 @@ def _local(key: str, name: str, shape: Shape, pieces: Sequence[tuple[Rank, Tenso
     cut = [numel // dp + (rank < numel % dp) for rank in range(dp)] if pieces[0][0].dp is not None else [numel]
     found, expected = [tensor.numel for _, tensor in pieces], [size for size in cut if size]
     if found != expected:
-        raise LayoutError(f"{key} of {name} is not what these ranks should have", path=pieces[0][0].file.path,
+        raise LayoutError(f"{key} of {name} is not what these ranks should hold", path=pieces[0][0].file.path,
                           expected=listed([*map(str, expected)]), found=listed([*map(str, found)]))  # fmt: skip
     flat = [reshape(slot_of(key, tensor, rank.file.path), (tensor.numel,)) for rank, tensor in pieces]
     return reshape(placed([((low,), one) for low, one in zip(accumulate([0, *found]), flat, strict=False)]), shape)
@@ -326,13 +330,13 @@ def _groups(checkpoint: Checkpoint, ranks: Sequence[Rank]) -> None:
     digests = Digests()
     for rank in ranks:
         for group in rank.state.groups:
-            said = {key: value for key, value in group.items() if key != "params"}
+            said = without(group, "params")
             members = groups.setdefault(digests.of(said), (said, {}))[1]
             members |= {rank.names[number]: None for number in group["params"] if number in rank.names}
     steps: dict[str, object] = {}
     for rank in ranks:
         tensors = {rank.names[number]: slots.get("step") for number, slots in rank.state.state.items()}
-        steps |= scalars_in({name: one for name, one in tensors.items() if name not in steps}, rank.file.path)
+        steps |= scalars_in(without(tensors, *steps), rank.file.path)
     for index, (said, members) in enumerate(groups.values()):
         for name in members:
             checkpoint.parameters[name].group = index

@@ -59,7 +59,7 @@ def encode(members: Mapping[str, object]) -> bytes:
     try:
         text = f"{{\n{lines}".encode()
     except UnicodeEncodeError as error:
-        raise UnsupportedError("a name holds a lone surrogate", found=ascii(error.object[error.start])) from None
+        raise UnsupportedError("a name has a lone surrogate", found=ascii(error.object[error.start])) from None
     return text + _END % zlib.crc32(text)
 
 
@@ -85,7 +85,7 @@ def read_document(directory: Path) -> tuple[dict[str, Json], int]:
             "the save that made this directory did not finish",
             path=directory,
             expected=f"{DOCUMENT_NAME}, which is written last",
-            found=f"only files of ranks, such as {next(iter(rank_files(directory)), 'none')}",
+            found=f"only rank files, such as {next(iter(rank_files(directory)), 'none')}",
             advice="use an earlier checkpoint",
             code=MISSING_FILE,
         )
@@ -98,13 +98,13 @@ def read_document(directory: Path) -> tuple[dict[str, Json], int]:
         found = "too deep" if isinstance(error, RecursionError) else str(error)
         raise DamagedFileError("unreadable", path=path, expected="a JSON document", found=found) from error
     if type(document) is not dict or document.get("format") != FORMAT:
-        raise DamagedFileError("no zckpt checkpoint", path=path, expected=f'"format": "{FORMAT}"')
+        raise DamagedFileError("not a zckpt checkpoint", path=path, expected=f'"format": "{FORMAT}"')
     version = document.get("version")
     if type(version) is not int or version < 1:
         raise DamagedFileError("unreadable version", path=path, expected=VERSION, found=repr(version)[:40])
     if version > VERSION:
         raise UnsupportedError(
-            "written in a later version of the format",
+            "written in a newer version of the format",
             path=path,
             expected=f"version {VERSION}",
             found=version,
@@ -120,11 +120,11 @@ def _check_sum(path: Path, text: bytes, document: dict[str, Json]) -> None:
     body, _, _ = text.rpartition(_MARK)
     if text != body + _END % zlib.crc32(body):
         raise DamagedFileError(
-            "not as it was written",
+            "changed since it was written",
             path=path,
-            expected=f"a crc32 of {zlib.crc32(body):08x} at the end",
+            expected=f"the crc32 {zlib.crc32(body):08x} at the end",
             found=repr(document["crc32"])[:40],
-            advice="copy it again; if you changed it on purpose, take the crc32 out",
+            advice="copy it again; if you changed it on purpose, remove the crc32",
             code=CHECKSUM,
         )
 
@@ -138,7 +138,7 @@ def _integer(text: str) -> int:
 def _float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a JSON number")
     return value
 
 

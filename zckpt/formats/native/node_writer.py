@@ -90,14 +90,14 @@ class NodeWriter:
         """Return an object's JSON: of an immutable one whole, of a mutable one to be filled later."""
         cls = type(node)
         if cls is slice and not all(type(one) in (int, type(None)) for one in (node.start, node.stop, node.step)):
-            raise UnsupportedError("a slice of other than integers is not written to a zckpt checkpoint")
+            raise UnsupportedError("a slice that does not consist of integers cannot be written to a zckpt checkpoint")
         kind = BY_CLASS.get(cls)
         found: Json = [] if cls is list else {}
         is_plain = cls is dict and TAG not in node and all(type(key) is str and is_text(key) for key in node)
         if kind is not None and not is_plain:
             found[TAG] = kind.tag
         elif cls is not list and cls is not dict:
-            raise UnsupportedError(f"a value of type {cls.__name__} is not written to a zckpt checkpoint")
+            raise UnsupportedError(f"a value of type {cls.__name__} cannot be written to a zckpt checkpoint")
         if kind is None or kind.mutable:
             self._waiting.append((node, found, level, source))
         else:
@@ -126,7 +126,9 @@ class NodeWriter:
         if form is Form.VALUE:
             return self._value(value, level + 1, source)
         if field.own and form in (Form.LIST, Form.PAIRS) and type(value) is not tuple:
-            self._check_keys(value)
+            with _refusing():  # keys that the reader refuses
+                for key in value:
+                    self._context.check_key(value, key)
         if form in (
             Form.VALUES,
             Form.LIST,
@@ -138,16 +140,10 @@ class NodeWriter:
             return self._storage(value, source, node)
         return write_bytes(value) if form is Form.BYTES else list(value) if form is Form.SIZES else value
 
-    def _check_keys(self, container: Iterable[object]) -> None:
-        """Refuse keys that the reader refuses."""
-        with _refusing():
-            for key in container:
-                self._context.check_key(container, key)
-
     def _storage(self, storage: Storage, source: FromFile | None, tensor: object) -> int:
         """Return the number of a storage that a tensor, or the tree itself, mentions."""
         if source is None or type(storage) is not Storage:
-            raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
+            raise UnsupportedError(f"a tensor of an unnamed file cannot be written: storage {storage.key!r}")
         order = tensor.byteorder if isinstance(tensor, Tensor) else source.byteorder
         number = self._storage_numbers.setdefault((source.path, storage), len(self.storages))
         if number == len(self.storages):
@@ -209,7 +205,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except PickleError as error:
-        raise UnsupportedError(f"a value is not written: {error.message}", expected=error.expected) from None
+        raise UnsupportedError(f"a value cannot be written: {error.message}", expected=error.expected) from None
 
 
 def _is_default(field: Field, value: object) -> bool:

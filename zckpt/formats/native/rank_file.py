@@ -124,11 +124,11 @@ class RankFile:
         """
         found = self.tensors.get(key)
         if found is None or key in self.taken:
-            message = f"{key} is not there" if found is None else f"{key} is used twice"
+            message = f"{key} is missing" if found is None else f"{key} is used twice"
             raise DamagedFileError(message, path=self.path)
         if found.dtype != dtype or found.shape != shape:
             raise DamagedFileError(
-                f"{key} is not what checkpoint.json says",
+                f"{key} differs from checkpoint.json",
                 path=self.path,
                 expected=f"{dtype} {shape}",
                 found=f"{found.dtype} {found.shape}",
@@ -209,7 +209,7 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
             "a rank's file is missing",
             path=path,
             expected="every file that checkpoint.json lists",
-            advice="copy it from where the checkpoint was saved",
+            advice="copy it from the checkpoint's origin",
             code=MISSING_FILE,
         )
     tensors, metadata, size = read_header(path)
@@ -219,11 +219,11 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
             path=path,
             expected=f"{ID_KEY} {identity}",
             found=repr(metadata.get(ID_KEY))[:60],
-            advice="a save that did not finish may have left it",
+            advice="an unfinished save may have left it",
             code=OTHER_RUN,
         )
     if size != nbytes:
-        raise DamagedFileError("of another size than checkpoint.json says", path=path, expected=nbytes, found=size,
+        raise DamagedFileError("its size differs from checkpoint.json", path=path, expected=nbytes, found=size,
                                code=TRUNCATED if size < nbytes else None)  # fmt: skip
     _digests(tensors, path)
     return RankFile(str(path), size, tensors, {DIGESTS})
@@ -249,11 +249,11 @@ def listed_header(path: str | Path, one: Listed) -> bytes:
     head = read_head(str(path), one.header_nbytes)
     if crc32(head) != one.header_crc32:
         raise DamagedFileError(
-            "its header is not the one that checkpoint.json lists",
+            "its header differs from the one in checkpoint.json",
             path=path,
-            expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
+            expected=f"{one.header_nbytes} bytes with CRC-32 {one.header_crc32:08x}",
             found=f"{crc32(head):08x}",
-            advice="a program has rewritten the file, or it is damaged; copy it from where the checkpoint was saved",
+            advice="the file is damaged, or a program has rewritten it; copy it from the checkpoint's origin",
             code=LAYOUT,
         )
     return head

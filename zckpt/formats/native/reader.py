@@ -86,7 +86,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         document, nbytes = read_document(path)
         checkpoint = Reading(path, document, nbytes, headers=False).checkpoint()
     if names is not None:
-        checkpoint.warnings.append("--names is not used: the checkpoint has the names that were known when it was made")
+        checkpoint.warnings.append("--names is ignored: the checkpoint already has names")
     return checkpoint
 
 
@@ -125,10 +125,10 @@ def contradictions(path: Path) -> Iterator[SourceError]:
         found = summed(reading.listed, reading.identity, reading.cuts)
     if found is None:
         yield DamagedFileError(
-            "what it says of the ranks' files is not what follows from its parameters",
+            "what it says about the rank files does not follow from its parameters",
             path=path / DOCUMENT_NAME,
-            expected="header_nbytes and header_crc32 of the headers of such files",
-            advice="it was changed after it was written; nothing relies on it: headers are read instead",
+            expected="header_nbytes and header_crc32 of such files' headers",
+            advice="it was changed after it was written; zckpt reads the headers instead",
             code=LAYOUT,
         )
         return
@@ -147,7 +147,7 @@ def _located(path: Path) -> Iterator[None]:
         try:
             yield
         except RecursionError:
-            raise DamagedFileError("values are nested too deep") from None
+            raise DamagedFileError("values are nested too deeply") from None
 
 
 class Reading:

@@ -17,7 +17,7 @@ from zckpt.formats.native.writer import lay_out_as_cut
 from zckpt.formats.remainder import BESIDE
 from zckpt.formats.stripping import Request, Stripping, as_it_is, completed, replaced
 from zckpt.formats.torch_files.strip import shaped_slots
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, without
 from zckpt.state.dtypes import itemsize
 
 
@@ -61,7 +61,7 @@ def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:
         for group in checkpoint.param_groups
     ]
     if request.optimizer or emptied:
-        thin.optimizer_metadata = {key: v for key, v in checkpoint.optimizer_metadata.items() if key != BESIDE}
+        thin.optimizer_metadata = without(checkpoint.optimizer_metadata, BESIDE)
     return thin
 
 

@@ -19,7 +19,7 @@ from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, st
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span, stated
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -95,7 +95,7 @@ def by_rank(checkpoint: Checkpoint, rank_of: Callable[[str], int], world_size: i
 def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[int, Extent, tuple[Span, ...]]]:
     """Return which elements of a slot each rank has, and where; a file has one tensor of a slot."""
     if slot.replicas:
-        raise UnsupportedError(f"{slot.name}: values that ranks have each of its own, and of which the mean is read")
+        raise UnsupportedError(f"{slot.name}: each rank has its own values, and their mean is read")
     found: list[tuple[int, Extent, tuple[Span, ...]]] = []
     for span in slot.spans:
         last = found[-1] if found else None
@@ -110,7 +110,7 @@ def _pieces_of_ranks(slot: Slot, rank_of: Callable[[str], int]) -> list[tuple[in
         else:
             found.append((rank, span.extent, (span,)))
     if len({rank for rank, _, _ in found}) < len(found):
-        raise UnsupportedError(f"{slot.name}: a rank has elements of it that do not follow each other")
+        raise UnsupportedError(f"{slot.name}: a rank's elements of it are not contiguous")
     return found
 
 
@@ -201,7 +201,7 @@ def _parameter(parameter: Parameter, nodes: NodeWriter) -> dict[str, object]:
         "shape": list(parameter.shape),
         "dtype": parameter.dtype,
         "slots": [],
-        **{key: value for key, value in about.items() if value is not None},
+        **stated(about),
     }
 
 

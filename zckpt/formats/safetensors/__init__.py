@@ -30,9 +30,9 @@ class Safetensors(Format):
         from zckpt.formats.safetensors import file, shards
 
         if is_rank_file(search.path):
-            return NearMiss("is one rank's file of a checkpoint of zckpt", f"give its directory, {search.path.parent}")
+            return NearMiss("is one rank's file of a zckpt checkpoint", f"give its directory, {search.path.parent}")
         if file.is_delta(search.path if search.path.is_dir() else search.path.parent):
-            about = "is a version of a model's weights as slime publishes it: what changed since the one before"
+            about = "is a version of a model's weights as slime publishes them: only the changes since the last one"
             return NearMiss(about, "`zckpt apply MODEL VERSION TARGET` writes the model at that version")
         if search.path.is_dir() and shards.is_sharded(search.path):
             return Found("shards", sure=False)

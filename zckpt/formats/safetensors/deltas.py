@@ -68,9 +68,9 @@ class Delta:
             raise DamagedFileError(f"the change of {name} is unreadable", path=span.path, found=str(error)) from error
         if (found := checksum(self.algorithm)(data)) != self.sums[name]:
             raise DamagedFileError(
-                f"version {self.version} of {name} is not what was published", path=span.path,
+                f"version {self.version} of {name} differs from what was published", path=span.path,
                 expected=f"{self.algorithm} {self.sums[name]}", found=found, code=CHECKSUM,
-                advice=f"give the model as it was at version {self.base}, or publish a whole one",
+                advice=f"give the model at version {self.base}, or publish a whole one",
             )  # fmt: skip
 
     def _change(self, data: Bytes, stored: bytes) -> None:
@@ -86,7 +86,7 @@ class Delta:
             raise ValueError("of another size")
         where = plain[4 : 4 + 4 * count].view("<u4")
         if count and int(where.max()) >= len(data):
-            raise ValueError("a position is not in the tensor")
+            raise ValueError("a position is outside the tensor")
         data[where] = plain[4 + 4 * count :]
 
 
@@ -98,7 +98,7 @@ def encode(old: Bytes, new: Bytes, encoding: str) -> bytes | None:
         plain = new ^ old
     else:
         if len(new) > MOST_POSITIONS:
-            raise UnsupportedError("a tensor is too large for positions of 4 bytes", expected=f"--encoding {XOR}")
+            raise UnsupportedError("a tensor is too large for 4-byte positions", expected=f"--encoding={XOR}")
         where = np.flatnonzero(new != old).astype("<u4")
         plain = np.concatenate([np.array([len(where)], "<u4").view(np.uint8), where.view(np.uint8), new[where]])
     return zstandard.ZstdCompressor(level=1).compress(plain.data)
@@ -116,7 +116,7 @@ def checksum(algorithm: str) -> Callable[[Bytes], str]:
         blake3 = import_module("blake3").blake3
     except ImportError as error:
         raise MissingPackageError(
-            "its checksums are of blake3, which is not installed", advice="pip install blake3"
+            "its checksums need blake3, which is not installed", advice="pip install blake3"
         ) from error
     return lambda data: str(blake3(data.data).hexdigest())
 
@@ -138,9 +138,7 @@ def read_delta(path: Path) -> Delta:
         raise DamagedFileError("unreadable index", path=index, expected=f"a base before {version}", found=base)
     if encoding not in ENCODINGS or compression != "zstd":
         found = f"{encoding}, {compression}"
-        raise UnsupportedError(
-            "of a form that is not known", path=index, expected="xor or overwrite, in zstd", found=found
-        )
+        raise UnsupportedError("has an unknown form", path=index, expected="xor or overwrite, in zstd", found=found)
     changed, sums = dict[str, Slot](), dict[str, str]()
     for file in indexed_files(index):
         slots, texts, _ = read_header(file)
@@ -175,7 +173,7 @@ def chain(model: Path, last: Path) -> list[Delta]:
             what = "a whole model" if path.is_dir() else "not there"
             raise SourceError(
                 f"version {found[0].base} is {what}", path=path, expected=f"what changed since version {begin}",
-                advice="give a model of a later version: a directory weight_vNNNNNN that is whole",
+                advice="give a later version of the model: a whole directory weight_vNNNNNN",
             )  # fmt: skip
         found.insert(0, read_delta(path))
         if found[0].version != found[1].base:

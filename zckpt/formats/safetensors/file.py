@@ -110,7 +110,7 @@ def take_index(checkpoint: Checkpoint, index: Path, where: Mapping[str, str]) ->
     for name, file in weight_map(index).items():
         if where.get(name) != file and is_file(index.parent / file):
             raise DamagedFileError(
-                f"{name} is not where the index says", path=index, expected=file, found=where.get(name)
+                f"{name} is not in the file that the index names", path=index, expected=file, found=where.get(name)
             )
 
 
@@ -130,7 +130,7 @@ def indexed_files(index: Path) -> list[Path]:
     if any(path.parent != index.parent for path in paths):
         raise DamagedFileError("the index names a file outside its directory", path=index)
     for path in (path for path in paths if not is_file(path)):
-        error = ShardError("is missing, and the index names it", path=path, code=MISSING_FILE)
+        error = ShardError("is missing, but the index names it", path=path, code=MISSING_FILE)
         stand_in(error, path, (name for name, file in where.items() if file == path.name))
     return list(filter(is_file, paths))
 
@@ -199,7 +199,7 @@ def header_in(source: FileRange) -> tuple[dict[str, Slot], dict[str, str]]:
         del text
         metadata = header.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise DamagedFileError("unreadable metadata", expected="texts by name")
+            raise DamagedFileError("unreadable metadata", expected="strings by name")
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
         extents: dict[Shape, Extent] = {}
         at, start = 0, source.base + 8 + length
@@ -236,7 +236,7 @@ def _slot(
     nbytes = math.prod(shape) * itemsize(dtype)
     if (begin, end) != (at, at + nbytes) or type(begin) is not int or type(end) is not int:
         raise DamagedFileError(
-            f"{name} is not where it should be", expected=f"bytes {at} to {at + nbytes}", found=f"{begin} to {end}"
+            f"{name} has the wrong offsets", expected=f"bytes {at} to {at + nbytes}", found=f"{begin} to {end}"
         )
     extent = extents.get(shape) or extents.setdefault(shape, Extent.whole(shape))
     shape = extent.sizes
@@ -253,13 +253,18 @@ def _shards(source: Path) -> list[Path]:
     kinds = sorted({(stem, count) for stem, _, count in found})
     if len(kinds) != 1:
         several = ", ".join(f"{stem}-*-of-{count}" for stem, count in kinds)
-        raise ShardError("shards of several models, and no index", path=source, expected="those of one", found=several)
+        raise ShardError(
+            "there are shards of several models, but no index",
+            path=source,
+            expected="shards of one model",
+            found=several,
+        )
     [(stem, count)] = kinds
     wanted = [f"{number:05d}" for number in range(1, int(count) + 1)]
     missing = [number for number in wanted if (stem, number, count) not in found]
     if missing or len(found) != len(wanted):
         raise ShardError(
-            "without an index, all shards have to be there, and no others",
+            "without an index, exactly all shards must exist",
             path=source,
             expected=f"{len(wanted)} files {stem}-*-of-{count}.safetensors",
             found=f"{len(found)}" + (f", without {stem}-{missing[0]}-of-{count}.safetensors" if missing else ""),

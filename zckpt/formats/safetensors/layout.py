@@ -64,24 +64,24 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if name == METADATA_KEY:
             raise UnsupportedError(
-                f"no tensor of a safetensors file can be called {METADATA_KEY}, as one of the source is",
-                advice="write a .pt file, or to dcp",
+                f"a tensor in a safetensors file cannot be called {METADATA_KEY}, as one in the source is",
+                advice="write a .pt file, or convert to dcp",
             )
         if name in seen:
-            raise UnsupportedError(f"two tensors of a safetensors file would be called {name[:80]!r}")
+            raise UnsupportedError(f"two tensors in the safetensors file would be called {name[:80]!r}")
         try:
             name.encode()
         except UnicodeEncodeError as error:
             raise UnsupportedError(
-                f"the name {ascii(name)[:80]} holds a lone surrogate, which a safetensors file cannot",
-                advice="write a .pt file, or to dcp",
+                f"the name {ascii(name)[:80]} has a lone surrogate, which a safetensors file cannot hold",
+                advice="write a .pt file, or convert to dcp",
             ) from error
         seen.add(name)
 
 
 def header_of(
     tensors: Sequence[tuple[str, str, Sequence[int]]],
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None,
     *,
     start: int | None = None,
     nbytes: int = 0,

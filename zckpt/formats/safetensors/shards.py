@@ -80,8 +80,8 @@ def read(path: Path) -> Checkpoint:
     checkpoint.world_size = max(len(numbers), 1)
     checkpoint.details["shards"] = numbers
     checkpoint.warnings.append(
-        f"the files do not tell how many shards there were: {len(numbers)} are read, and one missing after the last "
-        f"could not be seen"
+        f"the files do not say how many shards there were: {len(numbers)} are read, and a missing last one would go "
+        "unnoticed"
     )
     return checkpoint
 
@@ -111,12 +111,14 @@ def _collect(tensors: dict[str, Pieces], slots: Mapping[str, Slot], metadata: Ma
     for name, slot in slots.items():
         pieces = tensors.setdefault(name, Pieces(slot.dtype, len(slot.shape)))
         if (pieces.dtype, pieces.dimensions) != (slot.dtype, len(slot.shape)):
-            raise LayoutError(f"{name} has another type or rank than in another shard", path=file, found=slot.dtype)
+            raise LayoutError(
+                f"{name} has another type or number of dimensions than in another shard", path=file, found=slot.dtype
+            )
         end = tuple(start + size for start, size in zip(offsets[name], slot.shape, strict=True))
         pieces.reach = tuple(map(max, pieces.reach, end)) if pieces.reach else end
         for span in slot.spans:  # none where it is empty
             if offsets[name] in pieces.spans:
-                raise LayoutError(f"{name} has a piece at {offsets[name]} twice", path=file)
+                raise LayoutError(f"{name} has two pieces at {offsets[name]}", path=file)
             extent = Extent(offsets[name], slot.shape, 0, slot.numel)
             pieces.spans[offsets[name]] = Span(extent, span.path, span.offset, span.dtype)
 
@@ -126,11 +128,11 @@ def _slot(name: str, pieces: Pieces, numbers: list[int], path: Path) -> Slot:
     if covered != math.prod(pieces.reach):
         missing = sorted(set(range(1, (numbers or [0])[-1])) - set(numbers))
         raise ShardError(
-            f"the pieces of {name} are not the whole of it",
+            f"the pieces of {name} do not cover it",
             path=path,
             expected=f"{math.prod(pieces.reach)} elements",
             found=covered,
-            advice=f"shard {missing[0]} is not there" if missing else "a shard is missing",
+            advice=f"shard {missing[0]} is missing" if missing else "a shard is missing",
         )
     spans = tuple(pieces.spans[offsets] for offsets in sorted(pieces.spans))
     return Slot(WEIGHT, pieces.dtype, pieces.reach, spans)

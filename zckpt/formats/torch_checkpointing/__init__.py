@@ -31,15 +31,15 @@ class Options:
     """What `convert --to torch-checkpointing` can be given."""
 
     world_size: int | None = option(
-        int, None, "Ranks that have files; any number loads model and optimizer. Default: as SOURCE.", metavar="N"
+        int, None, "Ranks with files; any number can load model and optimizer. Default: as SOURCE.", metavar="N"
     )
     keys: str = option(
         str,
         "numbers",
-        "Of the optimizer's state: numbers as state_dict has; names as optimizer_transform_pre; flat as torchtitan.",
+        "Optimizer state: by numbers, as in state_dict; by names, as optimizer_transform_pre; flat, as in torchtitan.",
         choices=("numbers", "names", "flat"),
     )
-    device: str = option(str, "cuda", "Type of the devices of the ranks: cuda, cpu, npu, ...", metavar="TYPE")
+    device: str = option(str, "cuda", "The ranks' device type: cuda, cpu, npu, ...", metavar="TYPE")
 
 
 class TorchCheckpointing(Format):
@@ -47,8 +47,8 @@ class TorchCheckpointing(Format):
 
     name = "torch-checkpointing"
     title = "torch-checkpointing"
-    reads = (("torch-checkpointing", "a torch file for each item of each rank: DTensor of any mesh, whole tensors"),)
-    writes = "torch-checkpointing, which reshards them for any number of ranks"
+    reads = (("torch-checkpointing", "one torch file per item and rank: DTensor of any mesh, whole tensors"),)
+    writes = "torch-checkpointing, for any number of ranks"
     options = Options
     owns = Owned(
         called(r"[A-Za-z0-9_-]+_[0-9]+\.pt|metadata\.pkl|zckpt\.pt"), lambda directory: (directory / OWN_NAME).is_file()

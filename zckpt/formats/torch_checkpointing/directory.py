@@ -22,7 +22,7 @@ from zckpt.formats.fsdp_rank_files.reader import read as read_ranks
 from zckpt.formats.lost import is_lost
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import with_scalars
-from zckpt.state import Checkpoint, SourceFile, number_of
+from zckpt.state import Checkpoint, SourceFile, dict_of, number_of
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import entries_of, is_file
 from zckpt.torchfile import Place, TorchFile, brief, node_of, read_pickle, read_torchfile
@@ -60,9 +60,9 @@ def find(path: Path) -> Directory | None:
     optimizers = [item for item, (_, place) in places.items() if place is not None]
     if MODEL not in items or places[MODEL][0] is None or len(optimizers) > 1:
         raise UnsupportedError(
-            "holds the items of ranks, and not just one model and one optimizer",
+            "does not hold exactly one model and one optimizer",
             path=path,
-            expected=f"{MODEL}_R.pt with a state dict, and at most one item that is an optimizer's",
+            expected=f"{MODEL}_R.pt with a state dict, and at most one optimizer item",
             found=f"{listed([*items])}, of which {listed(optimizers) or 'none'} is an optimizer",
         )
     extras = {
@@ -89,7 +89,7 @@ def _said(index: Path) -> dict[str, Any] | None:
         return None
     metadata, size = root["metadata"], root["world_size"]
     if root.get("version") != VERSION or not isinstance(metadata, dict) or type(size) is not int or size < 1:
-        raise UnsupportedError("is of a version that is not read", path=index, expected=VERSION,
+        raise UnsupportedError("has an unsupported version", path=index, expected=VERSION,
                                found=brief(root.get("version")))  # fmt: skip
     return root
 
@@ -106,8 +106,8 @@ def _moved(path: Path, item: str, said: dict[str, Any]) -> dict[int, Path]:
         raise DamagedFileError("unexpected content", found=f"{type(error).__name__}: {error}") from error
     if strange := sorted(map(str, kinds - {DTENSOR})):
         raise UnsupportedError(
-            f"{item} is saved in a way that is not read", expected=f"{DTENSOR} in torch files", found=listed(strange),
-            advice="save it with DefaultResharder and without a layout of its own",
+            f"{item} is saved in an unsupported way", expected=f"{DTENSOR} in torch files", found=listed(strange),
+            advice="save it with DefaultResharder and without a custom layout",
         )  # fmt: skip
     if any(file.is_absolute() or ".." in file.parts for file in files.values()):
         raise DamagedFileError("names a file outside the directory", found=listed([*map(str, files.values())]))
@@ -121,7 +121,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
         checkpoint.metadata[key] for key in STEP_PLACES if key in checkpoint.metadata
     ):  # as torchtitan has it
         inner = node_of(state)
-        step = inner.get("step") if isinstance(inner, dict) else None
+        step = dict_of(inner).get("step")
         found = number_of(with_scalars({"step": step}, getattr(state, "path", ""))["step"])
         checkpoint.step = found if type(found) is int else checkpoint.step
     index = directory.path / NAME
@@ -143,7 +143,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
             raise DamagedFileError("unexpected content", path=index, found=why) from error
         if above == place and found != {shapes.get(name)}:
             raise LayoutError(
-                f"{name} is another tensor than {NAME} says", path=index, expected=listed([*map(str, found)]),
+                f"{name} differs from {NAME}", path=index, expected=listed([*map(str, found)]),
                 found=shapes.get(name), parameters=[name],
             )  # fmt: skip
     return checkpoint

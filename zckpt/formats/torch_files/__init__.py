@@ -37,8 +37,8 @@ class TorchSave(Format):
     name = "torch"
     title = "files of torch.save"
     reads = (
-        ("files of `torch.save`", "state dicts, optimizers by number or name, several of each (GANs, Lightning, "
-         "Composer); zip and legacy, both byte orders, every dtype, strided and shared storages"),
+        ("files of `torch.save`", "one or several state dicts (GANs, Lightning, Composer), optimizer states by "
+         "number or by name; zip and legacy, both byte orders, every dtype, strided and shared storages"),
     )  # fmt: skip
 
     takes = frozenset({ROOTS})

@@ -32,7 +32,7 @@ from zckpt.formats.torch_files.optimizer import (
     parse_either,
 )
 from zckpt.formats.torch_files.tensors import identity_of
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import Place, Tensor, is_tensor
@@ -140,7 +140,7 @@ def content_of(root: Node, path: Path) -> Content:
         below = [key for key, value in root.items() if isinstance(value, dict) and _models(value)]
         if len(below) == 1:
             inner = root[below[0]]
-            found.base = inner if isinstance(inner, dict) else {}
+            found.base = dict_of(inner)
             found.base_key = below[0]
             models, optimizers = _models(found.base), _optimizers(found.base, (below[0],), path)
     shapes = {key: shapes_of(model) for key, model in models.items()}
@@ -198,7 +198,7 @@ def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
         return {None: [_held(base, at, path)]}
     found: dict[object, list[Held]] = {}
     for key, value in base.items():
-        listed = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+        listed = enumerate(value) if isinstance(value, list) else dict_of(value).items()
         inside = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
         if inside and all(map(_is_optimizer, inside.values())):
             found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in inside.items()]
@@ -238,7 +238,7 @@ def _choose_optimizers(
     else:
         found.optimizers = optimizers[key][:1]
         if len(optimizers[key]) > 1:
-            found.warnings.append(f"{key} holds {len(optimizers[key])} optimizers; the first one is read")
+            found.warnings.append(f"{key} holds {len(optimizers[key])} optimizers; only the first one is read")
     if len(optimizers) > 1:
         for where, several in optimizers.items():
             for one in several:
@@ -259,14 +259,14 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         found.models, found.keys = {"": models[key]}, {key}
         if len(models) > 1:
             found.warnings.append(
-                f"several dicts of tensors ({', '.join(map(str, models))}); the model is taken to be {key!r}"
+                f"there are several dicts of tensors ({', '.join(map(str, models))}); {key!r} is used as the model"
             )
         _by_children(found.optimizers, shapes[key])
         return
     found.models, found.keys = {f"{key}.": model for key, model in models.items()}, set(models)
     if models:
         found.warnings.append(
-            f"several models ({', '.join(map(str, models))}); names of their tensors begin with their keys"
+            f"there are several models ({', '.join(map(str, models))}); tensor names begin with their keys"
         )
     for held in found.optimizers if models else ():
         _find_model(found, held, shapes)
@@ -293,8 +293,8 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
         held.scope = f"{fitting[0]}."
     elif fitting or not can_have(_union(models), [held.state]):
         found.warnings.append(
-            f"{called} may be the optimizer of several models ({', '.join(map(str, fitting or models))}), and nothing "
-            f"says of which ({NAMES_ADVICE})"
+            f"{called} could be the optimizer of several models: {', '.join(map(str, fitting or models))} "
+            f"({NAMES_ADVICE})"
         )
 
 

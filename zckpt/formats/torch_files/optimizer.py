@@ -28,7 +28,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of
+from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
@@ -155,7 +155,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
         groups: list[dict[str, Any]] = [{**with_scalars(_group(group), path)} for group in node[GROUPS_KEY]]
         labels = [label for group in groups for label in group["params"]]
         if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
-            raise DamagedFileError("param groups have a parameter twice, or names and numbers")
+            raise DamagedFileError("param groups list a parameter twice, or mix names and numbers")
         names = dict(enumerate(label for label in labels if isinstance(label, str)))
         by_label: dict[object, int] = {label: number for number, label in names.items()}
         by_label = by_label or {label: label for label in labels}
@@ -167,13 +167,12 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
             number = by_label.get(int(key) if digits else key)
             if isinstance(key, str) and not digits and not names:
                 raise UnsupportedError(
-                    f"the optimizer has state under {brief(key)}, which is no parameter's: zckpt knows of no place for "
-                    f"it",
-                    expected="state under the numbers of parameters; what all have belongs into their param group",
-                    advice="take it out of `state` before the optimizer is saved, or keep it beside the optimizer",
+                    f"the optimizer has state under {brief(key)}, which is not a parameter's: zckpt cannot store it",
+                    expected="state under parameter numbers; common values belong in the param group",
+                    advice="remove it from `state` before saving, or save it outside the optimizer",
                 )
             if not isinstance(number, int) or not isinstance(slots, dict):
-                raise DamagedFileError("state of a parameter that is in no group", found=brief(key))
+                raise DamagedFileError("state for a parameter that is in no group", found=brief(key))
             state[number] = {str(slot): value for slot, value in slots.items()}
         if masters and len(masters) != len(labels):
             raise DamagedFileError(
@@ -200,7 +199,7 @@ def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mappi
                     f"param group {number} has another {key} than rank 0's",
                     expected=brief(number_of(expected)),
                     found=brief(number_of(found)),
-                    advice="the files are of different steps or runs",
+                    advice="the files may be from different steps or runs",
                     code=HYPERPARAMETERS_DIFFER,
                     ranks=[rank],
                 )
@@ -252,7 +251,7 @@ def unflattened(node: Mapping[str, object], path: str, names: Collection[str] = 
 def with_names(tree: Mapping[Any, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the state dict of an optimizer with the names of its parameters where it has their numbers."""
     groups = [
-        {**{k: v for k, v in one.items() if k != "param_names"}, "params": [names[number] for number in one["params"]]}
+        {**without(one, "param_names"), "params": [names[number] for number in one["params"]]}
         for one in tree[GROUPS_KEY]
     ]
     return {STATE_KEY: {names[number]: slots for number, slots in tree[STATE_KEY].items()}, GROUPS_KEY: groups}
@@ -341,7 +340,7 @@ def attach(
     if found is None:
         with about(path):
             found = names_of(checkpoint, optimizer, names, sample=sample, orders=orders)
-    labels |= {number: name for number, name in optimizer.names.items() if number not in found}
+    labels |= without(optimizer.names, *found)
     for group, numbers in zip(optimizer.groups, optimizer.numbers, strict=True):
         index, members = len(checkpoint.param_groups), []
         for number in numbers:
@@ -364,13 +363,13 @@ def attach(
             members.append(name)
         of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
         gone = known if of is None else (*known, OPTIMIZER)
-        hyperparameters = {key: value for key, value in group.items() if key not in gone}
+        hyperparameters = without(group, *gone)
         common = _common(optimizer, numbers, path)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
     if foreign and checkpoint.parameters:
         checkpoint.warnings.append(
-            f"the optimizer has state of {listed(foreign)}, which the model has not; it is kept under these names"
+            f"the optimizer has state for {listed(foreign)}, which the model lacks; it keeps these names"
         )
     lost = lost_in_gathering(optimizer, path) if optimizer.names else None
     checkpoint.warnings += [lost] if lost else []
@@ -395,20 +394,20 @@ def names_of(
     optimizer: OptimizerState,
     names: Sequence[str] | None = None,
     *,
-    without: Collection[str] = (),
+    taken: Collection[str] = (),
     sample: Sample | None = None,
     orders: Orders = in_order_or_sorted,
 ) -> dict[int, str]:
-    """Return the names that are certain, by number; parameters are as of `attach`, those `without` are another's."""
+    """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's."""
     numbers = optimizer.every_number
     shapes = {number: optimizer.shape(number) for number in numbers}
     said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
-    if without:
-        said = replace(said, candidates={name: one for name, one in said.candidates.items() if name not in without})
+    if taken:
+        said = replace(said, candidates=without(said.candidates, *taken))
     if len(optimizer.names) == len(numbers):
         own = list(optimizer.names.values())
         if names is not None and said.known(names) != said.known(own):
-            raise UsageError("the file has names of its optimizer's parameters", advice="leave --names out")
+            raise UsageError("the file already names its optimizer's parameters", advice="omit --names")
         return _by_name(said, optimizer)
     if names is not None:
         return said.given(names)
@@ -436,7 +435,7 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     for number, name in found.items():
         if uses[name] > 1 or not said.fits(number, name):
             raise DamagedFileError(
-                f"the optimizer's state of {name} is not that of the model's parameter",
+                f"the optimizer's state of {name} does not match the model's parameter",
                 expected=f"shape {said.candidates[name]}, once",
                 found=said.shapes[number],
             )

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zckpt.engine.computed import Computed
 from zckpt.errors import DamagedFileError, UnsupportedError, about
 from zckpt.formats.torch_files.tensors import TORCHAO, description, holds_tensors, slot_of
-from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, Shape, Slot, without
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import FromFile, MetaTensor, Tensor
 
@@ -166,9 +166,9 @@ def is_quantised(value: object) -> bool:
 
 def _unknown(what: str, name: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} of {name} is quantised in a way that is not known",
-        expected=f"blocks of bitsandbytes, or torchao's {', '.join(CLASSES)}",
-        advice="load the model alone, or everything in the program that saved it",
+        f"{what} of {name} is quantised in an unknown way",
+        expected=f"bitsandbytes' blocks, or torchao's {', '.join(CLASSES)}",
+        advice="load only the model, or load everything in the program that saved it",
     )
 
 
@@ -218,13 +218,14 @@ def moments_in(pieces: Mapping[str, Slot], of: str) -> tuple[dict[str, Moment], 
         block = next((one for one in BLOCKS if -(-codes.numel // one) == scale.numel), None)
         if block is None:
             raise DamagedFileError(
-                f"{key} of {of}: its scales fit no size of blocks",
-                expected=f"one for each {BLOCKS[0]} to {BLOCKS[-1]} of {codes.numel} elements, a power of two",
+                f"{key} of {of}: its scales do not fit any block size",
+                expected=f"one for each block of {BLOCKS[0]} to {BLOCKS[-1]} elements (a power of two) out of "
+                f"{codes.numel}",
                 found=scale.numel,
             )
         found[name] = Moment(key, codes, scale, qmap, block)
     used = {f"{kind}{key[-1]}" for key in keys for kind in ("state", "qmap", "absmax")}
-    return found, {key: slot for key, slot in pieces.items() if key not in used}
+    return found, without(pieces, *used)
 
 
 def _of_bitsandbytes(pieces: Mapping[str, Slot], parameter: Parameter) -> dict[str, Slot]:

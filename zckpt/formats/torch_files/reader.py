@@ -21,7 +21,7 @@ from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter
+from zckpt.state import WEIGHT, Checkpoint, Parameter, dict_of, without
 from zckpt.torchfile import Object, Tensor, brief, is_tensor, oddity, read_torchfile, value_at
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
@@ -60,13 +60,14 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
     rest = root.get(KEY)
-    content = content_of({key: value for key, value in root.items() if key != KEY}, path)
+    content = content_of(without(root, KEY), path)
     if not content.models and not content.optimizers:
         strange = _without_elements(root)
         raise UnsupportedError(
             "holds no state dict",
             path=path,
-            expected="a dict of tensors, or one that has one" + (", all dense and with elements" if strange else ""),
+            expected="a dict of tensors, or a dict that holds one"
+            + (", all dense and with elements" if strange else ""),
             found=strange or f"keys {', '.join(map(str, list(root)[:8]))}",
         )
     checkpoint.warnings += content.warnings
@@ -95,15 +96,14 @@ def _without_elements(root: Mapping[object, object], deep: int = 2) -> str | Non
     return None
 
 
-def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str, rest: object = None) -> None:
+def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str, rest: object) -> None:
     """Turn the entries of a state dict into parameters and buffers; two names of the same bytes are tied.
 
     A file does not say which entries are buffers. Integers and bools cannot be trained, so they are, and so are the
     running statistics of a batch norm; the rest are taken for parameters. Nor does it say which of two names is the
     owner's: the first, or as `rest` has it, what zckpt keeps besides.
     """
-    tied = rest.get("tied") if isinstance(rest, dict) else None
-    aliases = tied if isinstance(tied, dict) else {}
+    aliases = dict_of(dict_of(rest).get("tied"))
     dtypes = dtypes_of(model)
     tensors = {name: one for name, one in by_name(model, path).items() if isinstance(one, Tensor)}
     owners: dict[tuple[object, ...], str] = {}

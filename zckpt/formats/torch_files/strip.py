@@ -20,11 +20,11 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, gone, replaced, rewrite
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.optimizer import STATE_KEY, looks_flattened, looks_like_optimizer
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
 
-def strip_file(path: Path, name: str, request: Request, slots: Collection[str] = ()) -> Rewritten:
+def strip_file(path: Path, name: str, request: Request, slots: Collection[str]) -> Rewritten:
     """Return a torch file without what is to go.
 
     `name`: within the target; `slots`: the names of slots, as far as they are known: a 0-d tensor of any other name is
@@ -87,7 +87,7 @@ def _safetensors_slots(path: Path, name: str, request: Request) -> Rewritten:
             kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
     if not kept:
         return gone(path, name, kinds)
-    extra = {key: value for key, value in metadata.items() if key != "format"}
+    extra = without(metadata, "format")
     return replaced(name, nbytes, safetensors_layout.lay_out(name, kept, extra), kinds)
 
 

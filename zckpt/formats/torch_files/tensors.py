@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, node_of, walk_tensors
+from zckpt.torchfile import FromFile, Mentioned, Object, PlainParts, Tensor, TorchFile, node_of, walk_tensors
 
 Value = TypeVar("Value")
 Key = TypeVar("Key")
@@ -51,9 +51,7 @@ def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: i
     """
     strides = None if tensor.is_contiguous else tensor.strides
     if strides is not None and extent is not None and (first or len(extent.sizes) != len(strides)):
-        raise UnsupportedError(
-            "holds a flat tensor that is not stored end to end", path=path, found=f"strides {strides}"
-        )
+        raise UnsupportedError("holds a flat tensor that is not contiguous", path=path, found=f"strides {strides}")
     offset = tensor.offset + first * tensor.itemsize
     return Span(
         extent or Extent.whole(tensor.shape),
@@ -73,7 +71,7 @@ def slot_of_storage(mentioned: Mentioned) -> Slot:
     """
     storage, dtype = mentioned.storage, mentioned.dtype
     if mentioned.path is None:
-        raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
+        raise UnsupportedError(f"a tensor of an unnamed file cannot be written: storage {storage.key!r}")
     shape = (storage.nbytes // itemsize(dtype),)
     span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
     return Slot("storage", dtype, shape, (span,) if storage.nbytes else ())
@@ -101,10 +99,10 @@ def unresolved(tensor: Tensor, path: str) -> tuple[str, ...]:
 
 def _not_plain(what: str, path: str) -> UnsupportedError:
     return UnsupportedError(
-        f"holds {what}, whose values its bytes alone do not give",
+        f"holds {what}, whose bytes alone do not determine its values",
         path=path,
-        expected="dense tensors of torch.Tensor",
-        advice="write its values as a plain tensor in the program that wrote it",
+        expected="dense tensors of class torch.Tensor",
+        advice="save its values as a plain tensor in the program that wrote it",
     )
 
 
@@ -158,7 +156,7 @@ def refuse_trees(checkpoint: Checkpoint, what: str, advice: str) -> None:
     found = [f"{key} of {one.name}" for one in every for key, value in one.state.items() if holds_tensors(value)]
     if found:
         raise UnsupportedError(
-            f"holds state that is no plain tensor, quantised say, which {what} have no place for",
+            f"holds state that is not a plain tensor (for example quantised), which {what} cannot hold",
             path=checkpoint.source,
             found=listed(found),
             advice=advice,
@@ -177,7 +175,9 @@ def by_name(mapping: Mapping[object, Value], path: str | None = None) -> dict[st
     for key, value in mapping.items():
         name = str(key)
         if name in found:
-            raise UnsupportedError(f"two keys are the name {name[:80]!r}", path=path, expected="names that are texts")
+            raise UnsupportedError(
+                f"two keys give the name {name[:80]!r}", path=path, expected="names that are strings"
+            )
         found[name] = value
     return found
 
@@ -187,6 +187,12 @@ def as_mapping(node: object, path: str | None = None, expected: str = "a dict") 
     if not isinstance(node, dict):
         raise DamagedFileError("unexpected content", path=path, expected=expected, found=type(node).__name__)
     return node
+
+
+def arguments_of(value: object) -> dict[object, object]:
+    """Return the attributes of a program's arguments; of anything else none."""
+    node = node_of(value)
+    return dict_of(node.state if isinstance(node, Object) else node)
 
 
 def as_names(node: object) -> list[str]:
@@ -228,7 +234,6 @@ def describe(
         mp_rank,
         covered,
         sum(storage.nbytes for storage in file.storages.values()) - covered,
-        file.globals,
         tree=file.root,
         records=file.records,
         rules=tuple(rules),
@@ -317,5 +322,5 @@ def _decode(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
         if "neg" not in unresolved(tensor, path):
             return number
         if not is_floating(tensor.dtype):
-            raise UnsupportedError(f"a single value of type {tensor.dtype} that is still to be negated")
+            raise UnsupportedError(f"a single value of type {tensor.dtype} that is lazily negated")
     return -number

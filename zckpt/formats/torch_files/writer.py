@@ -151,7 +151,7 @@ def new_storage(
             raise LayoutError("the contents of a storage overlap", expected=f"from element {end}", found=content.start)
         end = content.start + _numel(content, size)
     if end > numel:
-        raise LayoutError("the contents leave their storage", expected=f"at most {numel} elements", found=end)
+        raise LayoutError("the contents exceed their storage", expected=f"at most {numel} elements", found=end)
     return NewStorage("", dtype, numel * size, location, 0, tuple(ordered), start)
 
 
@@ -185,7 +185,7 @@ def view(
     end = start + reach_of(shape, steps) if math.prod(shape) else 0
     numel = storage.nbytes // itemsize(storage.dtype)
     if end > numel:
-        raise LayoutError("a tensor leaves its storage", expected=f"at most {numel} elements", found=end)
+        raise LayoutError("a tensor exceeds its storage", expected=f"at most {numel} elements", found=end)
     function = "_rebuild_tensor_v2" if DTYPES[storage.dtype].storage else "_rebuild_tensor_v3"
     tensor = Tensor(storage, storage.dtype, shape, steps, start, "little", rebuild=function)
     if like is None:

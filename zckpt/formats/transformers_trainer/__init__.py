@@ -39,7 +39,7 @@ class Options:
     train_batch_size: int | None = option(
         int,
         None,
-        "Samples of a device in each step, for trainer_state.json. Default: as SOURCE, if it says; else needed.",
+        "Batch size per device, for trainer_state.json. Required unless SOURCE states it.",
         metavar="N",
     )
 
@@ -56,11 +56,11 @@ class TransformersTrainer(TorchDirectory):
     reads = (
         (
             "Hugging Face's Trainer, Accelerate",
-            "models of safetensors or torch files with their optimizers, several of both; FSDP's full state dicts",
+            "one or several models (safetensors or torch files) and optimizers; FSDP's full state dicts",
         ),
-        ("PEFT, diffusers", "adapters, by themselves and in a Trainer's directory; pipelines, and each model of one"),
+        ("PEFT, diffusers", "adapters, alone or in a Trainer's directory; pipelines, whole or one model of them"),
     )
-    writes = "what Hugging Face's Trainer resumes from, without DeepSpeed"
+    writes = "for Hugging Face's Trainer without DeepSpeed"
     options = Options
     owns = Owned(called(f"{_OWN}|{OWN_MODEL}"), lambda directory: (directory / OWN_NAME).is_file())
 

@@ -138,11 +138,11 @@ def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, h
     folders = [Path(entry.path) for entry in entries if entry.is_dir()]
     adapters = [one.name for one in folders if ADAPTER_CONFIG in _files(one)]
     if adapters:
-        return NearMiss(f"holds several adapters of PEFT: {listed(adapters)}", f"give one: {path / adapters[0]}")
+        return NearMiss(f"holds several PEFT adapters: {listed(adapters)}", f"give one: {path / adapters[0]}")
     if has_optimizer and STATE_NAME in names:
         return NearMiss(
-            "is a Trainer's directory without the model's files",
-            "put the model there that was saved with the optimizer: its files have the names of the parameters",
+            "is a Trainer directory without the model's files",
+            "add the model that was saved with the optimizer: its files have the parameter names",
             expected="model.safetensors",
         )
     return None

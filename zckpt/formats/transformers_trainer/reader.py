@@ -175,11 +175,11 @@ def _read_optimizers(
             found = read_names(state, model, given) if model is not None else {}
         if len(found) < counts[number] and len(states) > 1:
             raise UnsupportedError(
-                "does not fit the model that was prepared as the same one",
+                "does not match the model with the same number",
                 path=path,
                 expected=f"state of the parameters of model {number} of {len(weights)}, in their order",
-                found=f"{counts[number]} parameters, of which {len(found)} can be told",
-                advice="give --names FILE: the names of all optimizers' parameters in their order, one a line",
+                found=f"{counts[number]} parameters, of which {len(found)} can be identified",
+                advice="give --names FILE: the names of all optimizers' parameters in their order, one per line",
             )
         before = len(checkpoint.param_groups)
         attach(checkpoint, state, str(path), certain=found)
@@ -190,7 +190,7 @@ def _read_optimizers(
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
     if is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
-        base = "add --map transformers, or " if any(one.is_converted for one in weights) else base
+        base = "add --map=transformers, or " if any(one.is_converted for one in weights) else base
         checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
 
 

@@ -89,7 +89,7 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
             return {}  # those in memory, which a map may tell
         if names is not None and len(found) < len(numbers):
             raise UsageError(
-                "the names do not fit the optimizer",
+                "the names do not match the optimizer",
                 expected=f"{len(numbers)} names in its order, or all of the model's in the model's order",
                 found=f"{len(names)} names, {len(set(names) & set(weights.shapes))} of the model's",
             )

@@ -49,8 +49,8 @@ def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "schedule
     rates = [as_float(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
     bases = [as_float(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
     notes.append(
-        f"{name} was written by rule: a LambdaLR after {last} steps"
-        + ("" if None not in bases else ", whose base rates are those that it is made with")
+        f"{name} was generated: a LambdaLR after {last} steps"
+        + ("" if None not in bases else ", whose base rates are those that it is created with")
     )
     return {
         "last_epoch": last,

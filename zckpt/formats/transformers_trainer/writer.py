@@ -32,7 +32,7 @@ from zckpt.formats.transformers_trainer.architectures import Architecture, archi
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME
 from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, without
 from zckpt.storage.files import read_json
 from zckpt.torchfile import Object, node_of
 
@@ -71,21 +71,21 @@ def lay_out(job: Job) -> TargetFiles:
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, optimizer_tree(checkpoint, slots)))
         files.append(torch_writer.lay_out("scheduler.pt", scheduler(checkpoint, notes)))
     else:
-        notes.append("the source has no optimizer: the Trainer resumes with the weights and the step alone")
+        notes.append("the source has no optimizer: the Trainer resumes with the weights and the step only")
     files.append(_trainer_state(checkpoint, job.options.train_batch_size, notes))
     states = random_states(checkpoint)
     if not states:
-        notes.append("no random state is in the source that the Trainer takes: it begins with its arguments' seed")
+        notes.append("the source has no random state that the Trainer can load: it begins with its arguments' seed")
     own = {name: checkpoint.metadata[key] for key, name in FILES.items() if key in checkpoint.metadata} | states
     files += [torch_writer.lay_out(name, value) for name, value in own.items()]
     rest = remainder(checkpoint)
     carried = {"trainer_state", *(Path(name).stem for name in own)}
     carried |= {"scheduler"} if checkpoint.param_groups else set()
-    rest["metadata"] = {key: value for key, value in checkpoint.metadata.items() if key not in carried}
+    rest["metadata"] = without(checkpoint.metadata, *carried)
     files.append(torch_writer.lay_out(OWN_NAME, rest))
     files += copies_of(assets)
     if not assets:
-        notes.append("config.json is not with the source: give the Trainer the model, or put it there")
+        notes.append("the source has no config.json: give the Trainer the model, or add the file")
     return TargetFiles(files, notes=notes, copied=frozenset(assets))
 
 
@@ -93,15 +93,15 @@ def _check(checkpoint: Checkpoint) -> None:
     """Raise unless the Trainer has a place for a model and an optimizer like these."""
     if "models" in checkpoint.details or checkpoint.optimizers():
         raise UnsupportedError(
-            "holds several models or optimizers, and the Trainer has one of each",
+            "holds several models or optimizers, but the Trainer has one of each",
             found=", ".join(map(str, checkpoint.optimizers())) or "several models",
-            advice="`--to zckpt` holds all of them",
+            advice="`--to=zckpt` holds all of them",
         )
     refuse_unnamed(checkpoint, "so that their order in the Trainer's groups is not known")
     if checkpoint.step is None:
         raise UnsupportedError(
-            "does not say after which step it was saved, where the Trainer is to go on",
-            advice="`zckpt consolidate` writes the model by itself",
+            "does not state its step, which the Trainer needs to resume",
+            advice="`zckpt consolidate` writes only the model",
         )
 
 
@@ -122,7 +122,7 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
         known |= {key: value for key in EVERY if type(value := _arguments(checkpoint).get(key)) is int and value > 0}
         often = "as its arguments say" if EVERY[0] in known else "every 500 steps unless you change the file"
         notes.append(
-            f"{STATE_NAME} was written by rule: epochs are counted from its step, nothing was logged before, and the "
+            f"{STATE_NAME} was generated: epochs are computed from its step, there is no earlier log, and the "
             f"Trainer logs, evaluates and saves {often}"
         )
     text = (json.dumps(known, indent=2, sort_keys=True) + "\n").encode()
@@ -146,8 +146,8 @@ def _batch_size(checkpoint: Checkpoint) -> int:
     ]
     if not found:
         raise UsageError(
-            "says nothing of the batch size, and the Trainer does not resume without",
-            expected="--train-batch-size N: samples of a device in each step",
+            "does not state the batch size, which the Trainer needs to resume",
+            expected="--train-batch-size N: samples per device and step",
         )
     return found[0]
 
@@ -170,7 +170,7 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
     if not _are_the_trainers(checkpoint, members, known):
         members = _parted(checkpoint, known)
         count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
-        notes.append(f"{count} made the Trainer's two: decayed, and norms and biases")
+        notes.append(f"{count} became the Trainer's two: one with weight decay, one with norms and biases")
     _check_order(members, known)
     return _regrouped(checkpoint, members)
 
@@ -201,7 +201,7 @@ def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
     ]  # fmt: skip
     if unsure:
         raise UnsupportedError(
-            "which parameters the Trainer decays depends on the classes of modules, which are not known",
+            "which parameters get weight decay in the Trainer depends on module classes, which are unknown",
             expected="the Trainer's two param groups, or a config.json of a known model_type with the source",
             found=f"{len(groups)} param groups, and {unsure[0][:-7]}, which may be a LayerNorm",
         )
@@ -223,8 +223,8 @@ def _check_order(members: Members, known: Architecture) -> None:
         fine = True
     if not fine:
         raise UnsupportedError(
-            "the optimizer's parameters are in no order that the model can have, so the Trainer would take one's state "
-            "for another's",
+            "the optimizer's parameters are in an order that the model cannot have, so the Trainer would confuse "
+            "their state",
             expected="the order of model.named_parameters()",
             found=f"{members[0][0] if members[0] else members[1][0]} first",
         )
@@ -247,8 +247,8 @@ def _joined(sources: Sequence[ParamGroup], names: list[str]) -> ParamGroup:
         unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
         if unlike:
             raise UnsupportedError(
-                "param groups that the Trainer has as one differ",
-                expected="the same hyperparameters for all decayed parameters, and for all others",
+                "param groups that are one in the Trainer differ",
+                expected="the same hyperparameters for all parameters with weight decay, and for all others",
                 found=f"{unlike[0]} {first.hyperparameters.get(unlike[0])} and {other.hyperparameters.get(unlike[0])}",
             )
     return ParamGroup(dict(first.hyperparameters), names, dict(first.state))

@@ -36,7 +36,7 @@ class Universal(Format):
 
     name = "universal"
     title = "DeepSpeed universal"
-    reads = (("DeepSpeed universal", "DeepSpeed's own, for Adam; ours, for any optimizer"),)
+    reads = (("DeepSpeed universal", "DeepSpeed's own form for Adam; zckpt's form for any optimizer"),)
     writes = "DeepSpeed's universal checkpoint, for any optimizer"
     takes = frozenset({TAG, TP_RULES})  # it has no slices, so that rules for them change nothing
     owns = Owned(is_own)

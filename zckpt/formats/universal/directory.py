@@ -70,9 +70,8 @@ def parameter_file(parameter: str, stem: str) -> str:
     for what, name in (("parameter", parameter), ("slot", stem + SUFFIX)):
         if name in ("", ".", "..", OPTIMIZER_NAME) or "/" in name or not _fits(name):
             raise UnsupportedError(
-                f"a universal checkpoint has a file for each slot, and the {what} {name[:80]!r} cannot be "
-                "a file's name",
-                advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+                f"a universal checkpoint has a file for each slot, but the {what} {name[:80]!r} cannot be a file name",
+                advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
             )
     return f"{FOLDER}/{parameter}/{stem}{SUFFIX}"
 

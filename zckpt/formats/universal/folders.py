@@ -40,7 +40,7 @@ from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
 from zckpt.storage.files import entries_of
@@ -121,7 +121,7 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
     found = StoredFolder()
     if MASTER_STEM + SUFFIX not in names:
         master = folder / (MASTER_STEM + SUFFIX)
-        error = LayoutError("no values of this parameter", path=master, expected="a file", code=MISSING_FILE,
+        error = LayoutError("there are no values of this parameter", path=master, expected="a file", code=MISSING_FILE,
                             parameters=[folder.name])  # fmt: skip
         if shape is None:
             raise error
@@ -136,16 +136,16 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
 def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
     root, path = file.root, file.path
     if stem in (WEIGHT, MASTER):
-        raise UnsupportedError(f"a slot named {stem!r}, which means something else", path=path)
+        raise UnsupportedError(f"a slot is named {stem!r}, which has another meaning", path=path)
     if stem == STEP_STEM and isinstance(root, (int, float)):
         found.values[stem] = root
         return
     flat = isinstance(root, Tensor)
-    tensor = root if isinstance(root, Tensor) else root.get("param") if isinstance(root, dict) else None
+    tensor = root if isinstance(root, Tensor) else dict_of(root).get("param")
     if not isinstance(tensor, Tensor):
         raise DamagedFileError("unexpected content", path=path, expected="a tensor, or a dict that has one as `param`",
                                found=type(root).__name__)  # fmt: skip
-    content = root if isinstance(root, dict) else {}
+    content = dict_of(root)
     if stem == STEP_STEM and tensor.shape == ():
         (found.values[stem],) = read_scalars(path, [tensor])
         return
@@ -162,7 +162,7 @@ def _experts(content: Mapping[object, object], tensor: Tensor) -> int | None:
         raise UnsupportedError(SLICED_AS_WELL)
     experts = content.get(COUNT_KEY)
     if not isinstance(experts, int) or not holds_all(tensor.shape, experts):
-        raise LayoutError("is not of all experts", expected=f"{experts}, rows and columns",
+        raise LayoutError("does not have all experts", expected=f"{experts}, rows and columns",
                           found=tensor.shape)  # fmt: skip
     return tensor.shape[0]
 
@@ -236,8 +236,8 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
             own = parameter_values(checkpoint, checkpoint.parameters[name])
             if clash := [key for key in own if key in TAKEN]:
                 raise UnsupportedError(
-                    f"{name} has a slot {clash[0]!r}, which is the name of something else here",
-                    advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+                    f"{name} has a slot {clash[0]!r}, which has another meaning here",
+                    advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
                 )
             # a single value that its group has too is taken as that, which is known already
             known = {key: group.state[key] for key in own if key in group.state and isinstance(own[key], Slot)}

@@ -55,6 +55,7 @@ from zckpt.state import (
     SourceFile,
     Topology,
     as_float,
+    without,
 )
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
@@ -70,10 +71,10 @@ OPTIMIZER_RULES = (
     *optimizer_rules(),
     *optimizer_rules("optimizer_state_dict")[1:],
     *remainder_rules(KEY),
-    *implied("what is said of parameters and of the source", "groups", "filled_in", "made", "without_master",
+    *implied("descriptions of parameters and of the source", "groups", "filled_in", "made", "without_master",
              where=[KEY]),
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
-    *(Rule((*where, "**"), IMPLIED, "the first rank's share of what the folders hold", tensors=True)
+    *(Rule((*where, "**"), IMPLIED, "the first rank's share of the folders' contents", tensors=True)
       for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
     *implied("how the state is cut", *sorted(CUT_KEYS - OWN_KEYS)),
     *implied(OF_THE_RUN, "zero_stage", "ds_version"),
@@ -236,7 +237,7 @@ class _Reading:
         for model in self.firsts:
             if model.param_shapes is None:
                 raise LayoutError("no param_shapes", path=model.path,
-                                  advice="without it nothing says which parameters a group has")  # fmt: skip
+                                  advice="without them, the parameters of a group are unknown")  # fmt: skip
             groups += [{} for _ in range(len(model.param_shapes) - len(groups))]
             for group, shapes in zip(groups, model.param_shapes, strict=False):
                 group.update(shapes)
@@ -269,7 +270,7 @@ class _Reading:
             else:
                 lost.append(name)
         if lost:
-            checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; left out")
+            checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; they are left out")
 
     def _frozen(self, name: str, model: ModelShard, tensor: Tensor) -> Slot | None:
         """Return the weight of a parameter that is not trained, which one file has; None if it has it not whole."""
@@ -332,7 +333,7 @@ class _Reading:
             whole = master.tensor.shape
             if len(shape) != 3 or shape[1:] != whole[1:] or shape[0] < 1 or master.experts % shape[0]:
                 raise LayoutError(
-                    f"{name} is not of the experts that the model file lists", path=master.path,
+                    f"{name} does not have the experts that the model file lists", path=master.path,
                     expected=f"{shape} on each rank", found=whole,
                 )  # fmt: skip
             shape = whole
@@ -358,10 +359,7 @@ class _Reading:
         apart.
         """
         digests = Digests()
-        forms = [
-            digests.of({key: value for key, value in group.hyperparameters.items() if key not in OF_A_GROUP})
-            for group in self.checkpoint.param_groups
-        ]
+        forms = [digests.of(without(group.hyperparameters, *OF_A_GROUP)) for group in self.checkpoint.param_groups]
         states = {(number, own): (name, needed) for number, name, own, needed in held}
         for number, name, own, _ in held:
             for (its, others), (other, needed) in states.items():
@@ -431,7 +429,7 @@ class _Reading:
             group.state |= common
             for parameter in present:
                 own = self.values[parameter.name]
-                parameter.state |= {key: value for key, value in own.items() if key not in common}
+                parameter.state |= without(own, *common)
 
     def carry(self) -> None:
         """Keep what the files hold besides parameters and groups, except what was only filled in for DeepSpeed."""
@@ -461,10 +459,10 @@ class _Reading:
         known = {*self.checkpoint.parameters, *self.module}
         unknown = [one.name for one in entries_of(self.folder) if one.is_dir() and one.name not in known]
         if unknown:
-            self.checkpoint.warnings.append(f"folders that no model file names are left out: {listed(unknown)}")
+            self.checkpoint.warnings.append(f"folders that the model files do not name are left out: {listed(unknown)}")
         if self.first.zero_option("round_robin_gradients") and not self.rest:
             self.checkpoint.warnings.append(
-                "the run had round_robin_gradients, with which DeepSpeed's converter takes parameters for one another"
+                "the run had round_robin_gradients, with which DeepSpeed's converter confuses parameters"
             )
 
 

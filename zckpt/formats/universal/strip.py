@@ -18,7 +18,7 @@ from zckpt.formats.remainder import KEY
 from zckpt.formats.stripping import Edit, Edited, Request, Stripping, completed, rewrite
 from zckpt.formats.torch_files.strip import optimizer_edit, shaped_slots
 from zckpt.formats.universal.directory import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, dict_of
 from zckpt.torchfile import TorchFile, walk_tensors
 
 
@@ -91,12 +91,10 @@ def _optimizer_edit(checkpoint: Checkpoint, request: Request, gone: Mapping[str,
 
     def edit(file: TorchFile) -> Edited:
         edited = known(file)
-        rest = file.root.get(KEY) if isinstance(file.root, dict) else None
-        values = rest.get("values") if isinstance(rest, dict) else None
-        if isinstance(values, dict):
-            for name in [name for name in values if STEP_STEM in gone.get(str(name), ()) or request.optimizer]:
-                del values[name]
-                edited.changed = True
+        values = dict_of(dict_of(dict_of(file.root).get(KEY)).get("values"))
+        for name in [name for name in values if STEP_STEM in gone.get(str(name), ()) or request.optimizer]:
+            del values[name]
+            edited.changed = True
         return edited
 
     return edit

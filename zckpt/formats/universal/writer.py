@@ -43,7 +43,7 @@ from zckpt.formats.universal.directory import (
     parameter_file,
 )
 from zckpt.formats.universal.folders import Folders, Slices, folders
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
 
@@ -98,8 +98,8 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     hindrance, single = zero3_hindrance(checkpoint, Folders.of(checkpoint)), single_values(checkpoint)
     if single:
         found.append(
-            f"DeepSpeed's universal loader stops at {', '.join(single)}, of which a parameter has one value: it takes "
-            f"one for each element; `zckpt reshard` and `convert --to deepspeed` write what it loads"
+            f"DeepSpeed's universal loader stops at {', '.join(single)}, with one value per parameter: it expects "
+            "one per element; `zckpt reshard` and `convert --to deepspeed` write what it loads"
         )
     elif hindrance is not None:
         found.append(f"DeepSpeed loads this at ZeRO-1 and 2; its ZeRO-3 loader stops: {hindrance}")
@@ -119,18 +119,18 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     if untrained:
         found.append(f"DeepSpeed's universal loader does not load the {len(untrained)} frozen parameters and buffers")
     if any(map(is_expert, checkpoint.parameters)):
-        found.append("DeepSpeed's universal loader looks experts up by their numbers on a rank: where they are spread "
-                     "over several, all get those of the first; load it with ep_size=1, or use "
-                     "`zckpt convert --to deepspeed --expert-parallel-size E`")  # fmt: skip
+        found.append("DeepSpeed's universal loader looks experts up by their local numbers: if they are spread over "
+            "several ranks, all ranks get the first rank's; load it with ep_size=1, or use `zckpt convert --to "
+            "deepspeed --expert-parallel-size E`")  # fmt: skip
     shared = shared_keys(checkpoint.metadata, Slices(checkpoint).info, checkpoint.parameters, checkpoint.source)
     if shared is not None:
-        found.append(f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is right at one tensor-"
-                     "parallel rank only: where keys begin that several heads share, its rules cannot say")  # fmt: skip
+        found.append(f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is only right for one "
+            "tensor-parallel rank: its rules cannot say where keys begin that several heads share")  # fmt: skip
     if of_auto_ep(checkpoint) and not expert_counts(checkpoint):
         found.append("AutoEP's experts are whole, without the marks by which DeepSpeed's universal loader gives each "
                      "rank its own: their layers are not listed under these names")  # fmt: skip
     config = plain(node_of(checkpoint.metadata.get("ds_config")))
-    zero = section(config if isinstance(config, dict) else {}, "zero_optimization")
+    zero = section(dict_of(config), "zero_optimization")
     if zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
         found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "
                      "switch it off, or parameter_alignment on")  # fmt: skip
@@ -162,8 +162,8 @@ def _refuse(checkpoint: Checkpoint) -> None:
     refuse_several(checkpoint, "a universal checkpoint has")
     if not checkpoint.param_groups:
         raise UnsupportedError(
-            "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",
-            advice="`zckpt consolidate` writes the model by itself",
+            "has no optimizer; without its param groups, DeepSpeed cannot load a universal checkpoint",
+            advice="`zckpt consolidate` writes only the model",
         )
 
 
@@ -178,7 +178,7 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
         "ds_config": {},
         INFO_KEY: {"universal_checkpoint_version": UNIVERSAL_VERSION},
     }
-    return {key: value for key, value in needed.items() if key not in checkpoint.metadata}
+    return without(needed, *checkpoint.metadata)
 
 
 def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
@@ -198,7 +198,7 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
     return {
         **structure,
         **filled_in(checkpoint),
-        **{key: value for key, value in checkpoint.metadata.items() if key not in STRUCTURE},
+        **without(checkpoint.metadata, *STRUCTURE),
         "dp_world_size": checkpoint.topology.dp,
         "mp_world_size": 1,
         "ds_version": version or DEEPSPEED_VERSION,
@@ -225,7 +225,7 @@ def _module(checkpoint: Checkpoint, *, parameterwise: bool) -> OrderedMapping:
 def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> dict[str, object]:
     """Return the content of the file."""
     groups = checkpoint.param_groups
-    carried = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in OWN_KEYS}
+    carried = without(checkpoint.optimizer_metadata, *OWN_KEYS)
     tree: dict[str, object] = {**carried}
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage
@@ -245,7 +245,7 @@ def zero3_hindrance(checkpoint: Checkpoint, folders: Folders) -> str | None:
         slots = sorted(found - {MASTER_STEM})
         return f"it loads exp_avg and exp_avg_sq, and the optimizer has {', '.join(slots) or 'no state'}"
     if _one_step(checkpoint) is None:
-        return "it has one step for all parameters, and here they differ, or there is none"
+        return "it has one step for all parameters, but here they differ, or there is none"
     return None
 
 

@@ -34,7 +34,7 @@ class Options:
     """What `convert --to zero-redundancy` can be given."""
 
     world_size: int | None = option(
-        int, None, "Ranks of which each gets a file of its own, too. Default: only the state of all.", metavar="N"
+        int, None, "Also write a file for each of N ranks. Default: only the consolidated state.", metavar="N"
     )
     dtype: str = dtype_option()
 
@@ -44,8 +44,8 @@ class ZeroRedundancy(TorchDirectory):
 
     name = "zero-redundancy"
     title = "ZeroRedundancyOptimizer"
-    reads = (("ZeroRedundancyOptimizer", "consolidated and per rank"),)
-    writes = "PyTorch's ZeroRedundancyOptimizer; with --world-size each rank's file"
+    reads = (("ZeroRedundancyOptimizer", "consolidated, or one file per rank"),)
+    writes = "PyTorch's ZeroRedundancyOptimizer; with --world-size, also each rank's file"
     options = Options
     owns = OWNED
 

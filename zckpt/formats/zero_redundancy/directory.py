@@ -98,32 +98,35 @@ def optimizer_key(root: object) -> object:
     Raises KeyError: there is none, or several.
     """
     from zckpt.formats.torch_files.optimizer import looks_like_optimizer
+    from zckpt.state import dict_of
 
     if looks_like_optimizer(root):
         return None
-    found = [key for key, value in root.items() if looks_like_optimizer(value)] if isinstance(root, dict) else []
+    found = [key for key, value in dict_of(root).items() if looks_like_optimizer(value)]
     if len(found) != 1:
         raise KeyError
     return found[0]
 
 
 def _metadata(path: Path) -> TorchFile | None:
+    from zckpt.state import dict_of
     from zckpt.torchfile import read_torchfile
 
     file = read_torchfile(path / METADATA_NAME)
-    return file if isinstance(file.root, dict) and KEY in file.root else None
+    return file if KEY in dict_of(file.root) else None
 
 
 def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path, ...]:
+    from zckpt.state import dict_of
+
     root = metadata.root
-    about = root.get(KEY) if isinstance(root, dict) else None
-    world_size = about.get("world_size") if isinstance(about, dict) else None
+    world_size = dict_of(dict_of(root).get(KEY)).get("world_size")
     if world_size is None:
         return ()
     found = {int(own[1]): path / own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
     if type(world_size) is not int or not 1 <= world_size >= len(found):
         raise ShardError(
-            "other files of ranks than the metadata says",
+            "the rank files do not match the metadata",
             path=path,
             expected=f"{world_size} ranks",
             found=f"{len(found)} files",
@@ -164,6 +167,7 @@ def _families(path: Path, names: list[str]) -> list[dict[int, Path]]:
 def _holds_optimizer(family: Mapping[int, Path]) -> bool:
     """Tell by its first file whether a set of files is what it seems; a file by itself has to say that it is whole."""
     from zckpt.formats.fsdp_rank_files.held import is_share
+    from zckpt.state import dict_of
     from zckpt.torchfile import read_torchfile
 
     file = read_torchfile(family[min(family)])
@@ -174,4 +178,4 @@ def _holds_optimizer(family: Mapping[int, Path]) -> bool:
         optimizer_key(root)
     except KeyError:
         return False
-    return len(family) > 1 or (isinstance(root, dict) and root.get("world_size") == 1)
+    return len(family) > 1 or dict_of(root).get("world_size") == 1

@@ -93,7 +93,7 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
             found = others.pop(name, None)
             if type(found) is int and found != expected:
                 raise ShardError(
-                    f"is of another {name}", path=path, expected=expected, found=found, code=code, ranks=[rank]
+                    f"has another {name}", path=path, expected=expected, found=found, code=code, ranks=[rank]
                 )
         with about(path):
             check_hyperparameters(ranks[0].state.groups, ranks[-1].state.groups, rank)
@@ -123,7 +123,7 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
         numbers = rank.state.numbers
         if [len(indices) for indices in groups] != [len(group) for group in numbers]:
             raise LayoutError(
-                "another share of the parameters than it was assigned",
+                "does not hold the share of parameters that it was assigned",
                 path=rank.file.path,
                 expected=" + ".join(str(len(indices)) for indices in groups),
                 found=" + ".join(str(len(group)) for group in numbers),
@@ -139,7 +139,7 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
             if any(own in rank.state.state for own in rank.state.numbers[number])
         ]
         if len({repr(state["step"]) for state in states if "step" in state}) > 1:
-            checkpoint.warnings.append(f"ranks have taken different steps with param group {number}")
+            checkpoint.warnings.append(f"ranks have different steps for param group {number}")
         hyperparameters = shares[0][number].hyperparameters
         checkpoint.param_groups.append(ParamGroup(hyperparameters, list(group), shared_values(states)))
 
@@ -213,7 +213,7 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint) -> O
         if (group, at) not in names:
             rank, position = assigned[group][at]
             raise UnsupportedError(
-                f"parameter {position} of group {group} of rank {rank}, of shape {shape}, has no name that is certain",
+                f"parameter {position} of group {group} of rank {rank}, of shape {shape}, has no certain name",
                 advice=NAMES_ADVICE,
             )
     position_of = {name: at for at, name in enumerate(checkpoint.parameters)}
@@ -229,8 +229,7 @@ def _shape(state: OptimizerState, number: int, rank: int) -> Shape:
     found = {shape for key, shape in tensors.items() if key != "step"}
     if len(found) != 1:
         raise UnsupportedError(
-            f"rank {rank}'s parameter {number} has no state that shows its shape, and without it the others' "
-            f"names are not certain either",
+            f"rank {rank}'s parameter {number} has no state to show its shape, so the others' names are uncertain, too",
             advice=NAMES_ADVICE,
         )
     return found.pop()
@@ -257,7 +256,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     """
     directory = find(path)
     if directory is None:
-        raise UnknownFormatError("holds no state of a ZeroRedundancyOptimizer", path=path)
+        raise UnknownFormatError("holds no ZeroRedundancyOptimizer state", path=path)
     if directory.metadata is not None:
         return read_own(directory, directory.metadata, names)
     return read_foreign(directory, names)
@@ -313,7 +312,7 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
         for number, group in enumerate(order):
             found = [one for its in held for one in (its[number] if isinstance(its[number], list) else [its[number]])]
             if sorted(map(repr, found)) != sorted(map(repr, range(len(group)))):
-                raise DamagedFileError("ranks do not have every parameter once")
+                raise DamagedFileError("ranks do not have every parameter exactly once")
     return order, shapes, held, bool(said.get("unnamed"))
 
 
@@ -329,8 +328,8 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
     states = [rank.state for rank in ranks]
     if (total := sum(len(state.every_number) for state in states)) > (owned := len(checkpoint.owners)):
         raise UnsupportedError(
-            "ranks' files have parameters several times, which are no shares of one model: copies, as the ranks of "
-            "DistributedDataParallel each save it",
+            "rank files have parameters several times: they are copies, as if each rank of DistributedDataParallel "
+            "had saved all of them, not shares of one model",
             path=path,
             expected=f"{owned} parameters on {len(ranks)} ranks",
             found=total,
@@ -344,8 +343,8 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
         order = order_by_model(states, checkpoint)
         checkpoint.is_numbered = True
         checkpoint.warnings.append(
-            "the files do not say the order of the optimizer's parameters; within each group it is taken to be the "
-            f"model's ({NAMES_ADVICE})"
+            "the files do not state the order of the optimizer's parameters; within each group it is assumed to be "
+            f"the model's ({NAMES_ADVICE})"
         )
     attach_ranks(checkpoint, ranks, order)
     for rank in ranks:  # what their files hold besides the optimizer and the model
@@ -371,7 +370,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
         if Counter((one.name, one.shape, one.dtype) for one in held) != Counter(
             (key, one.shape, one.dtype) for key, one in theirs
         ):
-            checkpoint.warnings.append("the ranks' own files hold other state than the file of all of them")
+            checkpoint.warnings.append("the rank files hold other state than the consolidated file")
             return
         named = all(label in known for group in labels for label in group)
         order = labels if named else order_by_model([rank.state for rank in ranks], checkpoint)
@@ -383,7 +382,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
         checkpoint.claims |= {str(path): claim for path in directory.ranks}
         return
     except SourceError as error:
-        checkpoint.warnings.append(f"the ranks' own files are not read: {error}")
+        checkpoint.warnings.append(f"the rank files are not read: {error}")
         return
     checkpoint.files += own.files
     pairs = zip((n for group in order for n in group), (n for group in labels for n in group), strict=True)
@@ -407,7 +406,7 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
     if len(found) > 1:
         raise UnknownFormatError(
             "several files hold a model",
-            expected="one next to the ranks' files",
+            expected="one next to the rank files",
             found=", ".join(Path(one.source).name for one in found),
         )
     if found:
@@ -420,8 +419,8 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
             checkpoint.parameters[name] = Parameter(name, p.shape, p.dtype, slots, tied_to=p.tied_to)
     if not checkpoint.parameters:
         raise UnsupportedError(
-            "ranks' files number their parameters by themselves, and only the sizes of all of the model's parameters "
-            "tell which is which",
+            "rank files have their own numbers for parameters, and only the sizes of the model's parameters tell "
+            "which is which",
             advice="put the model's state dict next to them, as model.pt",
         )
     if not found:

@@ -13,7 +13,7 @@ from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OPTIMIZER_NAME, rank_name
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, without
 from zckpt.state.partition import check_world_size, greedy_partition
 
 
@@ -61,7 +61,7 @@ def _per_rank(checkpoint: Checkpoint, tree: dict[object, Any], world_size: int) 
                     state[local] = tree["state"][number]
                 local += 1
             # A rank's optimizer does not know names: torch would copy those of its share over those of all.
-            own = {key: value for key, value in group.items() if key != "param_names"}
+            own = without(group, "param_names")
             groups.append({**own, "params": list(range(local - len(numbers), local))})
         yield torch_writer.lay_out(rank_name(rank), {"state": state, "param_groups": groups})
 
@@ -74,7 +74,7 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
     shapes = {shape for shape in _state_shapes(parameter) if shape} or _state_shapes(parameter)
     if parameter is None or shapes != {parameter.shape}:
         raise UnsupportedError(
-            f"the size of the optimizer's parameter {name} is not known, and they are assigned to ranks by size",
+            f"the size of the optimizer's parameter {name} is unknown, but parameters are assigned to ranks by size",
             advice=f"{NAMES_ADVICE}, or write the consolidated form",
         )
     return parameter.numel

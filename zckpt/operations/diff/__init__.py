@@ -56,7 +56,7 @@ class Compared(Brief):
     ----------
     a, b : Checkpoint
     changed : list of Changed
-        Those that changed most come first.
+        The largest changes first.
     equal_slots : list of Match
     only_in_a, only_in_b : list of (name, slot or None)
         None: the whole parameter.
@@ -64,7 +64,7 @@ class Compared(Brief):
     warnings : list of str
         What could not be compared.
     num_parameters, num_elements, nbytes : int
-        What was compared, of one side.
+        What was compared, counted on one side.
     """
 
     a: Checkpoint
@@ -120,35 +120,35 @@ def diff(
 ) -> Compared:
     """Compare two checkpoints of any formats, stages and world sizes.
 
-    Bytes are compared first, and what differs is read again for its figures, in parallel and in bounded memory. Other
-    names are those of `a`; what wrappers put before names is left out anyway.
+    Bytes are compared first; what differs is read again for its statistics, in parallel and in bounded memory. Renaming
+    options apply to `a`; wrappers' prefixes are always ignored.
 
     Parameters
     ----------
     a, b : path-like or Checkpoint
     rtol, atol : float
-        Elements with |a - b| <= atol + rtol * |b| are equal; then element types may differ. By default bits count.
+        Elements with |a - b| <= atol + rtol * |b| are equal; element types may then differ. Default: compare bits.
     slots : sequence of str
-        Compare these only: `weight`, `master`, `exp_avg`, ...
+        Compare only these: `weight`, `master`, `exp_avg`, ...
     parameters : sequence of str
-        Compare parameters whose names match one of these shell patterns only.
+        Compare only parameters whose names match one of these shell patterns.
     dequantize : bool
-        Compare weights of few bits as the numbers that they stand for, and quantised state of the optimizer
-        (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under the names that Adam has in torch.
+        Compare low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
+        torchao's 8-bit, 4-bit or fp8) as float32, under torch's names for Adam.
     ignore_metadata : bool
-        Compare tensors only, not hyperparameters, steps, and what was carried along.
+        Compare only tensors, not hyperparameters, steps and other metadata.
     **shared
 
     Raises
     ------
     UsageError
-        A tolerance is negative, nothing is chosen, or a rename cannot be used.
+        A tolerance is negative, nothing is selected, or a rename cannot be used.
     SourceError
         A checkpoint cannot be read.
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
-            raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
+            raise UsageError(f"--{name} is not a tolerance", expected="0 or more", found=value)
     check_executor(shared["executor"])
     ours = opened(a, **shared)
     theirs = opened(b, **{key[:-2]: value for key, value in only(ReadingB, shared).items()})
@@ -161,7 +161,7 @@ def diff(
     matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters)))
     there = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
     if not there and (slots or parameters):
-        raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
+        raise UsageError("nothing to compare: no slot of either checkpoint is selected", found=[*slots, *parameters])
     alike = [one for one in matches.slots if one.a.shape == one.b.shape]
     pairs = [one.pair for one in alike]
     with using(shared["executor"]):

@@ -16,7 +16,7 @@ from zckpt.errors import listed
 from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.diff.match import Matches
-from zckpt.state import Checkpoint, Scalar, Slot
+from zckpt.state import Checkpoint, Scalar, Slot, without
 from zckpt.torchfile import LEAVES, PARTS, Below, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
 
 MAXIMUM_LEAVES = 1 << 14
@@ -204,7 +204,7 @@ def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> list[Setting]:
     for index, groups in enumerate(zip(a.param_groups, b.param_groups, strict=True)):
         key, (ours, theirs) = f"param_groups[{index}]", groups
         # the names that torch puts among hyperparameters are members, which are compared as such
-        values = [{key: one for key, one in its.hyperparameters.items() if key != "param_names"} for its in groups]
+        values = [without(its.hyperparameters, "param_names") for its in groups]
         found += _leaves(key, leaves(values[0]), leaves(values[1]))
         if ours.optimizer != theirs.optimizer:
             found.append(Setting(f"{key}.optimizer", ours.optimizer, theirs.optimizer))

@@ -6,7 +6,7 @@ against the other, and commands are sought that make what the program resumes fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shlex import quote
@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import MissingPackageError, UsageError, ZckptError, listed
 from zckpt.formats.account import take_inventory
-from zckpt.formats.format import Job
+from zckpt.formats.companions import CARRIED, TRAINER_STATE
+from zckpt.formats.consolidated.model import optimizer_slots
+from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
-from zckpt.operations.convert import as_converted
+from zckpt.naming import TRANSFORMERS, Naming
+from zckpt.operations.convert import as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
-from zckpt.operations.resume_check.parts import PARTS, TRAINING, WEIGHTS, Facts
-from zckpt.operations.resume_check.programs import OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
-from zckpt.state import Checkpoint
+from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts
+from zckpt.operations.resume_check.programs import CORE, OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
+from zckpt.state import MASTER, Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
 from zckpt.storage.remote.mount import PACKED
@@ -42,33 +45,35 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ResumeCheck:
-    """Whether a checkpoint resumes in a program.
+    """Whether a program can resume a checkpoint.
 
     Parameters
     ----------
     source, format : str
     program, title : str
-        Its name for `--for`, and what people call it.
+        Its name for `--for`, and its common name.
     world_size : int, ranks
-        That are to resume it.
+        Ranks that will resume it.
     step : int or None
     verdict : str
         `whole`, `partly`, `no` or `unknown`.
     call : str or None
         What to call.
     given : str or None
-        How the program has to be set up.
+        How the program must be configured.
     comes_back : list of dict
-        What does: `part`, and under which keys or in which slots it lies, `from`.
+        What comes back: `part`, and `from`, the keys or slots that hold it.
     not_back : list of dict
-        What does not, or begins anew: `part` and `why`.
+        What does not, or starts over: `part` and `why`.
     why : list of str
-        Why it does not resume, or why that is not known.
+        Why it does not resume, or why that is unknown.
     commands : list of str
-        Each makes, in TARGET, what resumes.
+        Commands that write a checkpoint that resumes, or of which more comes back, to TARGET.
+    not_back_after : list of dict
+        What does not come back after that command, as `not_back`.
     advice : str or None
     yours : str or None
-        What the program never keeps, and a script has to.
+        What the program never saves, so your script must.
     """
 
     source: str
@@ -84,12 +89,13 @@ class ResumeCheck:
     not_back: list[dict[str, object]] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
+    not_back_after: list[dict[str, object]] = field(default_factory=list)
     advice: str | None = None
     yours: str | None = None
 
     @property
     def resumes(self) -> bool:
-        """Whether all of it comes back."""
+        """Whether everything comes back."""
         return self.verdict == WHOLE
 
     def as_dict(self) -> dict[str, object]:
@@ -106,7 +112,7 @@ def resume_check(
     model: Place | Module | None = None,
     **shared: Unpack[Reading],
 ) -> ResumeCheck:
-    """Tell whether a checkpoint resumes in a program as it lies, and what will not come back. Reads no tensor.
+    """Return whether a program can resume a checkpoint as it is, and what would be lost. Reads no tensor.
 
     Parameters
     ----------
@@ -114,10 +120,10 @@ def resume_check(
     program : str
         "deepspeed", "trainer", "accelerate", "fsdp2", "megatron", "verl", "lightning" or "zckpt".
     world_size : int, optional
-        Data-parallel ranks that are to resume it; by default as many as have saved it.
+        Data-parallel ranks that will resume it. Default: as many as saved it.
     model : path-like or Module, optional
-        That is to resume it: a live one, a config.json of transformers or its directory, or any checkpoint of it. Its
-        names and shapes are held against the source's.
+        The model that will resume it: a live one, a transformers config.json or its directory, or any checkpoint of it.
+        Its names and shapes are compared with the source's.
     **shared
 
     Raises
@@ -131,9 +137,12 @@ def resume_check(
     if about is None:
         raise UsageError("unknown program", expected=", ".join(PROGRAMS), found=repr(program))
     if world_size is not None and world_size < 1:
-        raise UsageError("a training has ranks", expected="a world size of 1 or more", found=world_size)
+        raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
-    facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model))
+    config = _config_of(model)
+    facts = Facts(
+        checkpoint, world_size or 1, None if model is None else _shapes(model), read_json(config) if config else None
+    )
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
     found = replace(found, yours=about.yours or None)
@@ -143,27 +152,26 @@ def resume_check(
     way = next((one for one in about.ways if one.mark(facts)), None)
     lacks = [said for need in about.holds if (said := need(facts)) is not None]
     if way is None:
-        lacks += _of_model(facts, strict=True)
-        why = [f"{about.title} looks for {about.looks_for}", *lacks]
-        return _with_commands(replace(found, why=why), about, facts, lacks)
+        why = [f"{about.title} looks for {about.looks_for}", *lacks, *_of_model(facts, strict=True)]
+        return _with_commands(replace(found, why=why), about, facts, config)
     reasons = [said for need in way.needs if (said := need(facts)) is not None] + lacks
     mismatch = _of_model(facts, strict=way.strict)
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
     doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
     if program != "zckpt" and _scheme(checkpoint) is not None:
-        doubts.append("it is not on a file system, and whether it is read from there is not known: copy it first")
+        doubts.append(
+            "it is not on a file system, and it is unknown whether the program can read it there: copy it first"
+        )
     words = _words(facts)
     found = replace(found, call=way.call.format(**words), given=way.given.format(**words) or None)
     if reasons:
         only_size = reasons == [same_ranks(facts)] and not doubts
-        return _with_commands(
-            replace(found, why=reasons, call=None), about, facts, lacks + mismatch, only_size=only_size
-        )
-    back, gone = _divided(facts, way)
-    if mismatch:
-        gone.insert(0, {"part": WEIGHTS, "why": f"{mismatch[0]}, and stay as the model was made"})
+        return _with_commands(replace(found, why=reasons, call=None), about, facts, config, only_size=only_size)
+    back, gone = _divided(facts, about, way)
     verdict = UNKNOWN if doubts else PARTLY if gone else WHOLE
-    return replace(found, verdict=verdict, comes_back=back, not_back=gone, why=doubts)
+    found = replace(found, verdict=verdict, comes_back=back, not_back=gone, why=doubts)
+    may_help = verdict == PARTLY and any(one["part"] in CORE for one in gone)
+    return _with_commands(found, about, facts, config) if may_help else found
 
 
 def _scheme(checkpoint: Checkpoint) -> str | None:
@@ -176,9 +184,9 @@ def _lost(facts: Facts) -> str | None:
     """Doubt what has files missing, or things that zckpt knows not."""
     one = facts.checkpoint
     if one.lost:
-        return f"{len(one.lost)} of its files are not there"
+        return f"{len(one.lost)} of its files are missing"
     left = [item.name for item in take_inventory(one).left_out if item.trained]
-    return f"nobody knows what is in {listed(left, most=SHOWN)}" if left else None
+    return f"the contents of {listed(left, most=SHOWN)} are unknown" if left else None
 
 
 def _words(facts: Facts) -> dict[str, object]:
@@ -194,10 +202,13 @@ def _words(facts: Facts) -> dict[str, object]:
     }
 
 
-def _divided(facts: Facts, way: Way) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+def _divided(facts: Facts, program: Program, way: Way) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
     """Return what of a checkpoint comes back, and what does not, or begins anew."""
     back: list[dict[str, object]] = []
     gone: list[dict[str, object]] = []
+    files = {Path(name).stem: name for name in facts.names}
+    if not way.strict and (mismatch := _of_model(facts, strict=False)):
+        gone.append({"part": WEIGHTS, "why": f"{mismatch[0]}, and stay as the model was made"})
     for part in PARTS:
         keys = facts.parts.get(part)
         said = [why for name, need in way.lacks if name == part and (why := need(facts)) is not None]
@@ -208,9 +219,12 @@ def _divided(facts: Facts, way: Way) -> tuple[list[dict[str, object]], list[dict
             if taken:
                 back.append({"part": part, "from": taken})
             if left := [key for key in keys if key not in taken]:
-                gone.append({"part": part, "why": f"nothing there looks for {listed(left, most=SHOWN)}"})
+                shown = listed([files.get(key, key) for key in left], most=SHOWN)
+                returned = f"load_checkpoint returns {shown} in {way.returns}, and your script must set it"
+                own = way.returns and not files.keys() & {*left}
+                gone.append({"part": part, "why": returned if own else f"{program.title} does not read {shown}"})
         elif part in way.keeps or part in TRAINING:
-            gone.append({"part": part, "why": "it is not in the checkpoint, and begins anew"})
+            gone.append({"part": part, "why": "it is not in the checkpoint, and starts over"})
     return back, gone
 
 
@@ -218,45 +232,82 @@ def _divided(facts: Facts, way: Way) -> tuple[list[dict[str, object]], list[dict
 
 
 def _with_commands(
-    found: ResumeCheck, program: Program, facts: Facts, lacks: Sequence[str], *, only_size: bool = False
+    found: ResumeCheck, program: Program, facts: Facts, config: Path | None, *, only_size: bool = False
 ) -> ResumeCheck:
-    """Add the first command that would be accepted, else why none would, and what else there is to do."""
+    """Add the first command that would be accepted and better, and what it loses; else why there is none."""
     refused: list[str] = []
     form = facts.checkpoint.format
     strange = form in OWN_NAMES and form not in {make.to for make in program.makes}
-    command = None if lacks or strange else next(_commands(program, facts, refused, only_size=only_size), None)
+    better = iter(()) if strange else _commands(found, program, facts, config, refused, only_size=only_size)
+    command, lost, advice = next(better, (None, [], None))
+    if command is not None:
+        if MASTERS in {one["part"] for one in found.not_back}:
+            advice = program.advice or None
+        return replace(found, commands=[command], not_back_after=lost, advice=advice)
+    if found.verdict != NO:
+        return found
     if strange:
         refused.append(
             f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
         )
-    none = "no command of zckpt's makes what it resumes from"
-    said = "; ".join([none, *refused[-1:], *([program.advice] if program.advice and not lacks else [])])
-    names = "names of tensors stay as they are; --model tells whether they are the model's"
-    kept = names if facts.shapes is None and not only_size else None
-    return replace(found, commands=[command] if command else [], advice=kept if command else said)
+    none = "no zckpt command writes what it resumes from"
+    lacks = [*(need(facts) for need in program.holds), *_of_model(facts, strict=True)]
+    more = [program.advice] if program.advice and not any(lacks) else []
+    return replace(found, advice="; ".join([none, *refused[-1:], *more]))
 
 
-def _commands(program: Program, facts: Facts, refused: list[str], *, only_size: bool) -> Iterator[str]:
-    """Yield the commands that would be accepted, and note what is said of others."""
+def _commands(
+    found: ResumeCheck, program: Program, facts: Facts, config: Path | None, refused: list[str], *, only_size: bool
+) -> Iterator[tuple[str, list[dict[str, object]], str | None]]:
+    """Yield commands that would be accepted and better, what they lose, and advice; note what is said of others."""
     one = facts.checkpoint
-    for make in program.makes:
-        if (make.of and one.format not in make.of) or (make.verb == "reshard" and not only_size):
+    gone = {part["part"] for part in found.not_back}
+    for naming, named in _named(facts, config, refused):
+        strict = all(way.strict for way in program.ways)
+        if any(need(named) for need in program.holds) or _of_model(named, strict=strict):
             continue
-        options = {**make.options, **({"world_size": facts.ranks} if make.sized else {})}
-        values = {key: value for key, (value, _) in make.asked.items()}
+        for make in program.makes:
+            if (make.of and one.format not in make.of) or (make.verb == "reshard" and (not only_size or naming)):
+                continue
+            if make.of_masters and MASTER not in optimizer_slots(named.checkpoint, "keep"):
+                continue
+            options = {**make.options, **({"world_size": facts.ranks} if make.sized else {})}
+            values = {key: value for key, (value, _) in make.asked.items()}
+            verb = " ".join([make.verb, *(["--to", make.to] if make.to else [])])
+            try:
+                laid = _lay_out(make, facts, {**options, **values}, Naming(**naming))
+            except ZckptError as error:
+                refused.append(f"`zckpt {verb}` says: {error.message}")
+                continue
+            lost = _after(make, laid, named, program)
+            if found.verdict != NO and not {part["part"] for part in lost} < gone:
+                continue
+            shown = {**options, **{key: word for key, (_, word) in make.asked.items()}, **naming}
+            shown = {"to": make.to, **shown} if make.to else shown
+            flags = [f"--{key.replace('_', '-')} {quote(str(value))}" for key, value in shown.items()]
+            names = "tensor names do not change; --model checks whether they are the model's"
+            kept = names if facts.shapes is None and not only_size and not naming else None
+            yield " ".join(["zckpt", make.verb, quote(one.named), "TARGET", *flags]), lost, kept
+
+
+def _named(facts: Facts, config: Path | None, refused: list[str]) -> Iterator[tuple[dict[str, Any], Facts]]:
+    """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
+    if not facts.in_files:
+        yield {}, facts
+    one = facts.checkpoint
+    strange = facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
+    if strange and isinstance((facts.config or {}).get("model_type"), str):
+        naming: dict[str, Any] = {"map": TRANSFORMERS}
+        if facts.config is facts.model_config:
+            naming["map_config"] = str(config)
         try:
-            _lay_out(make, facts, {**options, **values})
+            yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
         except ZckptError as error:
-            refused.append(f"`zckpt {make.verb} {f'--to {make.to}' if make.to else ''}` says: {error.message}")
-            continue
-        shown = {**options, **{key: word for key, (_, word) in make.asked.items()}}
-        flags = "".join(f" --{key.replace('_', '-')} {value}" for key, value in shown.items())
-        to = f" --to {make.to}" if make.to else ""
-        yield f"zckpt {make.verb} {quote(one.named)} TARGET{to}{flags}"
+            refused.append(error.message)
 
 
-def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any]) -> None:
-    """Raise what a command would before it writes."""
+def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any], naming: Naming) -> TargetFiles:
+    """Return what a command would write, or raise what it would before."""
     checkpoint: Checkpoint = opened(facts.checkpoint)
     target = Path("TARGET")
     if make.verb == "reshard":
@@ -265,10 +316,21 @@ def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any]) -> None:
         chosen = choose(own.recut_options, options, own.name)
         laid = own.recut(Job(whole, facts.place, target, chosen, tuple(map(Path, whole.roots))))
         check_nothing_lost([whole], (), copied=laid.copied)
-    else:
-        written = get(make.to)
-        chosen = choose(written.options, options, make.to)
-        written.lay_out(Job(as_converted(checkpoint, written), facts.place, target, chosen))
+        return laid
+    written = get(make.to)
+    chosen = choose(written.options, options, make.to)
+    return written.lay_out(Job(as_converted(checkpoint, written, naming), facts.place, target, chosen))
+
+
+def _after(make: Make, laid: TargetFiles, facts: Facts, program: Program) -> list[dict[str, object]]:
+    """Return what does not come back from a target that is not written."""
+    names = frozenset(file.name.partition("/")[0] for file in (*laid.files, *laid.outside))
+    beside = [Path(name).stem for name in names if CARRIED.fullmatch(name) or name == TRAINER_STATE]
+    one = facts.checkpoint
+    metadata = {**one.metadata, **{key: one.metadata.get(key, True) for key in beside}}
+    planned = replace(facts, checkpoint=replace(one, format=make.to or one.format, metadata=metadata), planned=names)
+    way = next((way for way in program.ways if way.mark(planned)), program.ways[0])
+    return _divided(planned, program, way)[1]
 
 
 # The model that is to resume it
@@ -288,22 +350,29 @@ def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
     other = [name for name, shape in found.items() if shape != shapes[name]]
     said = (
-        ("the model has tensors that the checkpoint has not", [name.split("\0")[0] for name in missing]),
-        ("the checkpoint has tensors that the model has not", more),
+        ("the model has tensors that the checkpoint lacks", [name.split("\0")[0] for name in missing]),
+        ("the checkpoint has tensors that the model lacks", more),
         ("tensors have another shape in the model", other),
     )
     return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]
+
+
+def _config_of(model: object) -> Path | None:
+    """Return the config.json that a model was given by."""
+    if model is None or hasattr(model, "state_dict"):
+        return None
+    path = Path(str(model))
+    config = path / "config.json" if path.is_dir() else path
+    return config if config.suffix == ".json" and is_file(config) else None
 
 
 def _shapes(model: object) -> Shapes:
     """Return the shapes of a model's tensors by all the names of each, with a NUL between them."""
     if hasattr(model, "state_dict"):
         return _live_shapes(model)
-    path = Path(str(model))
-    config = path / "config.json" if path.is_dir() else path
-    if config.suffix == ".json" and is_file(config):
+    if (config := _config_of(model)) is not None:
         return _live_shapes(_from_config(config))
-    one = open(path)
+    one = open(Path(str(model)))
     aliases: dict[str, list[str]] = {}
     for name, owner in one.aliases.items():
         aliases.setdefault(owner, []).append(name)
@@ -330,14 +399,16 @@ def _from_config(path: Path) -> object:
         import transformers
     except ImportError as error:
         raise MissingPackageError(
-            f"{path}: what tensors the model has, transformers knows, which is not installed",
+            f"{path}: only transformers knows which tensors the model has, and it is not installed",
             advice="pip install transformers torch, or give a checkpoint of the model",
         ) from error
     kind = getattr(transformers, str(kinds[0]), None) if isinstance(kinds, list) and kinds else None
     if kind is None or getattr(kind, "config_class", None) is None:
-        raise UsageError("no model of transformers", path=path, expected="architectures", found=kinds)
+        raise UsageError("not a transformers model", path=path, expected="architectures", found=kinds)
     try:
         with torch.device("meta"):
             return kind(kind.config_class.from_dict(config))
     except Exception as error:  # whatever a model says of a configuration
-        raise UsageError("no model can be made of it", path=path, found=f"{type(error).__name__}: {error}") from error
+        raise UsageError(
+            "cannot create a model from it", path=path, found=f"{type(error).__name__}: {error}"
+        ) from error

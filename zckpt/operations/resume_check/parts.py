@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from zckpt.errors import SourceError
+from zckpt.errors import SourceError, ZckptError
 from zckpt.formats.dcp.directory import find as find_dcp
 from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.formats.transformers_trainer.architectures import is_converted
+from zckpt.naming.numbered import has_names_of_files
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.torchfile import FromFile
 
@@ -61,11 +64,17 @@ class Facts:
         That will resume it.
     shapes : mapping of str to tuple, or None
         Of the tensors that the model has, by name, where it was given.
+    model_config : mapping or None
+        Of that model.
+    planned : frozenset of str or None
+        What would lie in the directory of a target that is not written; None: it is there.
     """
 
     checkpoint: Checkpoint
     ranks: int
     shapes: Mapping[str, tuple[int, ...]] | None = None
+    model_config: dict[str, object] | None = None
+    planned: frozenset[str] | None = None
 
     @cached_property
     def place(self) -> Path:
@@ -75,6 +84,8 @@ class Facts:
     @cached_property
     def names(self) -> frozenset[str]:
         """Of what lies in that directory."""
+        if self.planned is not None:
+            return self.planned
         if not self.place.is_dir():
             return frozenset()
         return frozenset(entry.name for entry in entries_of(self.place, lenient=True))
@@ -91,8 +102,25 @@ class Facts:
 
     @cached_property
     def config(self) -> dict[str, object] | None:
-        """The model's config.json that lies with it."""
-        return read_json(self.place / "config.json") if is_file(self.place / "config.json") else None
+        """The model's config.json that lies with it, else of the model that was given."""
+        return read_json(self.place / "config.json") if is_file(self.place / "config.json") else self.model_config
+
+    @cached_property
+    def in_files(self) -> bool | None:
+        """Whether it has names that transformers gives tensors in files only; None: that is not known."""
+        if self.config is None or not is_converted(self.config):
+            return False
+        try:
+            return has_names_of_files(self.checkpoint, self.config)
+        except ZckptError:
+            return None
+
+    @cached_property
+    def rounded(self) -> str | None:
+        """The type of weights that have masters of more digits beside them."""
+        held = ((one.slots.get(WEIGHT), one.slots.get(MASTER)) for one in self.checkpoint.owners)
+        pairs = ((weight.dtype, master.dtype) for weight, master in held if weight and master)
+        return next((weight for weight, master in pairs if itemsize(weight) < itemsize(master)), None)
 
     @cached_property
     def dcp_paths(self) -> frozenset[tuple[str | int, ...]]:

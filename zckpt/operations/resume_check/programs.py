@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.formats.low_bit import codes_in
-from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.operations.resume_check.parts import (
     CUSTOM,
     DATA,
@@ -64,6 +63,8 @@ class Way:
         What a training in this program has in any case, and begins anew where it is not there.
     strict : bool
         Whether it raises where the model has tensors that are not there, or there are others.
+    returns : str
+        Where its caller gets what it does not read itself.
     """
 
     mark: Callable[[Facts], bool]
@@ -75,6 +76,7 @@ class Way:
     lacks: tuple[tuple[str, Need], ...] = ()
     keeps: tuple[str, ...] = ()
     strict: bool = True
+    returns: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,8 @@ class Make:
         Whether the number of ranks is an option.
     of : tuple of str
         Formats that it is made of; empty: any.
+    of_masters : bool
+        Whether it is for what has masters that weights of their type do not hold.
     """
 
     verb: str = "convert"
@@ -102,6 +106,7 @@ class Make:
     asked: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     sized: bool = False
     of: tuple[str, ...] = ()
+    of_masters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +141,7 @@ class Program:
 def lies(*names: str) -> Need:
     """Return a need: files in the directory."""
     return lambda facts: (
-        f"{missing[0]} is not there" if (missing := [one for one in names if not facts.has(one)]) else None
+        f"{missing[0]} is missing" if (missing := [one for one in names if not facts.has(one)]) else None
     )
 
 
@@ -154,7 +159,17 @@ def has_optimizer(facts: Facts) -> str | None:
 
 def of_few_bits(facts: Facts) -> str | None:
     """Doubt weights of few bits."""
-    return "its weights are codes of few bits, of which this is not known" if codes_in(facts.checkpoint) else None
+    return "its weights are low-bit codes, for which this is unknown" if codes_in(facts.checkpoint) else None
+
+
+def masters_beside(facts: Facts) -> str | None:
+    """Say that weights come back rounded: only zckpt puts masters where stock optimizers look for none."""
+    if facts.planned is None and facts.rounded is not None and "origin" in facts.checkpoint.details:
+        return f"nothing there looks for them, and weights come back rounded to {facts.rounded}"
+    return None
+
+
+BESIDE = (MASTERS, masters_beside)
 
 
 def odd_shapes(facts: Facts) -> str | None:
@@ -168,12 +183,8 @@ def odd_shapes(facts: Facts) -> str | None:
 # DeepSpeed
 
 
-def _zero(facts: Facts) -> bool:
-    return (facts.checkpoint.zero_stage or 0) > 0
-
-
 def _of_zero(facts: Facts) -> str | None:
-    return same_ranks(facts) if _zero(facts) else None
+    return same_ranks(facts) if (facts.checkpoint.zero_stage or 0) > 0 else None
 
 
 def _elastic(facts: Facts) -> str | None:
@@ -217,11 +228,6 @@ def _frozen_universal(_: Facts) -> str | None:
     return "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
 
 
-def _latest_universal(facts: Facts) -> str | None:
-    there = (Path(facts.checkpoint.source).parent / "latest_universal").is_file()
-    return None if there else "latest_universal does not lie beside it"
-
-
 _ENGINE: dict[str, Any] = {
     "needs": (_of_zero,),
     "doubts": (_elastic, of_few_bits, odd_shapes),
@@ -230,9 +236,6 @@ _ENGINE: dict[str, Any] = {
 """What DeepSpeed's engine does, whoever calls it; what it does not know goes to the caller."""
 
 _STAGE = "ZeRO stage {stage}, as it was trained"
-
-_RETURNED = r"(?!random_states_|rng_state_).*"
-"""What `load_checkpoint` returns to its caller: all but files that others have put beside."""
 
 _OF_DEEPSPEED = (
     Make(verb="reshard", sized=True, of=("deepspeed",)),
@@ -250,7 +253,8 @@ DEEPSPEED = Program(
             given=_STAGE,
             needs=_ENGINE["needs"],
             doubts=_ENGINE["doubts"],
-            takes=_ENGINE["takes"] | {RANDOM: _RETURNED},
+            takes=_ENGINE["takes"],
+            returns="client_state",
         ),
         Way(
             mark=lambda facts: facts.checkpoint.format == "universal",
@@ -258,14 +262,15 @@ DEEPSPEED = Program(
             given='"checkpoint": {{"load_universal": true}} in the configuration, ZeRO stage {stage}',
             needs=(_universal_empty, _universal_slots),
             doubts=(_universal_experts, of_few_bits),
-            takes=_ENGINE["takes"] | {RANDOM: _RETURNED},
+            takes=_ENGINE["takes"],
+            returns="client_state",
             lacks=((FROZEN, _frozen_universal), (SETTINGS, _groups_of_first)),
         ),
     ),
     holds=(has_optimizer, _lacks_frozen),
     makes=_OF_DEEPSPEED,
     advice="zckpt.deepspeed.load_checkpoint reads any of zckpt's formats into a live engine",
-    yours="random states and the position in the data, but for what the script gives as client_state",
+    yours="random states and the position in the data, except what the script gives as client_state",
 )
 
 # The Trainer
@@ -297,14 +302,18 @@ def _pair(facts: Facts) -> str | None:
     return f"{gone[0]} is not there, and the Trainer then loads neither an optimizer nor a scheduler" if gone else None
 
 
-def _converted(facts: Facts) -> str | None:
-    if facts.shapes is None and is_converted(facts.config):
-        return (
-            "transformers has other names for this model in memory than in its files, and the Trainer's resuming "
-            "converts none: such tensors stay as the model was made (load it with from_pretrained first, or "
-            "`zckpt convert --to transformers-trainer --map transformers`)"
-        )
-    return None
+_CONVERTED = (
+    "transformers has other names for this model in memory than in its files, and the Trainer's resuming converts "
+    "none: such tensors stay as the model was made, unless from_pretrained has loaded them"
+)
+
+
+def _in_files(facts: Facts) -> str | None:
+    return _CONVERTED if facts.shapes is None and facts.in_files else None
+
+
+def _maybe_in_files(facts: Facts) -> str | None:
+    return _CONVERTED if facts.shapes is None and facts.in_files is None else None
 
 
 _TRAINER_REST = {SCHEDULER: "scheduler", RANDOM: "rng_state(_[0-9]+)?", DATA: "trainer_state", SCALE: "scaler"}
@@ -352,10 +361,10 @@ TRAINER = Program(
             call='trainer.train(resume_from_checkpoint="{path}")',
             given="no deepspeed= and no fsdp=",
             needs=(_ACCOUNT,),
-            doubts=(of_few_bits, _converted),
+            doubts=(of_few_bits, _maybe_in_files),
             takes=CORE | _TRAINER_REST,
-            lacks=((STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair), (RANDOM, _rng),
-                   (DATA, _batches)),
+            lacks=((WEIGHTS, _in_files), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair),
+                   (RANDOM, _rng), (DATA, _batches)),
             keeps=_TRAINER_KEEPS,
             strict=False,
         ),
@@ -373,7 +382,7 @@ TRAINER = Program(
 
 def _states(facts: Facts) -> str | None:
     gone = [rank for rank in range(facts.ranks) if not facts.has(f"random_states_{rank}.pkl")]
-    return f"no random_states_{gone[0]}.pkl is there" if gone else None
+    return f"random_states_{gone[0]}.pkl is missing" if gone else None
 
 
 _ACCELERATE_REST = {
@@ -413,7 +422,7 @@ ACCELERATE = Program(
             call='accelerator.load_state("{path}")',
             given="a FullyShardedDataParallelPlugin of the same version and state_dict_type",
             needs=(lambda facts: None if facts.has("optimizer_0") or facts.has("optimizer.bin")
-                   else "no optimizer_0 is there",),
+                   else "optimizer_0 is missing",),
             doubts=(of_few_bits,),
             takes=CORE | _ACCELERATE_REST,
             lacks=((RANDOM, _states),),
@@ -426,7 +435,7 @@ ACCELERATE = Program(
             needs=(_sharded_index, lies("optimizer.bin")),
             doubts=(of_few_bits,),
             takes=CORE | _ACCELERATE_REST,
-            lacks=((RANDOM, _states),),
+            lacks=(BESIDE, (RANDOM, _states)),
             keeps=_ACCELERATE_KEEPS,
         ),
     ),
@@ -470,14 +479,14 @@ def _stateless(facts: Facts) -> str | None:
 def _unnamed(facts: Facts) -> str | None:
     some = facts.checkpoint.unnamed
     return (
-        f"whose state {', '.join(list(some)[:1])} is, the optimizer's numbers do not say (give --names)"
+        f"whose state {', '.join(list(some)[:1])} is, the optimizer's numbers do not tell (give --names)"
         if some
         else None
     )
 
 
 FSDP2 = Program(
-    title="torch.distributed.checkpoint, of state dicts of FSDP2",
+    title="FSDP2 with torch.distributed.checkpoint",
     looks_for='a DCP directory of {"model": ..., "optimizer": ...} as get_state_dict returns them',
     ways=tuple(
         Way(
@@ -485,13 +494,14 @@ FSDP2 = Program(
             call='dcp.load({{"model": model, "optimizer": optimizer}}, checkpoint_id="{path}"), then set_state_dict',
             given=options + "the dicts of get_state_dict, at any number of ranks",
             doubts=(of_few_bits,),
+            lacks=(BESIDE,),
         )
         for flat, options in ((False, ""), (True, "flatten_optimizer_state_dict=True, "))
     ),
     holds=(has_optimizer, _stateless, _unnamed),
-    makes=(Make(to="dcp"),),
-    advice="zckpt.dcp.Reader and zckpt.load read it",
-    yours="scheduler, random states and the position in the data, but for what the script puts beside model and "
+    makes=(Make(to="dcp", options={"dtype": "float32"}, of_masters=True), Make(to="dcp")),
+    advice="dcp.load with storage_reader=zckpt.dcp.Reader(PATH), or zckpt.load, brings back all of it, as it is",
+    yours="scheduler, random states and the position in the data, except what the script saves with model and "
     "optimizer",
 )
 
@@ -531,7 +541,7 @@ MEGATRON = Program(
     ),
     holds=(has_optimizer,),
     makes=(Make(to="megatron", sized=True, of=("megatron",)), Make(to="megatron", of=("megatron",))),
-    advice="Megatron-Core has names of its own: `zckpt convert --to megatron --map NAME` (docs/maps.md)",
+    advice="Megatron-Core has its own names: `zckpt convert SOURCE TARGET --to megatron --map NAME` (docs/maps.md)",
     yours="the position in the data, but for the samples that args count",
 )  # fmt: skip
 
@@ -548,7 +558,7 @@ def _rank_files(facts: Facts) -> str | None:
 
 
 VERL = Program(
-    title="verl, with FSDP",
+    title="verl with FSDP",
     looks_for="model_world_size_W_rank_R.pt, optim_... and extra_state_... of each rank",
     ways=(
         Way(
@@ -568,21 +578,16 @@ VERL = Program(
 # zckpt
 
 
-def _ours(facts: Facts) -> bool:
-    origin = facts.checkpoint.details.get("origin")
-    return isinstance(origin, Mapping) and str(origin.get("format_version", "")).startswith("zckpt ")
-
-
 def _random_of_others(facts: Facts) -> str | None:
-    states = facts.checkpoint.metadata.get("random_states")
-    if not _ours(facts) or states is None:
-        return "zckpt.load sets random states of zckpt.save alone, and returns others in `extra`"
+    ours = str(facts.checkpoint.converted_from.get("format_version", "")).startswith("zckpt ")
+    if not ours or facts.checkpoint.metadata.get("random_states") is None:
+        return "zckpt.load only restores random states of zckpt.save, and returns others in `extra`"
     return f"no random states of rank {facts.saved_ranks}" if facts.ranks > facts.saved_ranks else None
 
 
 def _each_ranks_own(facts: Facts) -> str | None:
     own = facts.checkpoint.per_rank
-    return f"each rank has a {own[0].key} of its own, of which this is not known" if own else None
+    return f"each rank has its own {own[0].key}, for which this is unknown" if own else None
 
 
 ZCKPT = Program(
@@ -592,7 +597,7 @@ ZCKPT = Program(
         Way(
             mark=lambda facts: True,  # noqa: ARG005
             call='zckpt.load("{path}", model=model, optimizer=optimizer)',
-            given="scheduler= and grad_scaler=, if there are any; an optimizer of the same order, where files only "
+            given="scheduler= and grad_scaler=, if there are any; an optimizer with the same order, if files only "
             "number its parameters",
             doubts=(_each_ranks_own, of_few_bits),
             takes=CORE
@@ -601,7 +606,7 @@ ZCKPT = Program(
         ),
     ),
     holds=(has_optimizer,),
-    yours="the position in the data, but for what the script gives as extra",
+    yours="the position in the data, except what the script gives as extra",
 )
 
 # Lightning
@@ -622,7 +627,7 @@ def _of_lightning(mark: Callable[[Facts], bool], given: str, **more: Any) -> Way
 
 LIGHTNING = Program(
     title="Lightning",
-    looks_for="a .ckpt of its own: one file, or a directory of FSDP or DeepSpeed",
+    looks_for="its own .ckpt: one file, or a directory of FSDP or DeepSpeed",
     ways=(
         _of_lightning(
             lambda facts: facts.checkpoint.format == "deepspeed",
@@ -632,11 +637,11 @@ LIGHTNING = Program(
             takes=_ENGINE["takes"] | _LIGHTNING_REST | {SCALE: "loss_scaler"},
         ),
         _of_lightning(
-            lambda facts: facts.checkpoint.format == "dcp",
+            lambda facts: facts.checkpoint.format == "dcp" and facts.has("meta.pt"),
             "FSDPStrategy or ModelParallelStrategy, as it was saved",
         ),
         _of_lightning(
-            lambda facts: not facts.place.is_dir(),
+            lambda facts: not facts.place.is_dir() and "origin" not in facts.checkpoint.details,
             "SingleDeviceStrategy or DDPStrategy; for the same batches, as many ranks as saved it",
         ),
     ),

@@ -167,7 +167,7 @@ def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal
         return Unequal(len(master))
     at = int(where[0])
     rounded = float(cast(master[at : at + 1], dtype)[0])
-    detail = f"{float(weight[at])!r} where the master rounds to {rounded!r}, at element {first + at}"
+    detail = f"{float(weight[at])!r}, but the master rounds to {rounded!r}, at element {first + at}"
     return Unequal(len(master), len(where), first + at, detail)
 
 

@@ -44,7 +44,7 @@ _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """Something that is wrong, or worth knowing.
 
     Parameters
     ----------
@@ -128,16 +128,18 @@ class Verification(Brief):
     ----------
     source : str
     format : str or None
-        None where the source could not be opened.
+        None if the source could not be opened.
     deep : bool
         Whether every byte was read.
     findings : list of Finding
         The worst first.
     checked : Checked
     fingerprint : str or None
-        Of the logical state, where it was computed.
+        Of the logical state, if computed.
     checkpoint : Checkpoint or None
-        None where the source could not be opened.
+        None if the source could not be opened.
+    looked_at : str or None
+        Where it is, which may be within the source.
     """
 
     source: str
@@ -147,6 +149,7 @@ class Verification(Brief):
     checked: Checked = field(default_factory=Checked)
     fingerprint: str | None = None
     checkpoint: Checkpoint | None = field(default=None, repr=False)
+    looked_at: str | None = None
 
     @property
     def sound(self) -> bool:
@@ -157,6 +160,7 @@ class Verification(Brief):
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": self.source,
+            "checkpoint": self.looked_at,
             "format": self.format,
             "sound": self.sound,
             "deep": self.deep,

@@ -34,15 +34,15 @@ def verify(
     against: Place | None = None,
     **shared: Unpack[ReadCopied],
 ) -> Verification:
-    """Find out whether a checkpoint is whole and makes sense. Changes nothing, and runs nothing of it.
+    """Check that a checkpoint is whole and makes sense. Changes nothing, and executes nothing in it.
 
     Parameters
     ----------
     source : path-like or Checkpoint
         Any checkpoint that zckpt opens, or one that it would open if it were not damaged.
     deep : bool
-        Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies.
-        Without it only structure is read, and a bounded sample of weights and masters.
+        Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies. Without
+        it, only structure and a bounded sample of weights and masters are read.
     against : path-like, optional
         Digests that `zckpt fingerprint` recorded; reads every slot.
     **shared
@@ -55,15 +55,15 @@ def verify(
     Raises
     ------
     UsageError
-        Options that do not go together.
+        Options contradict each other.
     SourceError
-        There is nothing to verify: no such path, or no checkpoint recognised. Or the digests cannot be read.
+        There is nothing to verify (no such path, or no checkpoint), or the digests cannot be read.
     """
     executor, how = shared["executor"], how_read(shared)
     if how["memory"] < 1:
-        raise UsageError("sizes must be positive", found=how["memory"])
+        raise UsageError("--memory and sizes must be positive", found=how["memory"])
     if how["direct"] and not deep and against is None:
-        raise UsageError("a sample is not read past the page cache", expected="direct with deep or against")
+        raise UsageError("--direct does not apply to a sample", expected="--deep or --against with it")
     check_executor(executor)
     from zckpt.compare.twice import files_twice
 
@@ -95,8 +95,9 @@ def verify(
             findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
     return Verification(
-        name, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text, checkpoint
-    )
+        name, checkpoint.format, deep, in_order(findings, checkpoint.files), Checked(**counts), text, checkpoint,
+        checkpoint.source,
+    )  # fmt: skip
 
 
 def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any]) -> tuple[str | None, list[Finding]]:
@@ -111,7 +112,7 @@ def _against(checkpoint: Checkpoint, expected: Fingerprint, how: dict[str, Any])
     findings = []
     for one in changes(expected, found):
         code = ADDED if one.expected is None else GONE if one.found is None else CHANGED
-        what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
+        what = {ADDED: "was not recorded", GONE: "does not exist", CHANGED: "is not the one that was recorded"}[code]
         which = one.name if one.entry is None else f"{one.entry} of {one.name}"
         findings.append(Finding(code, f"{which} {what}", None, (one.name,), one.expected, one.found))
     return found.text, findings

@@ -68,7 +68,7 @@ def _left_out(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _coverage(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Look where every slot is, as for a copy of it: each element must be there once, in the slot's own type."""
     said = {
-        SLOT_MISSING: "no {} for {}, of which it holds some elements",
+        SLOT_MISSING: "no {} for {}, although it holds some elements",
         COVERAGE: "{} of {} is not there, every element once",
         DTYPES_DIFFER: "{} of {} has another element type here than elsewhere",
     }
@@ -168,7 +168,7 @@ def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
     whole = path is not None and set(of_file) == set(odd) and len(set(files.values())) > 1
     yield Finding(
         STEPS_DIFFER if whole else GROUP_STEPS_DIFFER,
-        f"{listed(odd)}: {'the rank has' if whole else 'they have'} taken another number of steps than the rest",
+        f"{listed(odd)}: {('the rank has' if whole else 'they have')} taken another number of steps than the others",
         path if whole else None,
         tuple(odd),
         f"{usual:g}",

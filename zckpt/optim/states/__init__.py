@@ -93,7 +93,8 @@ def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: M
     flat = import_module(f"{__name__}.flat_parameters")
     if cls is not OptimizerState:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} of parameters in FullyShardedDataParallel", advice="use one of torch.optim"
+            f"{type(optimizer).__name__} with parameters in FullyShardedDataParallel",
+            advice="use an optimizer from torch.optim",
         )
     made = flat.FlatState(optimizer, known, members)
     return made

@@ -27,6 +27,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
 from zckpt.formats.remainder import BESIDE
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
+from zckpt.state import without
 from zckpt.torchfile import each
 
 STATE, GROUPS = "state", "param_groups"
@@ -76,7 +77,7 @@ class Declared:
         sharded = any(isinstance(one, DTensor) for one in called)
         found = each([self.beside.rest, *self.odd.values(), *self.beside.groups], inside)
         if sharded and any(isinstance(one, torch.Tensor) and one.dim() for one in found):
-            self.refuse("of parameters that are sharded, each rank would have its own")
+            self.refuse("because its parameters are sharded, each rank would have its own")
         return {
             "class": type(self.optimizer).__name__,
             "at": None if self.beside.at is None else list(self.beside.at),
@@ -92,9 +93,9 @@ class Declared:
         keys = dict.fromkeys(key for its in (*self.odd.values(), *self.beside.groups, self.beside.rest) for key in its)
         if keys:
             raise UnsupportedError(
-                f"{type(self.optimizer).__name__} keeps {listed(list(map(str, keys)))} besides tensors and numbers of "
-                f"parameters: {why}",
-                advice="save the model alone, and the optimizer's state_dict() with torch.save",
+                f"{type(self.optimizer).__name__} keeps {listed(list(map(str, keys)))} in addition to parameter "
+                f"state: {why}",
+                advice="save only the model, and the optimizer's state_dict() with torch.save",
             )
 
     def kept(self, node: object, names: Names) -> Beside:
@@ -106,15 +107,16 @@ class Declared:
         strange = [] if tree["class"] == cls else [key for key in found.rest if key not in self.beside.rest]
         if strange or (tree["class"] != cls and list(self.beside.at or ()) != found.at):
             raise UsageError(
-                f"{cls} has no place for {listed(list(map(str, found.rest)))}, which {tree['class']} kept beside state",
-                advice="give the optimizer that was saved, or strict=False",
+                f"{cls} has no place for {listed(list(map(str, found.rest)))}, which {tree['class']} kept in "
+                "addition to its state",
+                advice="give the saved optimizer, or strict=False",
             )
         if tree["names"] != names:
             raise UsageError(
-                f"what {cls} keeps by numbers of parameters is of others, or of another order",
+                f"what {cls} keeps by parameter number is for other parameters, or in another order",
                 expected=listed([name for its in tree["names"] for name in its]),
                 found=listed([name for its in names for name in its]),
-                advice="make the optimizer as it was saved, or give strict=False",
+                advice="create the optimizer as it was saved, or give strict=False",
             )
         return found
 
@@ -135,9 +137,7 @@ def declared(optimizer: Optimizer) -> Declared:
     known = {parameter for its in groups for parameter in its}
     strange = sum(isinstance(key, torch.Tensor) and key not in known for key in optimizer.state)
     if strange:
-        raise UnsupportedError(
-            f"{cls} has state of {strange} tensors that are none of its parameters, which cannot be told by name"
-        )
+        raise UnsupportedError(f"{cls} has state for {strange} tensors that are not its parameters, and have no names")
     whole = optimizer.state_dict()
     at = _innermost(whole, list(map(len, groups)))
     if at is None:
@@ -208,7 +208,7 @@ def _without(tree: Mapping[str, Any], at: Sequence[str], others: Mapping[Any, An
     """Return a state dict without param groups, and without the state of parameters."""
     if at:
         return {**tree, at[0]: _without(tree[at[0]], at[1:], others)}
-    rest = {key: value for key, value in tree.items() if key not in (STATE, GROUPS)}
+    rest = without(tree, STATE, GROUPS)
     return {**rest, STATE: others} if others else rest
 
 
@@ -223,5 +223,6 @@ def _check_held(found: Declared) -> None:
             raise UnsupportedError(
                 f"{type(found.optimizer).__name__} holds {type(held).__name__} in `{name}`, whose state is not in its "
                 f"state_dict()",
-                advice="give the optimizer that it holds, or its class a state_dict() and load_state_dict() of all",
+                advice="give the inner optimizer, or let its class's state_dict() and load_state_dict() include "
+                "everything",
             )

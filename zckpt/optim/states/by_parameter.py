@@ -33,7 +33,7 @@ from zckpt.optim.param_groups import (
 )
 from zckpt.optim.ranks import Place
 from zckpt.optim.states.beside import Beside, Declared, declared
-from zckpt.optim.states.expected import STEP, begins_anew, check_keys, keep_types, makes_state, rehearse
+from zckpt.optim.states.expected import STEP, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import as_stored, as_torch, like, value_of
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, number_of
@@ -194,8 +194,8 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> None:
         if not isinstance(getattr(optimizer, "state", None), Mapping):  # torchao's CPUOffloadOptimizer has none
             raise UnsupportedError(
-                f"{type(optimizer).__name__} has no `state` by parameter, as optimizers of torch have",
-                advice="save the model alone, and the optimizer's state_dict() with torch.save",
+                f"{type(optimizer).__name__} has no `state` by parameter, as torch's optimizers have",
+                advice="save only the model, and the optimizer's state_dict() with torch.save",
             )
         self.optimizer = optimizer
         self._names = group_names(optimizer.param_groups, known)
@@ -249,7 +249,7 @@ class OptimizerState:
             State of the optimizer that belongs to no parameter, or a hyperparameter that no file can hold.
         """
         if not self.keeps_beside:
-            self._declared.refuse(f"{type(self.optimizer).__name__} has no place for that")
+            self._declared.refuse(f"{type(self.optimizer).__name__} has no place for it")
         return stored_groups(self.optimizer, self._names, self._declared.beside.groups)
 
     @cached_property
@@ -264,7 +264,7 @@ class OptimizerState:
         """Return what this rank has of a slot, or of what that consists of; note what else is to be known of it."""
         del found  # for those that note something
         if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
-            raise UnsupportedError(f"{key} of {name} is a plain tensor, and the parameter is sharded")
+            raise UnsupportedError(f"{key} of {name} is a plain tensor, but the parameter is sharded")
         share = share_of(value, f"{key} of {name}")
         return {} if share is None else {key: share}
 
@@ -305,9 +305,9 @@ class OptimizerState:
     def write(self, target: Target) -> None:
         """Write another program's format; errors are those of `zckpt.optim.files.save`."""
         raise UsageError(
-            f"{type(self.optimizer).__name__} is not written in another program's format",
+            f"{type(self.optimizer).__name__} cannot be written in another program's format",
             path=target.path,
-            advice="save as zckpt, and use zckpt convert",
+            advice="save in zckpt's format, and use `zckpt convert`",
         )
 
     # --- loading
@@ -328,8 +328,8 @@ class OptimizerState:
                 cls = type(self.optimizer).__name__
                 self.leave_out(
                     UsageError(
-                        f"{cls} has no place for what was saved besides an optimizer's state",
-                        advice="give the optimizer that was saved, or strict=False",
+                        f"{cls} has no place for what was saved in addition to optimizer state",
+                        advice="give the saved optimizer, or strict=False",
                     )
                 )
             self.prepare()
@@ -357,10 +357,10 @@ class OptimizerState:
                 if self.is_here(parameter):
                     self._add(number, parameter, made)
             self.settings.append({**made, "params": list(numbers)})
-        origin = self.source.checkpoint.details.get("origin")
-        as_saved = isinstance(origin, Mapping) and origin.get("optimizer") == type(self.local).__name__
-        if self.without and self.source.checkpoint.step and not as_saved:
-            self.notes.append(begins_anew(self.holder, self.without))
+        source = self.source.checkpoint
+        if self.without and source.step and source.converted_from.get("optimizer") != type(self.local).__name__:
+            after = f"{type(self.holder).__name__} makes it in its next step"
+            self.notes.append(f"no state of {listed(self.without)}: {after}")
 
     def _find_beside(self) -> None:
         own, node = self._declared, self.source.metadata.get(BESIDE)
@@ -374,7 +374,9 @@ class OptimizerState:
                 self.leave_out(error)
             else:
                 if kept.keys and there.isdisjoint(kept.keys):
-                    self.notes.append("what the optimizer kept besides its state is left out, for that was stripped")
+                    self.notes.append(
+                        "what the optimizer kept in addition to its state is left out, because its state was stripped"
+                    )
                 else:
                     self.beside = kept
         elif own.beside.rest:
@@ -404,7 +406,7 @@ class OptimizerState:
         dtype = getattr(torch, value.dtype)
         if not isinstance(parameter, DTensor) or value.shape != owner.shape:
             if isinstance(parameter, DTensor) and value.shape:
-                raise UnsupportedError(f"{key} of {owner.name} is not one value for each element")
+                raise UnsupportedError(f"{key} of {owner.name} does not have one value per element")
             if value.shape and value.shape == tuple(parameter.shape):
                 whole = room_like(parameter, dtype)
             else:
@@ -477,7 +479,7 @@ class OptimizerState:
         except UsageError as error:
             if self.source.asked.strict:
                 raise
-            self.notes.append(f"hyperparameters stay as they are: {error}")
+            self.notes.append(f"hyperparameters are not changed: {error}")
             return [{} for _ in names]
         return [
             {key: like(number_of(value), ours.get(key)) for key, value in its.hyperparameters.items()}

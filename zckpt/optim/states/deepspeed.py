@@ -41,9 +41,9 @@ class DeepSpeedState(OfMembers):
         )
         if unknown or any(group.get("moe") for group in optimizer.param_groups):
             raise UnsupportedError(
-                "where elements lie in an optimizer of experts, ZenFlow, MiCS or on NVMe is not known here",
+                "optimizers with experts, ZenFlow, MiCS or NVMe are not supported here",
                 found=type(optimizer).__name__,
-                advice="give the model alone",
+                advice="give only the model",
             )
         self.optimizer, self.held = optimizer, {}
         self._names = [[] for _ in optimizer.param_groups]
@@ -51,7 +51,7 @@ class DeepSpeedState(OfMembers):
             members: list[tuple[str, Member]] = []
             for p, shape, start, numel, position in parameters:
                 if p not in known:
-                    raise UsageError("a parameter of the optimizer has no name", advice="give its model, too")
+                    raise UsageError("a parameter of the optimizer has no name", advice="also give the model")
                 extent = Extent.flat(tuple(shape), start, numel) if numel else None
                 members.append((known[p], Member(shape, extent, tensor, position, None, True)))
             self.held[tensor] = members

@@ -22,6 +22,7 @@ from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.optim.param_groups import Group, hyperparameters, parameters_of
 from zckpt.optim.states.beside import Beside
+from zckpt.state import without
 
 STEP = "step"
 """Which torch casts by rules of its own."""
@@ -110,10 +111,10 @@ def check_keys(optimizer: Optimizer, group: Group, name: str, dim: int, values: 
 
 def _another(optimizer: Optimizer, name: str, found: Collection[str], *, expected: str) -> UsageError:
     return UsageError(
-        f"the state of {name} is not one that {type(optimizer).__name__} goes on with",
+        f"{type(optimizer).__name__} cannot continue from the state of {name}",
         expected=expected,
         found=listed(list(found)),
-        advice="give the optimizer that was saved, or load the model alone",
+        advice="give the saved optimizer, or load only the model",
     )
 
 
@@ -121,11 +122,6 @@ def makes_state(optimizer: Optimizer, group: Group, dim: int) -> bool:
     """Tell whether an optimizer that goes on without state of a parameter may do other than one that had it."""
     its = wanted(optimizer, group, dim)
     return its is None or bool(its.required)
-
-
-def begins_anew(optimizer: Optimizer, names: Sequence[str]) -> str:
-    """Return the note about parameters of which a checkpoint has no state."""
-    return f"no state of {listed(names)}: {type(optimizer).__name__} makes it in its next step"
 
 
 def rehearse(
@@ -174,7 +170,7 @@ def rehearse(
         copy.load_state_dict(beside.state_dict(given, groups))
     except Exception as error:
         keys = list(dict.fromkeys(key for its in given.values() for key in its))
-        why = f"its load_state_dict raises {type(error).__name__}: {error}"
+        why = f"what its load_state_dict accepts ({type(error).__name__}: {error})"
         name = next((called[one] for one in state if one in called), "its parameters")
         raise _another(optimizer, name, keys, expected=why) from error
 
@@ -188,7 +184,7 @@ def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     for one in vars(optimizer).values():
         if isinstance(one, Optimizer) and id(one) not in memo:
             _whole_copy(one, memo)
-    held = {key: value for key, value in vars(optimizer).items() if key not in HOOKS}
+    held = without(vars(optimizer), *HOOKS)
     vars(made).update(deepcopy(held, memo), **{hook: {} for hook in HOOKS})
     return made
 

@@ -48,7 +48,7 @@ class OfMembers(OptimizerState):
         if member is None:
             return super()._shares(name, parameter, key, value, found)
         if value.shape != parameter.shape:
-            raise UnsupportedError(f"{key} of {name} is not one value for each element")
+            raise UnsupportedError(f"{key} of {name} does not have one value per element")
         if member.extent is None:
             return {}
         return {key: Share(tuple(member.shape), member.extent, member.within(value.detach()), member.ranks)}
@@ -99,7 +99,8 @@ class OfMembers(OptimizerState):
             kinds = [one.dtype if isinstance(one, Slot) else number_of(one) for one in found]
             if len(slots) != len(found) and (slots or any(kind != kinds[0] for kind in kinds)):
                 raise UsageError(
-                    f"{key} is not the same for all parameters of a group or unit, whose flat parameter has only one",
+                    f"{key} differs between parameters of a group or unit, whose flat parameter can have only one "
+                    "value",
                     found=", ".join(sorted({str(one) for one in kinds})),
                     advice=self.advice,
                 )
@@ -112,7 +113,7 @@ class OfMembers(OptimizerState):
                 slot = values.get(key)
                 if owner is not None and isinstance(slot, Slot) and one.extent and one.extent.numel:
                     if slot.shape != owner.shape:
-                        raise UsageError(f"{key} of {owner.name} is not one value for each element")
+                        raise UsageError(f"{key} of {owner.name} does not have one value per element")
                     self.reads.append(TensorRead(slot, one.extent, one.within(state[key])))
         return state, [name for name, values in zip(owners, held, strict=True) if not values]
 

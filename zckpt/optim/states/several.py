@@ -75,8 +75,8 @@ class Optimizers:
             state.is_sliced = is_sliced
             if in_parts and type(state) is not OptimizerState:  # it divides its state among ranks itself
                 raise UnsupportedError(
-                    f"{type(state.optimizer).__name__} of a model in parts",
-                    advice="use one of torch.optim, or fully_shard",
+                    f"{type(state.optimizer).__name__} for a model in parts",
+                    advice="use an optimizer from torch.optim, or fully_shard",
                 )
         self.notes: list[str] = []
         """What `restore` has not found."""
@@ -140,7 +140,7 @@ class Optimizers:
         for state in self.states.values():
             if state.is_only_compared:
                 raise UsageError(
-                    f"{type(state.optimizer).__name__} is saved and loaded by its engine",
+                    f"{type(state.optimizer).__name__} must be saved and loaded by its engine",
                     advice="call its save_checkpoint, and its load_checkpoint in zckpt.deepspeed.any_world_size",
                 )
 
@@ -178,8 +178,7 @@ class Optimizers:
         if len(ours) == 1 and len(theirs) <= 1:
             kept = metadata.get(ours[0], checkpoint.optimizer_metadata)
             return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
-        origin = checkpoint.details.get("origin")
-        had_one = isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)  # without a name
+        had_one = isinstance(checkpoint.converted_from.get("optimizer"), str)  # without a name
         in_turn = theirs.keys() <= {ALONE} and not had_one
         if self.is_one or (whole.asked.strict and not in_turn):
             _check_names(list(theirs), ours, path)
@@ -211,8 +210,8 @@ def _check_names(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
     advice = "give a mapping with the names that were saved, or a list if they are numbers"
     if len(ours) != len(theirs):
         what = (
-            f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
-            f"and {len(ours)} {'is' if len(ours) == 1 else 'are'} given"
+            f"the checkpoint has {len(theirs)} optimizer{('' if len(theirs) == 1 else 's')}, but {len(ours)} "
+            f"{('was' if len(ours) == 1 else 'were')} given"
         )
         advice = "give as many as were saved, or strict=False"
     raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
@@ -242,7 +241,7 @@ def _check_alike(before: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> No
     advice = "make the optimizers of all parts alike, or give them by name"
     if len(before) != len(ours):
         raise UsageError(
-            "parts of an optimizer have other numbers of param groups",
+            "parts of an optimizer have different numbers of param groups",
             expected=len(before), found=len(ours), advice=advice,
         )  # fmt: skip
     for index, (group, one) in enumerate(zip(before, ours, strict=True)):
@@ -260,9 +259,9 @@ def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, st
     for name, cls in more.items():
         if found.get(name, cls) != cls:
             raise UsageError(
-                "parts of an optimizer are of several classes",
+                "parts of an optimizer have different classes",
                 found=f"{found[name]}, {cls}",
-                advice="give optimizers by name: those of one name are parts of one, on all ranks",
+                advice="give optimizers by name: on all ranks, those with one name are parts of one optimizer",
             )
     return {**found, **more}
 
@@ -274,7 +273,7 @@ def named(given: Given) -> dict[str, Optimizer]:
     if isinstance(given, Mapping):
         for name in given:
             if not isinstance(name, str) or not name:
-                raise UsageError("an optimizer's name must be a text", found=repr(name))
+                raise UsageError("an optimizer's name must be a string", found=repr(name))
         found = dict(given)
     elif isinstance(given, (list, tuple)):
         found = {str(number): one for number, one in enumerate(given)} if len(given) != 1 else {ALONE: given[0]}
@@ -291,7 +290,7 @@ def workers_of(given: Given) -> DistributedOptimizer | None:
     every = named(given)
     remote: list[Any] = [one for one in every.values() if state_class(one).is_remote]
     if remote and len(every) > 1:
-        raise UsageError("a DistributedOptimizer is saved and loaded alone", found=_listed(list(every)))
+        raise UsageError("a DistributedOptimizer must be saved and loaded alone", found=_listed(list(every)))
     return remote[0] if remote else None
 
 
@@ -299,9 +298,9 @@ def check_file_system(path: Place) -> Path:
     """Return where a DistributedOptimizer is saved. Raises UsageError: it is a store."""
     if isinstance(path, str):
         raise UsageError(
-            "a DistributedOptimizer is saved to a file system",
+            "a DistributedOptimizer can only be saved to a file system",
             path=path,
-            advice="save to a path, and let zckpt convert write to the store",
+            advice="save to a path, and write to the store with `zckpt convert`",
         )
     return path
 
@@ -316,7 +315,7 @@ def process_group_of(given: Given) -> dist.ProcessGroup | None:
         return None
     groups = [one for one in (getattr(each, "process_group", None) for each in every) if one]
     if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
-        raise UsageError("the optimizers are of several process groups", advice="give process_group=, that of all")
+        raise UsageError("the optimizers have different process groups", advice="give process_group= with all ranks")
     return groups[0] if groups else None
 
 
@@ -332,9 +331,9 @@ def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
             other = called.setdefault(its, name)
             if other != name:
                 raise UsageError(
-                    f"parameters of two optimizers have the name {its}",
+                    f"parameters of two optimizers are named {its}",
                     found=_listed([other, name]),
-                    advice="give the model that has both, or names of their own",
+                    advice="give the model that has both, or distinct names",
                 )
 
 

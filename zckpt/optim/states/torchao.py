@@ -25,7 +25,7 @@ from zckpt.formats.torch_files.quantised import CLASSES, PACKED, Moment, is_quan
 from zckpt.formats.torch_files.tensors import TORCHAO
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot
 from zckpt.optim.tensors import Share, share_of
-from zckpt.state import Extent, Parameter, Slot
+from zckpt.state import Extent, Parameter, Slot, without
 
 LEAST_NUMEL = 4096
 """Elements of a share that torchao quantises."""
@@ -36,7 +36,7 @@ Range = tuple[int, int]
 SIGNED = "exp_avg"
 """The slot whose values have signs, for which maps are others."""
 
-ADVICE = "dequantize=True takes the floats that they stand for, of which torchao makes blocks anew"
+ADVICE = "dequantize=True loads the floats that they stand for, from which torchao makes new blocks"
 
 
 def _pieces(key: str, parameter: torch.Tensor, local: Any, blank: Any, floats: Sequence[Range]) -> dict[str, Share]:
@@ -122,7 +122,7 @@ def _flat(share: Share) -> Range:
 
 def _not_cut(what: str, block: int) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} is quantised in blocks that are not those of the whole parameter",
+        f"{what} is quantised in blocks that do not match the whole parameter",
         expected=f"shares of whole rows that begin at multiples of {block} elements",
         advice="shard by rows only (Shard(0) along one dimension of the mesh), or use an optimizer that keeps floats",
     )
@@ -179,13 +179,13 @@ class TorchaoState(OptimizerState):
         self.rounded: list[str] = []
         super().prepare()
         if self.rounded:
-            self.notes.append(f"rounded into blocks, which the checkpoint has as floats: {listed(self.rounded)}")
+            self.notes.append(f"quantised from the checkpoint's floats, which rounds: {listed(self.rounded)}")
 
     def values(self, owner: Parameter) -> dict[str, object]:
         """Return what the checkpoint has of a parameter, without the pieces of quantised slots."""
         found = super().values(owner)
         pieces = {piece for key in owner.state for piece in slots_of(key, owner)}
-        return {key: value for key, value in found.items() if key not in pieces}
+        return without(found, *pieces)
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         is_codes = is_quantised(value)
@@ -214,7 +214,7 @@ class TorchaoState(OptimizerState):
         block = local.block_size
         if (its.cls, its.block) != (type(local).__name__, block) or start % block:
             raise UnsupportedError(
-                f"{key} of {owner.name} is quantised in other blocks than the optimizer has on this rank",
+                f"{key} of {owner.name} is quantised in other blocks than the optimizer's on this rank",
                 expected=f"{type(local).__name__}, blocks of {block}, from element {start} on",
                 found=f"{its.cls}, blocks of {its.block}",
                 advice=ADVICE,

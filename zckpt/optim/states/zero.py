@@ -76,7 +76,7 @@ class ZeroState(OfMembers):
         """Return the param groups, with what the optimizer keeps once for each."""
         if not self.is_sliced:
             files.refuse_parts(self.optimizer)
-        self._declared.refuse("a ZeroOptimizer has no place for that")
+        self._declared.refuse("a ZeroOptimizer has no place for it")
         found = stored_groups(self.optimizer, self._trained())
         for group, flat in zip(found, self.optimizer.groups, strict=True):
             values = self._declared.state.get(flat.master, {}).items()
@@ -140,10 +140,10 @@ class ZeroState(OfMembers):
         optimizer = self.optimizer
         if optimizer.is_model_parallel and not self.is_sliced:
             raise UnsupportedError(
-                "a model whose parts lie on several ranks is not loaded by name: "
-                "which part of a tensor is this rank's, no name says",
-                advice="give zckpt.load tp_rules=, which say how parts are cut; or load_state_dict() what this rank's "
-                "file holds, at the same degrees",
+                "a model-parallel model cannot be loaded by name: names do not say which part of a tensor this rank "
+                "has",
+                advice="give zckpt.load tp_rules=, which say how tensors are cut; or at the same degrees call "
+                "load_state_dict() with this rank's file",
             )
         self.called = {**self.called, **{one.master: f"param group {at}" for at, one in enumerate(optimizer.groups)}}
         self.masters = [one.master.detach().clone() for one in optimizer.groups]
@@ -172,7 +172,7 @@ class ZeroState(OfMembers):
                 values = {**vars(own), "cur_hysteresis": own.delayed_shift, **values}
         elif found is None and self.source.checkpoint.loss_scale not in (None, 1.0):
             scale = f"{self.source.checkpoint.loss_scale:g}"
-            self.notes.append(f"loss scale {scale} is not taken: how it changes, the checkpoint does not say")
+            self.notes.append(f"loss scale {scale} is ignored: the checkpoint does not say how it changes")
         try:
             return scaler_like(own, values)
         except ValueError as error:

@@ -30,7 +30,7 @@ from zckpt.optim.states.several import check_file_system
 from zckpt.optim.tensors import bare, world_rank
 from zckpt.optim.zero.files import write_torch_file
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, without
 from zckpt.storage.durable import written
 from zckpt.version import __version__
 
@@ -104,9 +104,9 @@ def _metadata(target: Target, world_size: int, names: Names, **more: object) -> 
 def _local_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     found = declared(optimizer)
     if found.beside.rest:
-        found.refuse("files of this format have no place for that")
+        found.refuse("files of this format have no place for it")
     state_dict = optimizer.state_dict()
-    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
+    groups = [without(group, "param_names") for group in state_dict["param_groups"]]
     return {"state": state_dict["state"], "param_groups": groups}
 
 
@@ -128,7 +128,7 @@ class WorkersState(OptimizerState):
         groups = self.optimizer.param_groups
         if not all("param_names" in group for group in groups):
             raise UsageError(
-                "the optimizer's parameters have no names", advice="make the optimizer of (name, RRef) pairs"
+                "the optimizer's parameters have no names", advice="create the optimizer from (name, RRef) pairs"
             )
         return [list(group["param_names"]) for group in groups]
 

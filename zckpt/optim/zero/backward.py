@@ -126,16 +126,18 @@ class BackwardOptimizer(FlatOptimizer):
             Between backward and step.
         """
         if dist.get_process_group_ranks(model.process_group) != dist.get_process_group_ranks(self.process_group):
-            raise ValueError("the model and the optimizer must be of the same ranks")
+            raise ValueError("the model and the optimizer must have the same ranks")
         if model._comm_hooks:
             raise ValueError(
-                "the model has a communication hook already, and can have one only: make it without, and give the hook "
-                "to the optimizer, as attach(model, hook, state=state)"
+                "the model already has its only communication hook: create it without one, and give the hook to the "
+                "optimizer: attach(model, hook, state=state)"
             )
         if hook is not None and any(group.is_expert for group in self.groups):
-            raise ValueError("a hook averages over all ranks, and experts are averaged over those that share them")
+            raise ValueError(
+                "a hook averages over all ranks, but experts must be averaged over the ranks that share them"
+            )
         if self._passes or self._pass is not None:
-            raise RuntimeError("attach must not come between backward and step")
+            raise RuntimeError("attach cannot be called between backward and step")
         model.register_comm_hook(self, _on_bucket)
         self._inner = None if hook is None else (hook, state)
         self.is_attached = True
@@ -203,7 +205,10 @@ class BackwardOptimizer(FlatOptimizer):
         Source: the method of this name of DeepSpeed's engine, 0.19.
         """
         if is_boundary is not None and self._join_config.enable:
-            raise RuntimeError("ranks that have joined without inputs cannot know where a window ends: count passes")
+            raise RuntimeError(
+                "ranks that have joined without inputs cannot know where a window ends: let the optimizer count "
+                "passes instead"
+            )
         self._boundary = is_boundary
 
     @contextlib.contextmanager
@@ -261,8 +266,8 @@ class BackwardOptimizer(FlatOptimizer):
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             layout, parameter.grad = parameter.grad.layout, None  # what is left of this pass is to be reduced yet
             raise ValueError(
-                f"the gradient of {self._name_of(parameter)} is {layout}, and only dense ones can lie "
-                f"in a flat buffer; an embedding makes dense ones with sparse=False"
+                f"the gradient of {self._name_of(parameter)} is {layout}, but a flat buffer can only hold dense "
+                "ones; create the embedding with sparse=False"
             )
         if not self._syncs:
             self._keep(parameter)
@@ -329,8 +334,8 @@ class BackwardOptimizer(FlatOptimizer):
         """Raise RuntimeError. Only `backward` knows whether a backward is inside of another or after it."""
         self._failed = True
         raise RuntimeError(
-            "a backward has run inside of another, as reentrant checkpoints make it; let the optimizer run the outer "
-            "one, by optimizer.backward(loss), or make checkpoints with use_reentrant=False"
+            "a backward ran inside another, as with reentrant checkpoints; run the outer one with "
+            "optimizer.backward(loss), or use checkpoints with use_reentrant=False"
         )
 
     def _end_pass(self, *, has_joined: bool = False) -> None:
@@ -459,7 +464,7 @@ class BackwardOptimizer(FlatOptimizer):
                 more = f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else ""
                 raise WindowFailedError(
                     f"no gradient on rank {rank} for {', '.join(unused[:SHOWN])}{more}; "
-                    f"ignore_unused_parameters=True takes them for zero"
+                    "ignore_unused_parameters=True treats them as zero"
                 )
 
     # --- buckets of DDP

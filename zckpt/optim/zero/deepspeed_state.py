@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.loss_scaling import scaler_of
 from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.stepping import LossScaler, Scaler
@@ -35,10 +36,10 @@ class DeepSpeedState(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         if key in ("state", "param_groups"):
             raise UnsupportedError(
-                "a ZeroOptimizer's state dict is in DeepSpeed's form, of slices of flat groups, which get_state_dict "
-                "of torch.distributed.checkpoint and others cannot tell by parameter",
+                "a ZeroOptimizer's state dict is in DeepSpeed's form, with slices of flat groups, which "
+                "get_state_dict of torch.distributed.checkpoint and others cannot split by parameter",
                 advice="save with zckpt.save(path, model=model, optimizer=optimizer), which zckpt.load reads at any "
-                "number of ranks and `zckpt convert` makes torch's formats of; or save state_dict() as it is",
+                "number of ranks and `zckpt convert` turns into torch's formats; or save state_dict() as it is",
             )
         raise KeyError(key)
 
@@ -66,7 +67,7 @@ class States:
         for state in given if isinstance(given, Sequence) and not isinstance(given, str) else [given]:
             inner = state.get("optimizer_state_dict", state) if isinstance(state, Mapping) else None
             if not isinstance(inner, Mapping) or MASTERS not in inner or STATE not in inner:
-                raise TypeError(f"a ZeRO-1/2 state dict, or a list of them, was expected, with {MASTERS} and {STATE}")
+                raise TypeError(f"expected a ZeRO-1/2 state dict with {MASTERS} and {STATE}, or a list of them")
             self._every.append(inner)
         if not self._every:
             raise TypeError("an empty list of state dicts")
@@ -79,27 +80,27 @@ class States:
         for state in self._every:
             if len(state[MASTERS]) != len(groups):
                 raise ValueError(
-                    f"the state dict has {len(state[MASTERS])} param groups, and the optimizer has {len(groups)}"
+                    f"the state dict has {len(state[MASTERS])} param groups, but the optimizer has {len(groups)}"
                 )
             pads = state.get("param_alignment_paddings")
             ours = [list(group.pads) for group in groups]
             if pads is not None and [list(one) for one in pads] != ours and any(map(any, [*pads, *ours])):
                 raise ValueError(
-                    "the state dict was made with another parameter_alignment; make the optimizer with that one, or "
-                    "use `zckpt reshard` with --parameter-alignment or --no-parameter-alignment"
+                    "the state dict was made with another parameter_alignment; create the optimizer with the same, "
+                    "or use `zckpt reshard --parameter-alignment` or `--no-parameter-alignment`"
                 )
         for index, group in enumerate(groups):
             counts = {int(state["partition_count"][index]) for state in self._every if "partition_count" in state}
             if self._is_rigid and len(counts) == 1 and counts != {group.world_size}:
                 raise ValueError(
-                    f"rigid state of {counts.pop()} ranks does not fit {group.world_size}; "
-                    f"`zckpt reshard SOURCE TARGET --world-size {group.world_size}` makes files that do"
+                    f"rigid state of {counts.pop()} ranks does not fit {group.world_size}; `zckpt reshard SOURCE "
+                    f"TARGET --world-size {group.world_size}` writes files that do"
                 )
             expected = group.partition - group.padding if self._is_rigid else group.total
             numel = sum(state[MASTERS][index].numel() for state in self.having(group))
             if numel != expected:
                 raise ValueError(
-                    f"param group {index} has {numel} elements in the state dict, and {expected} in the optimizer"
+                    f"param group {index} has {numel} elements in the state dict, but {expected} in the optimizer"
                 )
 
     def local(self) -> tuple[dict[int, Any], list[dict[str, Any]]]:
@@ -148,7 +149,6 @@ class States:
         into[values.numel() :].zero_()
 
 
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
 _STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
@@ -159,7 +159,7 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     made["loss_scaler"] = scaler_object(made["loss_scaler"])
     made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
     made["param_slice_mappings"] = [
-        {name: _new(_FRAGMENT, {"numel": its.numel, "start": its.start}) for name, its in mapping.items()}
+        {name: Object(_FRAGMENT, how="newobj", state=dict(vars(its)), has_state=True) for name, its in mapping.items()}
         for mapping in made["param_slice_mappings"]
     ]
     return made
@@ -168,11 +168,5 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def scaler_object(scaler: Scaler) -> Object:
     """Return a loss scaler as an object of DeepSpeed's class."""
     if isinstance(scaler, LossScaler):
-        return _new(Global(_SCALERS, "LossScaler"), {"cur_scale": scaler.cur_scale, "dynamic": False})
-    state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}
-    state.update(vars(scaler))
-    return _new(Global(_SCALERS, "DynamicLossScaler"), state)
-
-
-def _new(cls: Global, state: dict[object, object]) -> Object:
-    return Object(cls, how="newobj", state=state, has_state=True)
+        return scaler_of({"cur_scale": scaler.cur_scale, "dynamic": False})
+    return scaler_of({"dynamic": True, "dtype": DType("float16")} | vars(scaler))

@@ -40,6 +40,7 @@ from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
+from zckpt.state import without
 from zckpt.storage.ownership import Owned
 from zckpt.torchfile import Tensor
 
@@ -84,7 +85,7 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
                 of_expert[experts.named(name)] = tensor.detach().clone()
         if optimizer.rank == 0:
             # what DeepSpeed gives back as the client's state; what it keeps itself goes before it
-            client = {key: value for key, value in beside.items() if key not in ("lr_scheduler", "extra")}
+            client = without(beside, "lr_scheduler", "extra")
             about = {**_model(optimizer, its, names, target.step, beside, dense), "ds_config": config}
             if experts.per_rank:
                 counts = experts.per_rank.items()
@@ -100,8 +101,8 @@ def refuse_parts(optimizer: ZeroOptimizer) -> None:
     """Raise UnsupportedError for slices of models of which nothing says what they are of."""
     if model_rank(optimizer.model_parallel)[1] > 1:
         raise UnsupportedError(
-            "a model whose parts lie on several ranks, and no rules that say how they are cut",
-            advice="give tp_rules=, in the form of universal_checkpoint_info",
+            "a model-parallel model needs rules that say how tensors are cut",
+            advice="give tp_rules= in the form of universal_checkpoint_info",
         )
 
 
@@ -189,7 +190,7 @@ class _Sharing(Values):
         """Return a tensor as a node. Raises UnsupportedError: it is sparse."""
         here = value.detach().cpu()
         if here.layout != torch.strided:
-            raise UnsupportedError(f"{where}: a tensor that is {here.layout} cannot be written")
+            raise UnsupportedError(f"{where}: a tensor with layout {here.layout} cannot be written")
         storage, dtype = here.untyped_storage(), dtype_name(here.dtype)
         known = self._storages.get(storage.data_ptr()) if storage.nbytes() else None
         if known is None or known.dtype != dtype:
@@ -232,7 +233,7 @@ def place_of(sharing: list[int], every: list[int]) -> Place:
     if positions == list(range(first, first + len(positions))) and first % len(positions) == 0:
         return Place(first // len(positions), degree, own, data_first=True)
     raise UnsupportedError(
-        "experts are assigned to ranks in a way that no file of DeepSpeed has",
+        "experts are assigned to ranks in a way that DeepSpeed's files cannot express",
         expected=f"every {degree}th rank, or {len(positions)} neighbours",
         found=f"data-parallel ranks {', '.join(map(str, positions))} of {len(every)}",
     )
@@ -273,9 +274,9 @@ def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], orde
             layer = _layer(names[parameter])
             if layer is None:
                 raise UnsupportedError(
-                    f"{names[parameter]} is an expert's, and its name does not say of which expert",
+                    f"{names[parameter]} belongs to an expert, but its name does not say to which",
                     expected="a name of DeepSpeed's MoE layer, ….deepspeed_moe.experts.deepspeed_experts.NUMBER.…",
-                    advice="save state_dict() of each rank instead",
+                    advice="save each rank's state_dict() instead",
                 )
             places[layer] = place
     known = [name for name in (order or list(names.values())) if is_expert(name)]
@@ -283,7 +284,7 @@ def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], orde
     for layer in per_rank:
         if layer not in places:
             raise UnsupportedError(
-                f"no param group with moe=True has experts of {layer.rstrip('.')}: it is not known which they are"
+                f"no param group with moe=True has experts of {layer.rstrip('.')}: it is unknown which they are"
             )
     return Experts(per_rank, places)
 
@@ -301,7 +302,7 @@ def every_rank(process_group: dist.ProcessGroup, slices: int) -> Ranks:
     expected = dist.get_world_size(process_group) * slices
     if ranks.world_size != expected:
         raise UnsupportedError(
-            "a model in parts is saved by all ranks of the world together",
+            "all ranks of the world must save a model in parts together",
             expected=f"{expected} ranks, {expected // slices} for each of {slices} parts",
             found=ranks.world_size,
         )

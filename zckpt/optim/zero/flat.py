@@ -173,16 +173,15 @@ def _check(trained: Sequence[torch.Tensor]) -> None:
     for what, found in (("element types", dtypes), ("devices", devices)):
         if len(found) > 1:
             raise ValueError(
-                f"a param group of several {what}, {', '.join(sorted(found))}, which one flat buffer cannot hold; "
-                f"give each its own group"
+                f"a param group has several {what} ({', '.join(sorted(found))}), which one flat buffer cannot hold; "
+                "give each its own group"
             )
     if any(isinstance(parameter, DTensor) for parameter in trained):
         raise ValueError(
-            "DTensors, which know by themselves how they are cut: use fully_shard, or give the slices as plain tensors "
-            "and model_parallel="
+            "DTensors are not supported: use fully_shard, or give the slices as plain tensors with model_parallel="
         )
     if any(not parameter.dtype.is_floating_point for parameter in trained):
-        raise ValueError(f"parameters must be of a floating-point type, not {', '.join(sorted(dtypes))}")
+        raise ValueError(f"parameters must have a floating-point type, not {', '.join(sorted(dtypes))}")
 
 
 def broadcast_first(tensors: Iterable[torch.Tensor], process_group: dist.ProcessGroup) -> None:
@@ -262,9 +261,10 @@ class FlatOptimizer(ShardedOptimizer):
         is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
         if is_class and not self.allow_per_tensor and is_per_tensor(optimizer_class):
             raise ValueError(
-                f"{optimizer_class.__name__} looks at whole tensors, and a ZeroOptimizer steps slices of a flat "
-                f"buffer: it would train otherwise than unsharded. ZeroRedundancyOptimizer({optimizer_class.__name__}) "
-                f"steps whole tensors; allow_per_tensor=True takes the slices for what they are"
+                f"{optimizer_class.__name__} looks at whole tensors, but a ZeroOptimizer steps slices of a flat "
+                "buffer: training would differ from unsharded training. "
+                f"ZeroRedundancyOptimizer({optimizer_class.__name__}) steps whole tensors; allow_per_tensor=True "
+                "accepts slices"
             )
 
     # --- groups
@@ -292,7 +292,7 @@ class FlatOptimizer(ShardedOptimizer):
             name: Any = group.get("name")
             if name not in self.expert_data_parallel_groups:
                 raise ValueError(
-                    f"a param group of experts, {name!r}, whose process group is not among expert_data_parallel_groups"
+                    f"the param group of experts {name!r} has no process group in expert_data_parallel_groups"
                 )
             process_group = self.expert_data_parallel_groups[name]
         flat = FlatGroup(trained, process_group, self, is_expert=is_expert)
@@ -310,7 +310,7 @@ class FlatOptimizer(ShardedOptimizer):
     @cached_property
     def _names(self) -> dict[str, torch.Tensor]:
         if not all("param_names" in group for group in self.param_groups):
-            raise ValueError("the parameters have no names: make the optimizer of (name, parameter) pairs")
+            raise ValueError("the parameters have no names: create the optimizer from (name, parameter) pairs")
         pairs = (zip(group["param_names"], group["params"], strict=True) for group in self.param_groups)
         return dict(chain.from_iterable(pairs))
 
@@ -324,7 +324,7 @@ class FlatOptimizer(ShardedOptimizer):
         if parameter is None:
             raise ValueError(f"no parameter {name}")
         if parameter not in self._place:
-            raise ValueError(f"{name} was frozen when the optimizer was made, and has no state")
+            raise ValueError(f"{name} was frozen when the optimizer was created, and has no state")
         return self._place[parameter]
 
 

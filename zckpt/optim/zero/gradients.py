@@ -118,8 +118,8 @@ class ShardedGradient(torch.Tensor):
             raise RuntimeError(_ELSEWHERE)
         if group.is_expert or optimizer.is_model_parallel:
             raise RuntimeError(
-                "the norm of a gradient of which other ranks have parts, or of experts, is not that of this rank's; "
-                "clip with ZeroOptimizer(clip_grad=...), which counts each element once"
+                "this rank cannot compute the norm of a gradient that other ranks share, or of experts; clip with "
+                "ZeroOptimizer(clip_grad=...), which counts each element once"
             )
         order = float(order)
         if order not in (2.0, math.inf, 1.0):

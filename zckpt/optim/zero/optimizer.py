@@ -30,80 +30,77 @@ ALLGATHER_BUCKET_SIZE = 1 << 27
 
 
 class ZeroOptimizer(BackwardOptimizer):
-    """ZeRO-1 and ZeRO-2: each rank keeps the masters and state of an equal slice of all parameters, and steps that.
+    """ZeRO-1 and ZeRO-2: each rank keeps masters and state for an equal slice of all parameters, and steps it.
 
     Parameters
     ----------
     params : iterable
-        Tensors, (name, tensor) pairs, or dicts of param groups, as `torch.optim` takes them; in the same order on all
-        ranks. The parameters become views of one flat buffer for each group. Those that require no gradient are left
-        out of it.
+        Tensors, (name, tensor) pairs, or dicts of param groups, as in `torch.optim`; in the same order on all ranks.
+        The parameters become views of one flat buffer per group; those that require no gradient are left out.
     optimizer_class : type
-        A `torch.optim.Optimizer`, which steps each element by itself; it gets one flat master for each group.
+        A `torch.optim.Optimizer` that steps each element by itself; it gets one flat master per group.
     stage : {1, 2}
-        1 keeps whole gradients until the last backward before a step; 2 reduces and frees them as they come.
+        1 keeps whole gradients until the last backward before a step; 2 reduces and frees them as they arrive.
     process_group : ProcessGroup, optional
-        Of the data-parallel ranks; by default the whole world.
+        The data-parallel ranks. Default: the whole world.
     expert_data_parallel_groups : mapping, optional
         The process group of each param group with `moe` true, by the group's `name`: the ranks that hold the same
         experts.
     model_parallel : object, optional
-        With Megatron's `get_model_parallel_group`, `..._world_size` and `..._rank`: norms and overflows are those of
-        the whole model. Parameters of which each rank has a slice have a true attribute `model_parallel`; the others
-        are counted once.
+        An object with Megatron's `get_model_parallel_group`, `..._world_size` and `..._rank`: norms and overflows then
+        cover the whole model. Parameters that are slices have a true attribute `model_parallel`; the others are counted
+        once.
     round_robin_gradients : bool
-        Assign parameters to ranks in turns, so that each bucket has elements of every rank.
+        Assign parameters to ranks in turn, so that each bucket has elements of every rank.
     parameter_alignment : bool
-        Let each parameter start on 16 bytes.
+        Start each parameter at a multiple of 16 bytes.
     fp16_master_weights_and_gradients : bool
         Keep masters in the model's 16-bit type, not in float32.
     reduce_bucket_size, allgather_bucket_size : int, elements
-        How many gradients are reduced, and weights gathered, at once.
+        Number of gradients reduced, and weights gathered, at once.
     reduce_scatter : bool
-        Reduce each gradient to its owner, not to all ranks: less is sent; the order of sums differs from all-reduce.
+        Reduce each gradient only to its owner: less is sent; the order of sums differs from all-reduce.
     overlap_comm : bool
-        Reduce while backward goes on, with two buffers; otherwise each reduction is waited for.
+        Reduce during backward, with two buffers; otherwise wait for each reduction.
     communication_data_type : torch.dtype, optional
-        What gradients are sent as; by default the model's type.
+        Type in which gradients are sent. Default: the model's.
     gradient_predivide_factor : float, optional
-        What gradients are divided by before they are summed, the rest of the world size following after it. By default
-        the world size: nothing is left for after it.
+        Divide gradients by this before the sum, and by the rest of the world size after it. Default: the world size.
     ignore_unused_parameters : bool
-        Take the gradient of a parameter that has none for zero; otherwise RuntimeError on all ranks.
+        Treat missing gradients as zero; otherwise, raise RuntimeError on all ranks.
     gradient_accumulation_steps : int
-        How many calls of `backward` make a step. `step` and `zero_grad` do nothing in between.
+        Number of `backward` calls per step. `step` and `zero_grad` do nothing in between.
     gradient_accumulation_dtype : torch.dtype, optional
-        What gradients are accumulated in; by default the model's type.
+        Type in which gradients are accumulated. Default: the model's.
     loss_scale : float, LossScaler or DynamicLossScaler
     clip_grad : float
-        The largest norm of all gradients; 0 for any.
+        Limit for the norm of all gradients; 0: none.
     norm_type : float
         2.0, or infinity for the largest magnitude.
     offload : bool
-        Keep masters, state and accumulated gradients in the host's memory, and step there.
+        Keep masters, state and accumulated gradients in host memory, and step there.
     elastic_checkpoint : bool
-        Let `state_dict` be elastic: without padding, for any number of ranks.
+        Make `state_dict` elastic: without padding, for any number of ranks.
     broadcast_weights : bool
-        Give all ranks the weights of the first, as DeepSpeed's engine does. False: they are known to be the same.
+        Give all ranks the first rank's weights, as DeepSpeed's engine does. False: they are already equal.
     allow_per_tensor : bool
-        Take an `optimizer_class` that is known to look at whole tensors (LAMB, Adafactor, Muon), which sees one rank's
-        slice of a param group as one tensor and trains otherwise than unsharded.
+        Accept an `optimizer_class` that is known to look at whole tensors (LAMB, Adafactor, Muon). It sees a rank's
+        slice of a param group as one tensor, and trains differently than unsharded.
     **defaults
         Passed to `optimizer_class`.
 
     Raises
     ------
     TypeError, ValueError
-        As `torch.optim.Optimizer`; ValueError for options out of range, for a param group of several element types, and
-        for an `optimizer_class` that is known to look at whole tensors.
+        As `torch.optim.Optimizer`; ValueError for options out of range, for a param group with several element types,
+        and for an `optimizer_class` that is known to look at whole tensors.
 
     Notes
     -----
-    The partition is that of DeepSpeed's ZeRO-1/2 (see `zckpt.state.partition`), and so are the numbers, where sums
-    are taken in the same order. `param_groups` are of the model's parameters; `optim` is the local optimizer, of
-    masters. Constructor, backward, `step`, `add_param_group`, `full_state` and `load_state_dict` of all ranks must
-    come in the same order. A backward that `Tensor.backward` runs works as well as `backward`, but for one that runs
-    others inside (reentrant checkpointing).
+    The partition is that of DeepSpeed's ZeRO-1/2 (see `zckpt.state.partition`), and so are the numbers, if sums are
+    taken in the same order. `param_groups` hold the model's parameters; `optim` is the local optimizer, for masters.
+    All ranks must call the constructor, backward, `step`, `add_param_group`, `full_state` and `load_state_dict` in the
+    same order. `Tensor.backward` works as well as `backward`, unless it runs others inside (reentrant checkpointing).
     """
 
     def __init__(
@@ -182,9 +179,9 @@ class ZeroOptimizer(BackwardOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's masters, then give their weights to all ranks and receive theirs.
 
-        Before the last `backward` of a window it does nothing. If gradients overflow on any rank, nothing is stepped
-        (`overflow` is true), and the loss scale falls. Gradients that were put into `grad` by hand are taken. Weights
-        that somebody else has set since the last step are stepped, and not what they were before.
+        It does nothing before the last `backward` of a window. If gradients overflow on any rank, nothing is stepped
+        (`overflow` is true), and the loss scale falls. Gradients put into `grad` by hand are used. Weights that were
+        set since the last step are stepped with their new values.
 
         Parameters
         ----------
@@ -203,7 +200,7 @@ class ZeroOptimizer(BackwardOptimizer):
         Exception
             What the closure raises.
         FloatingPointError
-            An overflow at the least loss scale.
+            An overflow at the minimum loss scale.
         """
         loss = None
         if closure is not None:
@@ -227,7 +224,7 @@ class ZeroOptimizer(BackwardOptimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # as torch
-        """Forget the gradients of this window, unless more of its backwards are to come."""
+        """Discard the gradients of this window, unless more of its backwards follow."""
         self._settle()
         if not self._passes or self._is_complete:
             self._end_window()
@@ -251,7 +248,7 @@ class ZeroOptimizer(BackwardOptimizer):
             self._end_window()
 
     def is_any(self, mine: bool) -> bool:
-        """Tell whether it is so on any rank, of those of other slices of the model, too. All call it together."""
+        """Return whether it is true on any rank, also on those with other slices of the model. All call it together."""
         flag = torch.tensor([mine], dtype=torch.int32, device=self.groups[0].flat.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
         if self.model_parallel is not None and self.is_model_parallel:
@@ -288,7 +285,7 @@ class ZeroOptimizer(BackwardOptimizer):
         Returns
         -------
         Tensor or object
-            A copy, of the parameter's shape, on its device; or what the optimizer keeps once for a param group.
+            A copy with the parameter's shape, on its device; or what the optimizer keeps once per param group.
 
         Raises
         ------
@@ -314,7 +311,7 @@ class ZeroOptimizer(BackwardOptimizer):
 
     @torch.no_grad()
     def set_full_state(self, name: str, slot: str, value: torch.Tensor) -> None:
-        """Set one slot of one parameter; with its master its weight, too. All ranks give the same value.
+        """Set one slot of one parameter; setting a master also sets its weight. All ranks give the same value.
 
         Raises
         ------
@@ -325,7 +322,7 @@ class ZeroOptimizer(BackwardOptimizer):
         held = self._slot(group, name, slot)
         if not _is_flat(held, group):
             raise ValueError(
-                f"{slot} of {name} is one value for all of its param group, and cannot be set for a parameter"
+                f"{slot} of {name} is one value for its whole param group, and cannot be set for one parameter"
             )
         if value.shape != group.shapes[position]:
             raise ValueError(f"{name} has the shape {tuple(group.shapes[position])}, not {tuple(value.shape)}")
@@ -344,17 +341,17 @@ class ZeroOptimizer(BackwardOptimizer):
         if group.gradient is not None:
             held[GRADIENT] = group.gradient
         if slot not in held:
-            raise ValueError(f"{name} has no {slot}: there are {', '.join(held)}")
+            raise ValueError(f"{name} has no {slot}, only {', '.join(held)}")
         return held[slot]
 
     def adopt_weights(self) -> None:
-        """Copy weights that were set since the last step into the masters, as the next step does; others stay."""
+        """Copy weights that were set since the last step into the masters, as the next step would; others stay."""
         for group in self.groups:
             group.take_weights()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Make all masters of the weights, those that round to their weights too."""
+        """Set all masters from the weights, including those that round to their weights."""
         for group in self.groups:
             group.point()
             group.master.copy_(group.weights)
@@ -373,7 +370,7 @@ class ZeroOptimizer(BackwardOptimizer):
         return whole
 
     def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-        """Return `state_dict()` with other names of the parameters."""
+        """Return `state_dict()` with other parameter names."""
         self._to_local()  # a scheduler's rates, set since the last step
         self.adopt_weights()
         groups, state = self.groups, self.optim.state
@@ -408,7 +405,7 @@ class ZeroOptimizer(BackwardOptimizer):
         return made
 
     def settings(self) -> dict[str, Any]:
-        """Return what DeepSpeed keeps besides the state."""
+        """Return what DeepSpeed keeps in addition to the state."""
         return {
             "loss_scaler": self.loss_scaler,
             "dynamic_loss_scale": bool(getattr(self.loss_scaler, "dynamic", False)),
@@ -424,23 +421,23 @@ class ZeroOptimizer(BackwardOptimizer):
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = True,
     ) -> None:
-        """Load state that DeepSpeed or this class has made, and make the weights of the masters.
+        """Load state from DeepSpeed or this class, and set the weights from the masters.
 
         Parameters
         ----------
         state_dict : mapping or sequence of mapping
-            What `state_dict` returned: this rank's, or that of every rank in order; also as DeepSpeed's files hold it.
-            Elastic states may be of any number of ranks, and must then be those of all.
+            What `state_dict` returned: this rank's, or every rank's in order; also as in DeepSpeed's files. Elastic
+            states can be from any number of ranks, and must then be complete.
         load_optimizer_states : bool
-            Otherwise masters only.
+            False: only masters.
         load_from_fp32_weights : bool
-            Load masters; otherwise make them of the model's weights, which are rounded.
+            Load masters; otherwise set them from the model's rounded weights.
 
         Raises
         ------
         TypeError, ValueError
-            It is no such state; of other param groups, sizes or alignment; or rigid, of another number of ranks.
-            Nothing has changed.
+            It is not such a state; it has other param groups, sizes or alignment; or it is rigid and from another
+            number of ranks. Nothing has changed.
         """
         states = States(self._through(self._optimizer_load_state_dict_pre_hooks, state_dict), self)
         states.check()
@@ -464,7 +461,7 @@ class ZeroOptimizer(BackwardOptimizer):
 
     @torch.no_grad()
     def publish_masters(self) -> None:
-        """Make the weights of the masters, on all ranks, after masters were set."""
+        """Set the weights from the masters, on all ranks, after masters were set."""
         for group in self.groups:
             group.point()
         handles: list[dist.Work] = []

@@ -155,8 +155,8 @@ class Reducer:
             return
         if parameter in self._ready and self._next > self._bucket_of[parameter]:
             raise RuntimeError(
-                "a parameter got a second gradient in one backward, after the first had been reduced; in the first "
-                "backward of all it got one. Run such a backward under no_sync(), or let it come first"
+                "a parameter got a second gradient in one backward, after the first was reduced; in the very first "
+                "backward it got only one. Run such a backward under no_sync(), or run it first"
             )
         self._ready.add(parameter)
         while self._next < len(self._buckets) and all(

@@ -50,7 +50,7 @@ def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel) -> bool:
     return model_rank(model_parallel)[0] == 0
 
 
-def global_norm(optimizer: FlatOptimizer, *, failed: bool = False) -> torch.Tensor:
+def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
     """Return the norm of all gradients, as they are (scaled by the loss scale). All ranks call it together.
 
     `failed`: this rank has no gradients to speak of: the norm is infinite.
@@ -192,13 +192,13 @@ def _keep(state: Mapping[str, Any], flat: dict[str, torch.Tensor], shape: torch.
 
 @dataclass
 class LossScaler:
-    """A loss scale that stays as it is."""
+    """A constant loss scale."""
 
     cur_scale: float = 1.0
     dynamic: ClassVar[bool] = False
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step."""
+        """Record a step."""
 
 
 @dataclass
@@ -210,17 +210,17 @@ class DynamicLossScaler:
     cur_scale : float
         The first scale.
     scale_factor : float
-        What it is multiplied or divided by.
+        Factor that it is multiplied or divided by.
     scale_window : int
         Steps without overflow after which it rises.
     min_scale : float
-        Below which it never falls.
+        Lower limit.
     delayed_shift : int
-        Hysteresis: how many overflows it takes for the scale to fall, one less than these only use up patience.
+        Hysteresis: number of overflows after which the scale falls; earlier ones only use up patience.
     consecutive_hysteresis : bool
-        Whether each step without overflow restores patience, not only a rise.
+        Whether each step without overflow restores patience, not just a rise.
     raise_error_at_min_scale : bool
-        Whether an overflow at the least scale is an error, and not only a step skipped.
+        Whether an overflow at the minimum scale is an error, not just a skipped step.
     """
 
     cur_scale: float = 2.0**16
@@ -244,19 +244,19 @@ class DynamicLossScaler:
         self.cur_hysteresis = self.cur_hysteresis or self.delayed_shift
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step.
+        """Record a step.
 
         Raises
         ------
         FloatingPointError
-            An overflow at the least scale, where that is an error.
+            An overflow at the minimum scale, if that is an error.
         """
         if overflow:
             if self.delayed_shift > 1 and self.cur_hysteresis > 1:
                 self.cur_hysteresis -= 1
             elif self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
                 raise FloatingPointError(
-                    f"gradients overflow at the least loss scale of {self.min_scale}: the training has diverged"
+                    f"gradients overflow at the minimum loss scale of {self.min_scale}: the training has diverged"
                 )
             else:
                 self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
@@ -295,7 +295,7 @@ def scaler_like(scaler: Scaler, found: object) -> Scaler:
     known = {one.name: values[one.name] for one in fields(DynamicLossScaler) if one.name in values}
     wrong = next((key for key, value in known.items() if not isinstance(value, bool) and not _is_number(value)), None)
     if wrong is not None:
-        raise ValueError(f"{wrong} of a loss scaler is no number: {known[wrong]!r}"[:120])
+        raise ValueError(f"{wrong} of a loss scaler is not a number: {known[wrong]!r}"[:120])
     return read_scaler(DynamicLossScaler(**known))
 
 

@@ -27,19 +27,18 @@ logger = logging.getLogger(__name__)
 
 
 class ZeroRedundancyOptimizer(ShardedOptimizer):
-    """An optimizer whose state is spread over ranks, each of which steps some of the parameters for all.
+    """An optimizer whose state is sharded over ranks; each rank steps some of the parameters for all.
 
     Parameters
     ----------
     params : iterable
-        Tensors, (name, tensor) pairs, or dicts of param groups, as `torch.optim` takes them; in the same order on all
-        ranks.
+        Tensors, (name, tensor) pairs, or dicts of param groups, as in `torch.optim`; in the same order on all ranks.
     optimizer_class : type
-        A `torch.optim.Optimizer`: what each rank steps its share with.
+        A `torch.optim.Optimizer` that steps each rank's share.
     process_group : ProcessGroup, optional
-        By default the whole world.
+        Default: the whole world.
     parameters_as_bucket_view : bool
-        Let parameters be views of flat buckets, one for each rank, which are then sent without packing.
+        Make parameters views of flat buckets, one per rank, which are then sent without packing.
     overlap_with_ddp : bool
         Step in a communication hook of DistributedDataParallel (see `hook_with_zero_step`), not in `step`.
     **defaults
@@ -52,11 +51,11 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
 
     Notes
     -----
-    The partition is that of torch's class of this name: see `zckpt.state.partition.greedy_partition`. Parameters may be
-    of several devices and element types. What is sent after a step are the parameters that require a gradient or have
-    one, now or at an earlier step: trainability must change at the same step on all ranks. Constructor, `step`,
-    `add_param_group`, `consolidate_state_dict` and `load_state_dict` of all ranks must come in the same order.
-    An `optimizer_class` whose step looks at all parameters together, as LBFGS does, sees its rank's share only.
+    The partition is that of torch's class of this name: see `zckpt.state.partition.greedy_partition`. Parameters can
+    have several devices and element types. After a step, ranks send the parameters that require or have a gradient, now
+    or at an earlier step, so trainability must change at the same step on all ranks. All ranks must call the
+    constructor, `step`, `add_param_group`, `consolidate_state_dict` and `load_state_dict` in the same order. An
+    `optimizer_class` whose step looks at all parameters together, such as LBFGS, only sees its rank's share.
     """
 
     def __init__(
@@ -143,23 +142,22 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
 
     @property
     def shares(self) -> list[int]:
-        """Elements that each rank steps; a step takes as long as the largest share."""
+        """Number of elements that each rank steps; a step takes as long as the largest share."""
         return [sum(p.numel() for p in parameters_of(groups)) for groups in self._partition_parameters()]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a param group; its parameters are assigned to ranks, and those of earlier groups stay where they are.
+        """Add a param group and assign its parameters to ranks; earlier groups stay where they are.
 
         All ranks must add the same.
 
         Raises
         ------
         RuntimeError
-            Parameters are not where they were assigned at first: DDP's buckets, or a part that was loaded, decided.
+            DDP's buckets, or loaded state, have reassigned parameters.
         """
         if self._is_made and (self._overlap_info.status != OverlapStatus.UNINITIALIZED or not self._is_greedy):
             raise RuntimeError(
-                "a param group cannot be added once the buckets of DDP, or a part that was loaded, have decided which "
-                "rank has which parameter"
+                "a param group cannot be added after DDP's buckets, or loaded state, have assigned parameters to ranks"
             )
         super().add_param_group(param_groups.read_group(param_group))
         if self._is_made:
@@ -316,7 +314,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
     # --- uneven inputs
 
     def main_hook(self) -> None:
-        """Step without inputs; where the step overlaps, DDP's own join hook does."""
+        """Step without inputs; if the step overlaps, DDP's own join hook does it."""
         if not self._overlap_with_ddp:
             self._give_gradients(has_inputs=False)
             self._step_share()
@@ -351,7 +349,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
     # --- state
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks to one, which then has it in `state_dict()`. Called on all ranks.
+        """Gather the state of all ranks on one rank, whose `state_dict()` then returns it. Called on all ranks.
 
         Parameters
         ----------
@@ -384,9 +382,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         return {number: held[number] for number in sorted(held)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as of the last `consolidate_state_dict` to this rank, else this rank's own part.
+        """Return the whole state from the last `consolidate_state_dict` to this rank, or else this rank's own part.
 
-        Both are numbered over all parameters. The part has the key `partition`; the same rank of as many loads it.
+        Both are numbered over all parameters. The part has the key `partition`; only the same rank of the same number
+        can load it.
         """
         self._through(self._optimizer_state_dict_pre_hooks)
         if self._consolidated is not None:
@@ -405,19 +404,19 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the part of this rank from the state dict of any optimizer of the same parameters.
+        """Load this rank's part from the state dict of any optimizer with the same parameters.
 
         Parameters
         ----------
         state_dict : mapping
-            Of this class, of torch's, or of the unsharded optimizer, whole; or this rank's own part, with which all
-            ranks also restore which of them has which parameter. It is not written to, and nothing of it is kept. State
-            that it does not have is cleared.
+            The whole state from this class, torch's, or the unsharded optimizer; or this rank's own part, which also
+            restores which rank has which parameter. It is not modified, and nothing of it is kept. State that it lacks
+            is cleared.
 
         Raises
         ------
         ValueError
-            It is that of another optimizer; the message names what differs, and nothing has changed.
+            It belongs to another optimizer; the message names what differs, and nothing has changed.
         """
         given = self._through(self._optimizer_load_state_dict_pre_hooks, dict(state_dict))
         numbers = state_dicts.check(given, self.param_groups)
@@ -425,8 +424,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         if ranks is not None and ranks != self._param_to_rank:
             if self._overlap_info.status != OverlapStatus.UNINITIALIZED:
                 raise ValueError(
-                    "the part was saved when ranks had other parameters than the buckets of DDP give them now: load "
-                    "it before the first iteration, or save with sharded_state_dict()"
+                    "when this part was saved, ranks had other parameters than DDP's buckets assign now: load it "
+                    "before the first iteration, or save with sharded_state_dict()"
                 )
             self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
         self.optim.load_state_dict(param_groups.local_dict(given, numbers, self.optim.param_groups))
@@ -435,13 +434,13 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         self._through(self._optimizer_load_state_dict_post_hooks)
 
     def sharded_state_dict(self, metadata: Metadata | None = None, *, within: Sequence[str] = ()) -> dict[str, Any]:
-        """Return this rank's state for `torch.distributed.checkpoint`, which every rank saves its own of.
+        """Return this rank's state for `torch.distributed.checkpoint`; every rank saves its own.
 
         Parameters
         ----------
         metadata : Metadata, optional
-            Of a DCP checkpoint: the dict then has room for what that has of this rank's parameters, and nothing else.
-            Without it, what this rank has: an optimizer that has not stepped has no state to read into.
+            Metadata of a DCP checkpoint: the dict then has room for exactly its state for this rank's parameters.
+            Without it, the dict holds what this rank has: an optimizer that has not stepped has no state to read into.
         within : sequence of str
             The keys under which the checkpoint has the optimizer: ("optimizer",) for {"optimizer": {...}}.
 
@@ -463,7 +462,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer):
         Raises
         ------
         ValueError
-            It is of other parameters, or lacks state that was saved; the message names what differs.
+            It is for other parameters, or lacks saved state; the message names what differs.
         """
         own = [number for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank]
         self.load_state_dict(state_dicts.numbered(state_dict, self.param_groups, own))

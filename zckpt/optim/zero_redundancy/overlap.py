@@ -34,27 +34,27 @@ def hook_with_zero_step(
     *,
     from_first_iteration: bool = False,
 ) -> Hook:
-    """Return a hook that reduces as `hook` does and steps when backward has reached its last bucket.
+    """Return a hook that reduces like `hook`, and steps when backward has reached its last bucket.
 
-    Each rank steps its buckets while the reductions of later ones and the parameters of earlier ones are under way.
+    Each rank steps its buckets while later ones are reduced and parameters of earlier ones are sent.
 
     Parameters
     ----------
     hook : callable
-        Reduces a bucket, such as `allreduce_hook` or one that compresses.
+        Reduces a bucket; for example `allreduce_hook`, or one that compresses.
     ddp : DistributedDataParallel
     zero : ZeroRedundancyOptimizer
-        Made with `overlap_with_ddp=True`.
+        Created with `overlap_with_ddp=True`.
     shard_buckets : bool
         Cut each bucket for several ranks, instead of giving it to one.
     from_first_iteration : bool
-        Also step in the iterations before DDP has settled on its buckets (two, or three with `static_graph`), after
-        backward instead of during it. False, as in torch: they change nothing.
+        Also step in the iterations before DDP has fixed its buckets (two, or three with `static_graph`), after backward
+        instead of during it. False, as in torch: these iterations change nothing.
 
     Raises
     ------
     ValueError
-        The optimizer was not made for it.
+        The optimizer was not created for it.
     """
     return _Steps(hook, ddp, zero, shard_buckets, from_first_iteration, interleaved=False).as_hook()
 
@@ -67,9 +67,9 @@ def hook_with_zero_step_interleaved(
     *,
     from_first_iteration: bool = False,
 ) -> Hook:
-    """Return a hook that reduces as `hook` does and steps each bucket while the next one is reduced.
+    """Return a hook that reduces like `hook`, and steps each bucket while the next one is reduced.
 
-    Parameters and errors are those of `hook_with_zero_step`. To be preferred where reducing is fast compared to
+    Parameters and errors are those of `hook_with_zero_step`. Prefer this one if reducing is fast compared with
     backward.
     """
     return _Steps(hook, ddp, zero, shard_buckets, from_first_iteration, interleaved=True).as_hook()
@@ -89,7 +89,7 @@ class _Steps:
         interleaved: bool,
     ) -> None:
         if not zero._overlap_with_ddp:
-            raise ValueError("the optimizer was not made with overlap_with_ddp=True, which this hook needs")
+            raise ValueError("this hook needs an optimizer with overlap_with_ddp=True")
         self.hook, self.zero, self.first, self.interleaved = hook, zero, first, interleaved
         self.ddp = weakref.ref(ddp)
         self.iterations = 0

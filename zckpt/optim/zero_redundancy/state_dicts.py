@@ -35,10 +35,10 @@ class GroupOfPart(Group):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "params":
             raise UnsupportedError(
-                "state_dict() is this rank's own part of a ZeroRedundancyOptimizer's state, and would be taken for the "
-                "whole, as by get_state_dict of torch.distributed.checkpoint",
+                "state_dict() is only this rank's part of a ZeroRedundancyOptimizer's state, and get_state_dict of "
+                "torch.distributed.checkpoint, for example, would take it for the whole",
                 advice="call consolidate_state_dict(to=rank) first, and get the state on that rank; or save "
-                "sharded_state_dict() with torch.distributed.checkpoint, or all with zckpt.save",
+                "sharded_state_dict() with torch.distributed.checkpoint, or everything with zckpt.save",
             )
         super().__setitem__(key, value)
 
@@ -76,7 +76,7 @@ def saved_ranks(
         )
     found = {parameter: ranks[number] for parameter, number in numbers.items() if number in range(len(ranks))}
     if len(found) != len(numbers) or any(one not in range(world_size) for one in found.values()):
-        raise ValueError(f"the {PARTITION!r} of the state dict has parameters or ranks that are not there")
+        raise ValueError(f"the {PARTITION!r} of the state dict has parameters or ranks that do not exist")
     return found
 
 
@@ -163,14 +163,14 @@ def numbered(state_dict: Mapping[str, Any], groups: Sequence[Group], own: Iterab
     strange = [str(label) for one in saved for label in one if str(label) not in number_of]
     strange += [label for label in state_dict[STATE] if label not in number_of]
     if strange:
-        raise ValueError(f"the state dict has parameters that the optimizer has not: {', '.join(strange[:SHOWN])}")
+        raise ValueError(f"the state dict has parameters that the optimizer lacks: {', '.join(strange[:SHOWN])}")
     for label in (str(called[number]) for number in own):
         saved_keys, there = state_dict.get(SLOTS, {}).get(label), state_dict[STATE].get(label, {})
         if saved_keys is not None and set(saved_keys) != set(there):
             differing = sorted(set(saved_keys) ^ set(there))
             raise ValueError(
-                f"the checkpoint has other state of {label} than was read: {', '.join(differing[:SHOWN])}; "
-                f"read into sharded_state_dict(metadata), which has room for what the checkpoint has"
+                f"the checkpoint's state of {label} differs from what was read: {', '.join(differing[:SHOWN])}; "
+                "read into sharded_state_dict(metadata), which has room for the checkpoint's state"
             )
     return {
         STATE: {number_of[label]: values for label, values in state_dict[STATE].items()},

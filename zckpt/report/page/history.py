@@ -57,7 +57,7 @@ def history_page(document: Document) -> str:
     main = (
         section("What was saved when", drawn + legend, identity="history")
         + section("Checkpoints", table("Checkpoints", header, rows, right=(1, 3, 5)), identity="checkpoints")
-        + section("Left by what was interrupted", items(document["leftovers"]), identity="left")
+        + section("Left by interruptions", items(document["leftovers"]), identity="left")
     )
     subtitle = f"{count(len(every), 'checkpoint')}, {size(document['nbytes'])}"
     return page("history", name_of(document["run"]), subtitle, said + head, main, name="history", data={})

@@ -24,12 +24,12 @@ STYLES = ("base", "tables", "map", "figures", "media")
 _MAP = ("map_model", "map_bands", "map_spans", "map_draw", "map_words", "map_tools", "map_zoom", "map", "treemap")
 
 SCRIPTS = {
-    "inspect": ("format", "search", "table", *_MAP, "page"),
-    "diff": ("format", "search", "table", "heat", "page"),
-    "series": ("format", "search", "table", "curves", "series", "page"),
-    "verify": ("format", "search", "table", *_MAP, "page"),
-    "history": ("format", "search", "table", "page"),
-    "stats": ("format", "search", "table", "heat", "figures", "page"),
+    "inspect": ("format", "link", "search", "table", *_MAP, "page"),
+    "diff": ("format", "link", "search", "table", "heat", "page"),
+    "series": ("format", "link", "search", "table", "curves", "series", "page"),
+    "verify": ("format", "link", "search", "table", *_MAP, "page"),
+    "history": ("format", "link", "search", "table", "page"),
+    "stats": ("format", "link", "search", "table", "heat", "figures", "page"),
 }
 """The scripts of each kind of page, in the order in which they use each other."""
 

@@ -164,10 +164,10 @@ def _filed(said: Sequence[Any]) -> Filed:
 def damaged_index(path: Path) -> DamagedFileError:
     """Return the error about an index that is not as it was written."""
     return DamagedFileError(
-        "the index of a checkpoint of this store is damaged",
+        "the index of a checkpoint in this store is damaged",
         path=path,
         expected="what `zckpt pack` wrote",
-        advice="copy it again from where the store came from",
+        advice="copy it again from the store's origin",
     )
 
 

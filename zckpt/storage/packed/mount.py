@@ -67,7 +67,7 @@ class PackedMount:
     def __init__(self, store: PackedStore, within: str) -> None:
         host = quote(str(store.path.absolute()), safe="")
         if len(host) > MOST_NAME_BYTES:
-            raise UsageError("the path of this store is too long", path=store.path, advice="mount or link it elsewhere")
+            raise UsageError("this store's path is too long", path=store.path, advice="mount or link it elsewhere")
         self.store = store
         self.files: dict[str, Distant] = {}
         names, wrong = store.names()
@@ -78,7 +78,7 @@ class PackedMount:
             if broken is not None:
                 raise broken
             known = ", ".join(list(names)[:20]) or "none"
-            raise SourceError("no such checkpoint is in the store", path=store.path / within, expected=known)
+            raise SourceError("the store has no such checkpoint", path=store.path / within, expected=known)
         self._tree, base = tree()
         show_as_stored(str(base), SCHEME)
         root = self._tree / SCHEME / host
@@ -95,7 +95,7 @@ class PackedMount:
             raise
         if not os.path.lexists(self.path):
             self.close()
-            raise SourceError("no such file is in the store", path=store.path / within)
+            raise SourceError("the store has no such file", path=store.path / within)
 
     def _add(self, root: Path, name: str, number: int) -> None:
         self.store.check_index(number)
@@ -168,4 +168,4 @@ def adopt(path: str, host: str, parts: list[str]) -> Distant:
                 stand_in(Path(path), index.files[count].nbytes)
             file = FILES[path] = PackedFile(store, number, count)
             return file
-    raise SourceError("no such file is in the store", path=Path(where, *parts))
+    raise SourceError("the store has no such file", path=Path(where, *parts))

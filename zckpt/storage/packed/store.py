@@ -74,10 +74,10 @@ class PackedStore:
     def __init__(self, path: str | os.PathLike[str], *, kind: str = STORE, given: Given | None = None) -> None:
         self.path = Path(path)
         if not is_store(path, kind):
-            raise SourceError(f"is no {kind}", path=path, expected=f"a directory with {DOCUMENT}")
+            raise SourceError(f"is not a {kind}", path=path, expected=f"a directory with {DOCUMENT}")
         version = json_object(self.path / DOCUMENT, "store", most=1 << 16).get("version")
         if version != VERSION:
-            raise UnsupportedError("of another version", path=path, expected=VERSION, found=version)
+            raise UnsupportedError("has another version", path=path, expected=VERSION, found=version)
         self.given = given
         self.originals: dict[int, Path] = {}
         """Where files may still lie as they were packed, by the number of their checkpoint."""
@@ -185,7 +185,7 @@ class PackedStore:
                 part[:] = self.given(file_number, offset, count)
             else:
                 if self.index(other).depth(file_number, offset, count) >= about["depth"]:
-                    raise ValueError("predicted from what is not before it")
+                    raise ValueError("predicted from data that does not precede it")
                 self.read_into(other, file_number, offset, part.data)
             at += count
         return decode(stored, way, nbytes, prediction)
@@ -203,7 +203,7 @@ class PackedStore:
             path=self.named(number, int(about["file"])),
             expected=f"what was packed, from {self.chunks_path(int(about['data'])).name} at {int(about['offset'])}",
             found=why,
-            advice="copy that file again from where the store came from; `zckpt verify` says what else needs it",
+            advice="copy that file again from the store's origin; `zckpt verify` tells what else needs it",
             code=CHECKSUM,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from zckpt.errors import DamagedFileError, SourceError, TargetError
+from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError
 from zckpt.storage.ahead import ahead
 from zckpt.storage.disk import sync
+from zckpt.storage.durable import written
 from zckpt.storage.files import entries_of, opened
 from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, XOR, ZEROS, Bytes, Way, encode, is_zero
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index
@@ -140,26 +141,22 @@ def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
         It cannot be written, something else is there, or another run is packing into it.
     """
     with write_errors(path):
-        if not path.is_dir():
-            path.mkdir(parents=True)
-            sync(path.parent)
         if not os.path.lexists(path / DOCUMENT):
-            if any(not one.name.startswith(f".{DOCUMENT}") for one in path.iterdir()):
+            if path.is_dir() and any(not one.name.startswith(f".{DOCUMENT}") for one in path.iterdir()):
                 raise TargetError(
-                    "is a directory with something else in it", path=path, expected="a store, or no files"
+                    "is a directory that holds something else", path=path, expected="a store, or an empty directory"
                 )
-            new = path / f".{DOCUMENT}.{os.getpid()}"
-            new.write_bytes(document(kind))
-            sync(new)
-            new.replace(path / DOCUMENT)
-            sync(path)
+            with suppress(TargetExistsError), written([path / DOCUMENT], overwrite=False) as [new]:
+                new.write_bytes(document(kind))
         store = PackedStore(path, kind=kind)
         with (path / DOCUMENT).open("rb") as held:
             if fcntl is not None:
                 try:
                     fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as error:
-                    raise TargetError("another run is packing into it", path=path, advice="wait for it") from error
+                    raise TargetError(
+                        "another run is writing to it", path=path, advice="wait until it has finished"
+                    ) from error
                 except OSError:  # a file system without locks
                     pass
             for one in path.iterdir():
@@ -393,4 +390,4 @@ class Packing:
 
 
 def _changing(path: Path) -> SourceError:
-    return SourceError("has changed while it was packed", path=path, advice="pack it when it is written to its end")
+    return SourceError("changed while it was packed", path=path, advice="pack it when it is complete")

@@ -56,7 +56,7 @@ def address_of(url: str) -> Address:
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if "::" in scheme or "::" in rest:
-        raise UsageError("chained URLs are not read", path=url, advice="give the store's own URL")
+        raise UsageError("chained URLs are not supported", path=url, advice="give the store's own URL")
     if scheme in _OF_WEB:
         split = urlsplit(url)
         authority, path = split.netloc, unquote(split.path)

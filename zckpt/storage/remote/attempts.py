@@ -101,7 +101,7 @@ def attempt(function: Callable[[], Result], shown: str, *, writing: bool = False
                 raise failed(error, shown, writing=writing, tried=(number, now - begun)) from error
             if now > begun + TOLD_SECONDS and not server.is_told:
                 server.is_told = True
-                warnings.warn(f"{name} is waited for: {_told(error)}", stacklevel=2)
+                warnings.warn(f"waiting for {name}: {_told(error)}", stacklevel=2)
         else:
             server.answers, server.gone_until, server.is_told = True, 0.0, False
             return found

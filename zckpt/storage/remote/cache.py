@@ -48,13 +48,9 @@ FETCHERS = 24
 
 
 @lru_cache(maxsize=1)
-def _pool(_: int) -> ThreadPoolExecutor:
+def _fetchers(_: int) -> ThreadPoolExecutor:
+    """Return the threads of a process that wait for stores."""
     return ThreadPoolExecutor(FETCHERS, thread_name_prefix="zckpt-fetch")
-
-
-def fetchers() -> ThreadPoolExecutor:
-    """Return the threads that wait for stores, this process's own."""
-    return _pool(os.getpid())
 
 
 class _Held:
@@ -114,7 +110,7 @@ class RemoteFile:
         if end > self.nbytes:
             raise DamagedFileError(
                 "the file ends too early", path=self.shown, expected=f"at least {end} bytes", found=self.nbytes,
-                advice="copy it again from where it came from",
+                advice="copy it again from its origin",
             )  # fmt: skip
         with self._lock:
             for start, window in self._windows:  # that were fetched ahead
@@ -122,7 +118,8 @@ class RemoteFile:
                     buffer[:] = window[offset - start : end - start]
                     return
         if len(buffer) >= LARGE_NBYTES:
-            self.fetch_into(offset, buffer)
+            steps = range(0, len(buffer), REQUEST_NBYTES)
+            fetch_all([(self, offset + at, buffer[at : at + REQUEST_NBYTES]) for at in steps])
             return
         at = offset
         while at < end:
@@ -130,12 +127,6 @@ class RemoteFile:
             count = min(end, start + len(data)) - at
             buffer[at - offset : at - offset + count] = memoryview(data)[at - start : at - start + count]
             at += count
-
-    def fetch_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with ranges that are fetched at once, and held by nobody."""
-        fetch_all(
-            [(self, offset + at, buffer[at : at + REQUEST_NBYTES]) for at in range(0, len(buffer), REQUEST_NBYTES)]
-        )
 
     def _fetch(self, offset: int, nbytes: int) -> bytes:
         return self.store.fetch(self.listed, offset, nbytes, self.shown)
@@ -212,7 +203,7 @@ def fetch_all(requests: Sequence[tuple[RemoteFile, int, memoryview]]) -> None:
         file, offset, view = requests[0]
         file.fetch_once(offset, view)
     else:
-        list(fetchers().map(lambda one: one[0].fetch_once(*one[1:]), requests))
+        list(_fetchers(os.getpid()).map(lambda one: one[0].fetch_once(*one[1:]), requests))
 
 
 @contextmanager

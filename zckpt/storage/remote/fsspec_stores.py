@@ -132,7 +132,7 @@ class FsspecStore(Store):
         there = self.described(key)
         size = None if there is None else there.nbytes
         if there is None or size != nbytes:
-            raise ShortBodyError(f"{size} bytes of {nbytes} have come")
+            raise ShortBodyError(f"received {size} of {nbytes} bytes")
         return there.version
 
     def make_folder_of(self, key: str) -> None:

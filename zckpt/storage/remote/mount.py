@@ -56,7 +56,7 @@ def local_of(url: str) -> Path | None:
         return None
     split = urlsplit(url)
     if split.netloc not in ("", "localhost"):
-        raise UsageError("is a file of another machine", path=url, advice="give the URL of what serves it")
+        raise UsageError("is a file on another machine", path=url, advice="give the URL of its server")
     return Path(unquote(split.path))
 
 
@@ -190,7 +190,9 @@ def adopt(path: str) -> Distant:
     name, _, scheme, host, *parts = rest.split("/")
     base = Path(f"{head}{mark}{name}")
     if is_of_this_process(base):
-        raise SourceError("is closed", path=path, advice="keep what zckpt.open returned for as long as you read it")
+        raise SourceError(
+            "is closed", path=path, advice="keep the object that zckpt.open returned while you read from it"
+        )
     if scheme == PACKED:
         from zckpt.storage.packed import mount as packed
 
@@ -218,7 +220,9 @@ def _make_file(path: Path, nbytes: int, modified: float | None) -> None:
     try:
         stand_in(path, nbytes, modified)
     except OSError as error:
-        raise SourceError("this machine's files have no such names", path=path, found=error.strerror) from error
+        raise SourceError(
+            "this machine's file system cannot hold such names", path=path, found=error.strerror
+        ) from error
 
 
 def mount_of(path: Path) -> Mount:

@@ -129,8 +129,8 @@ class NamedUploads(UploadsBase):
         """Take over what has temporary names, or a name. Raises TargetError: something is not as it came."""
         for name, about in sent.items():
             if about is not None and self.at(name) not in self._named and not self._is_there(name, Finished(*about)):
-                raise TargetError("is not as it was sent", path=f"{self.store.address.shown} ({name})",
-                                  advice="--restart begins anew")  # fmt: skip
+                raise TargetError("changed since it was sent", path=f"{self.store.address.shown} ({name})",
+                                  advice="--restart starts over")  # fmt: skip
 
     def completed(self, sent: Sent) -> list[str]:
         """Return which files of a note have their names: those without a temporary one whose bytes are those sent."""
@@ -191,7 +191,7 @@ class NamedUploads(UploadsBase):
                     store.move(self.temporary(name), self.at(name))
                     self._named.append(self.at(name))
         except Exception as error:
-            raise TargetError("could not be named", path=store.address.shown,
+            raise TargetError("could not be renamed", path=store.address.shown,
                               found=f"{type(error).__name__}: {error}") from error  # fmt: skip
         store.remove_folder(self.partial)
         store.remove_folder(self.journal)

@@ -254,7 +254,7 @@ class S3Sink:
         wrong = min((one for one in self._copied if there.get(one) != self.parts[one][1]), default=None)
         if wrong is not None:
             raise TargetError(
-                f"part {wrong} is not as it was to be copied", path=self._shown,
+                f"part {wrong} was not copied correctly", path=self._shown,
                 expected=f"{self.parts[wrong][1]} bytes", found=there.get(wrong),
             )  # fmt: skip
         self._copied.clear()

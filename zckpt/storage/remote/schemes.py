@@ -54,5 +54,5 @@ def uploads_of(store: Store, key: str, *, is_directory: bool) -> Uploads:
         return S3Uploads(store, key, is_directory=is_directory)
     if isinstance(store, FsspecStore):
         return NamedUploads(store, key, is_directory=is_directory)
-    raise TargetError("cannot be written", path=store.address.shown, found="a web server, which is read only",
+    raise TargetError("cannot be written", path=store.address.shown, found="a web server, which is read-only",
                       advice="write to a store: S3, SFTP, WebDAV, ...")  # fmt: skip

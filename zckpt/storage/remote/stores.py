@@ -51,7 +51,7 @@ class ChangedError(SourceError):
 
 def changed(shown: str) -> ChangedError:
     """Return the error about a file that changed while it was read."""
-    return ChangedError("has changed while it was read", path=shown, advice="run it again when nobody writes there")
+    return ChangedError("changed while it was read", path=shown, advice="run it again when nothing writes there")
 
 
 class Store(ABC):
@@ -165,14 +165,14 @@ class Store(ABC):
         parts = tuple(rest.split("/")) if rest else ()
         if any(part in ("", ".", "..") or "\0" in part for part in parts):
             raise UnsupportedError(
-                "holds an object whose name no file can have", path=self.address.shown, found=repr(rest),
-                advice="copy what belongs together to a prefix of its own",
+                "holds an object whose name cannot be a file name", path=self.address.shown, found=repr(rest),
+                advice="copy the checkpoint to a separate prefix",
             )  # fmt: skip
         size = info.get("size")
         if size is None:
             raise UnsupportedError(
-                "the server does not say how large it is", path="/".join([self.address.shown, *parts]),
-                expected="Content-Length and ranges", advice="download it, and read it from there",
+                "the server does not state its size", path="/".join([self.address.shown, *parts]),
+                expected="Content-Length and ranges", advice="download it, and read the copy",
             )  # fmt: skip
         version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
         times = [info[name] for name in _TIMES if info.get(name)]

@@ -77,8 +77,8 @@ class HttpStore(Store):
     def _links(self, url: str, depth: int = 0) -> Iterator[str]:
         """Yield the files that pages link to, below a URL that ends in a slash."""
         if depth > MOST_FOLDERS:
-            raise UnsupportedError("has directories in directories without an end", path=self.address.shown, found=url,
-                                   advice="download it, and read it from there")  # fmt: skip
+            raise UnsupportedError("has an endless chain of directories", path=self.address.shown, found=url,
+                                   advice="download it, and read the copy")  # fmt: skip
         page = self.client.get(url + self._query)
         if page.status_code >= 400:
             raise AnswerError(page.status_code)
@@ -97,8 +97,8 @@ class HttpStore(Store):
         found = super()._listed(key, info, root)
         if not info["ranges"]:
             raise UnsupportedError(
-                "the server sends whole files only", path="/".join([self.address.shown, *map(unquote, found.parts)]),
-                expected="one that answers ranges", advice="download it, and read it from there",
+                "the server only sends whole files", path="/".join([self.address.shown, *map(unquote, found.parts)]),
+                expected="a server that supports ranges", advice="download it, and read the copy",
             )  # fmt: skip
         return Listed(tuple(map(unquote, found.parts)), key, found.nbytes, found.version, found.modified)
 
@@ -126,7 +126,7 @@ def check_range(found: Any, one: Listed, offset: int) -> None:  # noqa: ANN401  
     if one.version and one.version not in (etag, headers.get("Last-Modified"), (etag or "").strip('"')):
         raise changed(one.key)
     if not headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
-        raise ShortBodyError(f"another range than was asked for: {headers.get('Content-Range')}")
+        raise ShortBodyError(f"the server sent another range than requested: {headers.get('Content-Range')}")
 
 
 class AnswerError(Exception):

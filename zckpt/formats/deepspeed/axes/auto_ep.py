@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SLICED, Rule, map_en
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
 from zckpt.formats.deepspeed.values import viewed
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, without
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import FromFile, node_of
 
@@ -85,7 +85,7 @@ def auto_experts(model: ModelShard) -> dict[str, AutoLayer]:
 
 def layer_from(entry: object) -> AutoLayer:
     """Return a layer as it is listed; errors are those of `auto_layers`."""
-    known = entry if isinstance(entry, dict) else {}
+    known = dict_of(entry)
     prefix, experts, degree = (known.get(key) for key in ("expert_key_prefix", "num_experts", "ep_size"))
     if (
         not isinstance(prefix, str)
@@ -99,13 +99,13 @@ def layer_from(entry: object) -> AutoLayer:
                                found=str(entry)[:80])  # fmt: skip
     number, placement = known.get("moe_layer_id"), known.get("expert_placement")
     layer = AutoLayer(prefix, experts, degree, number if isinstance(number, int) else 0)
-    ranks = placement.get("ranks") if isinstance(placement, dict) else None
+    ranks = dict_of(placement).get("ranks")
     held = {one.get("rank"): one.get("experts") for one in ranks or [] if isinstance(one, dict)}
     count = layer.per_rank
     if placement is not None and held != {r: list(range(r * count, (r + 1) * count)) for r in range(degree)}:
         raise UnsupportedError(
-            f"the experts of {layer.prefix} are not placed on ranks in order",
-            expected=f"{count} on each of {layer.degree} ranks, one after the other",
+            f"the experts of {layer.prefix} are not placed on the ranks in order",
+            expected=f"{count} consecutive experts on each of {layer.degree} ranks",
             found=str(held)[:80],
         )
     return layer
@@ -133,13 +133,15 @@ def check_kind(
         return
     if not optimizers and not of_experts and models[0].optimizer is not None:
         raise ShardError("no optimizer files of expert ranks", code=MISSING_FILE,
-                         expected=f"expp_rank_*_mp_rank_00_optim_states.pt of {layers[0].degree} ranks")  # fmt: skip
+                         expected=f"expp_rank_*_mp_rank_00_optim_states.pt for {layers[0].degree} ranks")  # fmt: skip
     if (mp := len({model.mp_rank for model in models})) > 1:
-        raise UnsupportedError(f"experts of AutoEP on {mp} ranks of a model, and nothing says how they are sliced")
+        raise UnsupportedError(
+            f"AutoEP's experts are on {mp} model-parallel ranks, but nothing says how they are sliced"
+        )
     reordered = models[0].zero_option("round_robin_gradients")
     if reordered or any(any(pads) for shard in optimizers[:1] for pads in shard.alignment_paddings or []):
         raise UnsupportedError(
-            "round_robin_gradients or parameter_alignment, which place AutoEP's experts as one tensor of each rank",
+            "round_robin_gradients or parameter_alignment, which treat AutoEP's experts as one tensor per rank",
             advice="load it in DeepSpeed, switch both off, and save it again",
         )
 
@@ -150,7 +152,7 @@ def check_shapes(shapes: Shapes, layers: Mapping[str, AutoLayer], degree: int) -
         layer, shape = layers[name], shapes[name]
         if layer.degree != degree or not holds_all(shape, layer.per_rank):
             raise LayoutError(
-                f"{name} is not of the experts of one rank",
+                f"{name} does not have the experts of one rank",
                 expected=f"{layer.per_rank} of {layer.experts}, over {layer.degree} ranks",
                 found=f"{shape}, over {degree} ranks",
             )
@@ -170,7 +172,7 @@ def of_all(parts: Sequence[Mapping[str, Slot]]) -> dict[str, Slot]:
 def local(parameter: Parameter, layer: AutoLayer, degree: int, rank: int) -> Parameter:
     """Return what one of so many expert ranks has of the tensor of all experts."""
     if not holds_all(parameter.shape, layer.experts):
-        raise LayoutError(f"{parameter.name} is not of all experts", expected=f"{layer.experts}, rows and columns",
+        raise LayoutError(f"{parameter.name} does not have all experts", expected=f"{layer.experts}, rows and columns",
                           found=parameter.shape)  # fmt: skip
     count = layer.experts // degree
     return viewed(parameter, (count, *parameter.shape[1:]), lambda slot: narrow(slot, 0, rank * count, count))
@@ -203,11 +205,11 @@ def from_files(weights: Weights, layers: Iterable[AutoLayer], trained: Collectio
             if len(held) < layer.experts:
                 raise ShardError(
                     f"no file holds the weights of all experts of {name}",
-                    expected=f"files layer_*_expert_*_mp_rank_*_model_states.pt of {layer.experts} experts",
+                    expected=f"files layer_*_expert_*_mp_rank_*_model_states.pt for {layer.experts} experts",
                     found=f"those of {len(held)}", code=MISSING_FILE, parameters=[name],
                 )  # fmt: skip
             if len({(slot.shape, slot.dtype) for slot in held}) > 1:
-                raise LayoutError(f"experts of {name} are of different shapes")
+                raise LayoutError(f"experts of {name} have different shapes")
             found[name] = concat([reshape(slot, (1, *slot.shape)) for slot in held], 0)
     return found
 
@@ -301,8 +303,9 @@ def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded
     found: dict[str, object] = {KEY: layers_for(model.content[KEY], places, world_size, sharded=sharded)}
     info = model.content.get(INFO_KEY)
     kept = info if isinstance(info, FromFile) else FromFile.of(model.file, info)
-    if isinstance(kept.node, dict) and KEY in kept.node:
-        found[INFO_KEY] = replace(kept, node={**kept.node, KEY: found[KEY]})
+    node = dict_of(kept.node)
+    if KEY in node:
+        found[INFO_KEY] = replace(kept, node={**node, KEY: found[KEY]})
     return found
 
 
@@ -311,7 +314,7 @@ def common(model: ModelShard) -> Mapping[str, object]:
     info = model.content.get(INFO_KEY)
     if not model.content.get(KEY) or not isinstance(info, dict):
         return model.content
-    return {**model.content, INFO_KEY: {key: value for key, value in info.items() if key != KEY}}
+    return {**model.content, INFO_KEY: without(info, KEY)}
 
 
 def with_layers(model: ModelShard) -> Mapping[str, object]:
@@ -347,9 +350,7 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
 
 
 def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
-    info = checkpoint.metadata.get(INFO_KEY)
-    node = node_of(info)
-    listed = node.get(KEY) if isinstance(node, dict) else None
+    listed = dict_of(node_of(checkpoint.metadata.get(INFO_KEY))).get(KEY)
     return list(listed) if isinstance(listed, list) else [listed] if isinstance(listed, dict) else []
 
 
@@ -363,8 +364,8 @@ def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:
 
 def _unknown(found: str) -> UnsupportedError:
     return UnsupportedError(
-        "experts that AutoEP has as one tensor, and not what DeepSpeed lists of their layers",
-        expected=f"{KEY} in {INFO_KEY}, of tensors under these names",
+        "AutoEP's experts are one tensor, but DeepSpeed's list of their layers is missing",
+        expected=f"{KEY} in {INFO_KEY}, for tensors with these names",
         found=found,
-        advice="`zckpt reshard` of DeepSpeed's own checkpoint writes them for other ranks",
+        advice="use `zckpt reshard` on DeepSpeed's own checkpoint",
     )

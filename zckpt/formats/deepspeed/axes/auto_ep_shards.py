@@ -20,6 +20,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.axes.auto_ep import KEY, auto_experts, check_shapes, of_all
 from zckpt.formats.deepspeed.layouts.per_parameter import Cut, ShardedLayout, cut_parameters
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
+from zckpt.state import dict_of, without
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
@@ -45,7 +46,7 @@ class ExpertShardedLayout(ShardedLayout):
         check_shapes(experts, layers, len(sharing))
         _check_numbers(self.rank.model_files, sharing)
         own = [_only(member, of_experts, wanted=False) for member in members]
-        found = cut_parameters({name: shape for name, shape in shapes.items() if name not in layers}, own, keys)
+        found = cut_parameters(without(shapes, *layers), own, keys)
         found.degree, found.shapes = len(sharing), dict(shapes)
         parts = [cut_parameters(experts, [_only(members[rank], of_experts, wanted=True) for rank in ranks], keys)
                  for ranks in sharing]  # fmt: skip
@@ -66,28 +67,28 @@ def _sharing(members: Sequence[OptimizerShard]) -> tuple[list[bool], list[list[i
     every = list(range(len(members)))
     for rank, member in enumerate(members):
         listed, own = member.content.get(GROUPS_KEY), []
-        groups = [one if isinstance(one, dict) else {} for one in listed] if isinstance(listed, list) else []
+        groups = [dict_of(one) for one in listed] if isinstance(listed, list) else []
         if len(groups) != len(member.masters):
-            raise LayoutError(f"{GROUPS_KEY} is not of this file's sub-groups", path=member.path,
+            raise LayoutError(f"{GROUPS_KEY} does not describe this file's sub-groups", path=member.path,
                               expected=len(member.masters), found=len(groups))  # fmt: skip
         for number, one in enumerate(groups):
             families, its = one.get("families"), one.get("partition_ranks")
             ranks = [n for n in its if type(n) is int] if isinstance(its, list) else None
             if one.get("sub_group") != number or not isinstance(families, list) or ranks is None:
                 raise LayoutError(f"unreadable {GROUPS_KEY}", path=member.path, found=str(one)[:80],
-                                  expected=f"families and ranks of sub-group {number}")  # fmt: skip
+                                  expected=f"families and ranks for sub-group {number}")  # fmt: skip
             own.append(families == [_EXPERTS])
             if (_EXPERTS in families) != own[-1] or (kinds and kinds[number] != own[-1]):
                 raise UnsupportedError("experts and other parameters in one sub-group", path=member.path,
                                        found=str(families)[:80])  # fmt: skip
             if (not own[-1] and ranks != every) or rank not in ranks or one.get("partition_rank") != ranks.index(rank):
-                raise UnsupportedError("a sub-group that is shared by other ranks than expected", path=member.path,
+                raise UnsupportedError("other ranks than expected share a sub-group", path=member.path,
                                        found=str(one)[:80])  # fmt: skip
             found += [ranks] if own[-1] and ranks not in found else []
         kinds = kinds or own
     held = sorted(n for ranks in found for n in ranks)
     if found and (held != every or len({len(ranks) for ranks in found}) != 1):
-        raise LayoutError("experts are not shared by all ranks alike", found=str(found)[:80])
+        raise LayoutError("ranks share experts in different ways", found=str(found)[:80])
     return kinds, sorted(found)
 
 
@@ -99,7 +100,7 @@ def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]
             said = {one.get("ep_rank") for one in listed if isinstance(one, dict)} if isinstance(listed, list) else ()
             if said != {expert_rank}:
                 raise LayoutError(
-                    f"the experts of rank {rank} are not those that their place among the ranks gives it",
+                    f"rank {rank} does not have the experts that its position implies",
                     path=models[rank].path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
                 )  # fmt: skip
 

@@ -43,7 +43,7 @@ from zckpt.formats.deepspeed.layouts.stage0 import Numbered, keep_other_state, m
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
 from zckpt.formats.deepspeed.values import copies_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, without
 from zckpt.state.views import concat
 from zckpt.torchfile import TorchFile
 
@@ -71,7 +71,7 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
     model = checkpoint.model
     auto, numbers = auto_layers(model), [shard.dp_rank or 0 for shard, _ in files]
     if auto and (len({layer.degree for layer in auto}) > 1 or any(map(is_expert, checkpoint.parameters))):
-        raise UnsupportedError("AutoEP's experts next to experts that are spread otherwise, without ZeRO",
+        raise UnsupportedError("AutoEP's experts together with experts that are spread differently, without ZeRO",
                                path=model.path)  # fmt: skip
     first = _Optimizer(checkpoint, 0, files[0][1])
     degrees = set() if auto else set(first.degrees.values())
@@ -79,7 +79,7 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
     def check_ranks(expected: int) -> None:
         if numbers != list(range(expected)):
             raise ShardError(
-                "optimizer files of expert ranks are missing, or too many",
+                "optimizer files of expert ranks are missing, or there are too many",
                 expected=f"{expected} ranks",
                 found=", ".join(map(str, numbers)),
                 code=MISSING_FILE,
@@ -99,7 +99,7 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
         unnamed = one.name_auto(auto, names) if auto else one.name(layers, names)
         if unnamed:
             raise UnsupportedError(
-                f"which expert's the optimizer's parameters {listed(unnamed)} are is not known",
+                f"it is unknown which experts the optimizer's parameters {listed(unnamed)} belong to",
                 path=one.file.path,
                 advice=NAMES_ADVICE if auto else NAMES_OF_RANK_ADVICE,
             )
@@ -160,9 +160,9 @@ class _Optimizer(Numbered):
         for index, degree in found.items():
             if f"ep_size_{degree}" != (name := self.state.groups[index].get("name")):
                 raise UnsupportedError(
-                    "a param group of experts that does not say over how many ranks they are spread",
+                    "a param group of experts does not say over how many ranks they are spread",
                     path=self.file.path,
-                    expected="the name that DeepSpeed gives it, ep_size_N",
+                    expected="DeepSpeed's name for it, ep_size_N",
                     found=str(name)[:80],
                 )
         return found
@@ -174,7 +174,7 @@ class _Optimizer(Numbered):
 
     def slots(self, name: str) -> dict[str, Slot]:
         """Return what it has of a parameter."""
-        return {key: slot for key, slot in self.held[name].slots.items() if key != WEIGHT}
+        return without(self.held[name].slots, WEIGHT)
 
     @property
     def settings(self) -> list[object]:
@@ -212,8 +212,8 @@ class _Optimizer(Numbered):
             possible = known  # what is one layer's is no other's
         if len(degrees) > 1 and (unnamed or any(len(its) > 1 for its in told.values())):
             raise UnsupportedError(
-                f"experts spread over {listed([str(d) for d in degrees])} ranks, and which layer's are over how many "
-                f"is not certain",
+                f"experts are spread over {listed([str(d) for d in degrees])} ranks, but it is uncertain which "
+                "layers over how many",
                 path=self.file.path,
                 advice=NAMES_OF_RANK_ADVICE,
             )
@@ -288,7 +288,7 @@ class _Optimizer(Numbered):
         self.part.parameters = {one.name: _alone(one) for one in candidates}
         if not self.attach(self.part, given, orders):
             raise UnsupportedError(
-                "flat masters with experts among them, and in which order parameters make them up is not certain",
+                "flat masters include experts, and the order of their parameters is uncertain",
                 path=self.file.path,
                 advice=NAMES_OF_RANK_ADVICE,
             )
@@ -308,7 +308,7 @@ def _whole(name: str, ranks: Sequence[_Optimizer]) -> dict[str, Slot]:
     """Return the slots of all experts of AutoEP's weight. A single value, as the step, is the first rank's."""
     first, path = ranks[0].held[name], ranks[0].file.path
     if any(one.held[name].state != first.state for one in ranks):
-        raise UnsupportedError(f"state of {name} that each expert rank has of its own", path=path,
+        raise UnsupportedError(f"each expert rank has its own state of {name}", path=path,
                                found=listed(list(first.state)))  # fmt: skip
     held, found = [one.slots(name) for one in ranks], {}
     for key in dict.fromkeys(key for slots in held for key in slots):
@@ -316,9 +316,10 @@ def _whole(name: str, ranks: Sequence[_Optimizer]) -> dict[str, Slot]:
         like = own[0]
         if len(own) < len(ranks) or any((slot.shape, slot.dtype) != (like.shape, like.dtype) for slot in own):
             shapes = [str(slots[key].shape if key in slots else None) for slots in held]
-            raise UnsupportedError(f"{key} of {name} is not alike on all expert ranks", path=path, found=listed(shapes))
+            raise UnsupportedError(f"{key} of {name} differs between expert ranks", path=path, found=listed(shapes))
         if like.shape and (len(like.shape) != len(first.shape) or like.shape[0] != first.shape[0]):
-            raise UnsupportedError(f"{key} of {name} is not state of each expert", path=path,
-                                   expected=f"one for each of {first.shape[0]} experts", found=like.shape)  # fmt: skip
+            raise UnsupportedError(f"{key} of {name} does not have one part per expert", path=path,
+                                   expected=f"one part for each of {first.shape[0]} "
+                                       "experts", found=like.shape)  # fmt: skip
         found[key] = concat(own, 0) if like.shape else like
     return found

@@ -110,14 +110,14 @@ class Spread:
             if count == len(own):
                 return [list(own)]
             raise LayoutError(
-                "a param group is cut over fewer ranks than there are",
+                "a param group is cut over too few ranks",
                 path=own[0].path,
-                expected=f"{len(own)} ranks, or a group of experts over a divisor of that",
+                expected=f"{len(own)} ranks, or for experts a divisor of that",
                 found=found,
             )
         if count < 1 or ranks % count:
             raise LayoutError(
-                "a group of experts is cut over a number of ranks that does not divide that of all",
+                "a group of experts is cut over a number of ranks that does not divide the total",
                 expected=f"a divisor of {ranks}",
                 found=found,
             )
@@ -239,8 +239,8 @@ def _check_order(spread: Spread, degree: int, local: Mapping[str, int], files: E
         found = {lane for lane, weights in files.by_lane.items() if name in weights}
         if writer not in found:
             raise UnsupportedError(
-                f"the weights of expert {number} are not in the file of the rank that has it, if tensor-parallel ranks "
-                f"are numbered one after the other",
+                f"the weights of expert {number} are not in its rank's file, if tensor-parallel ranks are numbered "
+                "consecutively",
                 expected=f"mp_rank {writer}",
                 found=f"mp_rank {listed([str(one) for one in sorted(found)])}",
             )

@@ -124,9 +124,9 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int) -> list[list[str
         check_divides(layer, count, degree)
     if _dealt(every, len(names), totals) != [list(one) for one in names]:
         raise UnsupportedError(
-            "the optimizer has its experts neither layer by layer nor expert by expert: their order over other ranks "
-            "is not known",
-            expected="--expert-parallel-size left out",
+            "the optimizer lists its experts neither layer by layer nor expert by expert: their order for other "
+            "ranks is unknown",
+            expected="no --expert-parallel-size",
         )
     return _dealt(every, degree, totals)
 
@@ -148,10 +148,10 @@ def check_empty(files: Files) -> None:
     for shard, file in files:
         if not isinstance(file.root, dict) or any(value is not None for value in file.root.values()):
             raise UnsupportedError(
-                "holds state of an optimizer next to the files of ZeRO, which have all of it",
+                "holds optimizer state although ZeRO's files have all of it",
                 path=shard.path,
                 expected="{'optimizer': None}",
-                advice="if it is left over from a run without ZeRO, move it elsewhere",
+                advice="if it is left over from a run without ZeRO, move it away",
             )
 
 
@@ -184,7 +184,8 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
     local = [[global_name(name, -rank, per_rank) for name in names] for rank, names in enumerate(ranks)]
     if any(one != local[0] for one in local):
         raise UnsupportedError(
-            f"a param group that does not have the same of the experts of each of {degree} ranks, as DeepSpeed's has",
+            f"a param group does not have the same parameters of the experts on each of {degree} ranks, as in "
+            "DeepSpeed",
             found=listed(every, most=4),
         )
     return every
@@ -193,7 +194,7 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
 def mixed(others: Sequence[str], experts: Sequence[str]) -> UnsupportedError:
     """Return the error for a param group with experts among others."""
     return UnsupportedError(
-        "experts and other parameters in one param group, which DeepSpeed keeps apart",
+        "one param group mixes experts and other parameters, which DeepSpeed separates",
         found=f"{listed(others, most=4)} with {listed(experts, most=2)}",
     )
 
@@ -215,9 +216,9 @@ def check_split(groups: Sequence[ParamGroup]) -> None:
             key = layer, name.removeprefix(f"{layer}{number}")
             if last.get(key, -1) > number:
                 raise UnsupportedError(
-                    f"experts of {layer.removesuffix('.deepspeed_experts.')} in several param groups, in an order that "
-                    f"DeepSpeed does not have over {degree} rank{'s' if degree > 1 else ''}",
-                    expected="groups whose names say over how many ranks their experts are spread (ep_size_N)",
+                    f"experts of {layer.removesuffix('.deepspeed_experts.')} are in several param groups, in an "
+                    f"order that DeepSpeed does not use on {degree} rank{('s' if degree > 1 else '')}",
+                    expected="groups with names that say over how many ranks their experts are spread (ep_size_N)",
                     found=str(group.hyperparameters.get("name"))[:80],
                 )
             last[key] = number

@@ -26,6 +26,7 @@ from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
+from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.state import Parameter, Shape
 from zckpt.torchfile import Object, node_of, plain, put_back
 from zckpt.torchfile.nodes import Namespace
@@ -71,10 +72,8 @@ def shared_by_stages(name: str) -> bool:
 
 def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | None:
     """Return the program's arguments in a model file; None where it has none, or another program's."""
-    value = content.get(ARGUMENTS)
-    node = node_of(value)
-    node = node.state if isinstance(node, Object) else node
-    return node if isinstance(node, dict) and "num_attention_heads" in node and "hidden_size" in node else None
+    found = arguments_of(content.get(ARGUMENTS))
+    return found if "num_attention_heads" in found and "hidden_size" in found else None
 
 
 def known_rules(
@@ -162,9 +161,9 @@ def _refuse_unknown_order(names: Iterable[str]) -> None:
     first = next((name for name in names if re.match(_ATTENTION, name)), None)
     if first is not None:
         raise UnsupportedError(
-            f"in which order queries, keys and values lie in the slices of {first} is not known",
-            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file, of one of its versions",
-            advice="say it with --tp-rules FILE: parameter_with_sub_params, where those of a rank are end to end",
+            f"the order of queries, keys and values in the slices of {first} is unknown",
+            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file",
+            advice="give --tp-rules FILE: parameter_with_sub_params, if each rank has them end to end",
         )
 
 
@@ -196,7 +195,7 @@ def check_degree(
         heads = known.get(key)
         if type(heads) is int and heads % degree:
             raise UnsupportedError(
-                f"heads of attention would be on two of {degree} tensor-parallel ranks",
+                f"attention heads would be split between two of {degree} tensor-parallel ranks",
                 path=path, expected=f"a number that divides {key}", found=heads,
             )  # fmt: skip
 
@@ -246,11 +245,10 @@ def rows_that_were(info: Mapping[str, object] | None, parameters: Mapping[str, P
 def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
     """Return the program's arguments with sizes that are others now; those that it has not are left out."""
     node = node_of(value)
-    attributes = node.state if isinstance(node, Object) else node
-    if arguments_in({ARGUMENTS: value}) is None or not isinstance(attributes, dict):
-        return value
-    known = {key: size for key, size in degrees.items()
-             if size is not None and key in attributes and attributes[key] != size}  # fmt: skip
+    attributes = arguments_in({ARGUMENTS: value}) or {}
+    known: dict[object, object] = {
+        key: size for key, size in degrees.items() if size is not None and attributes.get(key, size) != size
+    }
     if not known:
         return value
     changed = {**attributes, **known}

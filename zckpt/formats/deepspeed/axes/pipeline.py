@@ -59,7 +59,9 @@ def layer_of(name: str) -> int:
     """
     number = name.partition(".")[0]
     if not number.isdecimal() or len(number) > 6:
-        raise LayoutError(f"{name} is in no layer of the pipeline", expected="NUMBER.NAME or tied_modules.KEY.NAME")
+        raise LayoutError(
+            f"{name} does not belong to a layer of the pipeline", expected="NUMBER.NAME or tied_modules.KEY.NAME"
+        )
     return int(number)
 
 
@@ -89,9 +91,9 @@ def degrees(models: Sequence[ModelShard], layers: Sequence[Shard]) -> tuple[int,
         tp = tp if len(models) % tp == 0 and are_stages(models, tp) else len(models)
     if mp_ranks % tp or (not layers and tp != mp_ranks and not are_stages(models, tp)):
         raise LayoutError(
-            "model-parallel ranks do not make a grid of stages and tensor-parallel ranks",
+            "model-parallel ranks do not form a grid of stages and tensor-parallel ranks",
             path=models[0].path,
-            expected=f"a multiple of {tp} ranks and, for several stages, layer files or experts in each",
+            expected=f"a multiple of {tp} ranks and, with several stages, layer files or experts in each",
             found=mp_ranks,
         )
     return mp_ranks // tp, tp
@@ -150,9 +152,9 @@ def stage_weights(files: Files, models: Sequence[ModelShard], tp: int) -> tuple[
         lost = [name for name in named[rank] if name not in found[rank]]
         if lost:
             raise ShardError(
-                f"no layer's file has {listed(lost)}, which {Path(model.path).name} lists",
+                f"no layer file has {listed(lost)}, which {Path(model.path).name} lists",
                 path=Path(model.path).parent,
-                expected="a file of each layer that has weights",
+                expected="a file for each layer with weights",
                 found=listed([Path(shard.path).name for shard, _ in files]),
                 code=MISSING_FILE,
                 parameters=lost,
@@ -201,8 +203,8 @@ def _shape_of(name: str, numel: int, weights: Mapping[str, Shape]) -> Shape:
     fitting = {shape for n, shape in weights.items() if n.partition(".")[2] == key and math.prod(shape) == numel}
     if len(fitting) != 1:
         raise UnsupportedError(
-            f"the shape of {name} is not known",
-            expected=f"one weight {key} of {numel} elements in the layers' files",
+            f"the shape of {name} is unknown",
+            expected=f"one weight {key} of {numel} elements in the layer files",
             found=", ".join(map(str, sorted(fitting))) or "none",
         )
     return fitting.pop()

@@ -46,7 +46,7 @@ def stage_states(
         As `local_states` and `stages_of`.
     """
     if degree < 1:
-        raise UsageError("unusable tensor-parallel size", expected="at least 1", found=degree)
+        raise UsageError("unusable --tensor-parallel-size", expected="at least 1", found=degree)
     as_slices = options.sliced_experts
     if as_slices is None and isinstance(known := origin_of_state(checkpoint).get(SLICED_EXPERTS), bool):
         as_slices = known
@@ -58,7 +58,7 @@ def stage_states(
     tp, elsewhere, staged = checkpoint.topology.tp, origin.is_foreign, is_staged(checkpoint, origin, options)
     asked = stages_asked(options)
     if asked and not staged:
-        raise UsageError(f"the checkpoint is no pipeline's, so {asked[0]} does not apply")
+        raise UsageError(f"the checkpoint is not a pipeline, so --{asked[0].replace('_', '-')} does not apply")
     orders: Orders = []
     if elsewhere and staged:
         orders = known_orders(checkpoint)
@@ -79,7 +79,7 @@ def stage_states(
     held = [any(map(is_expert, states[0].parameters)) for states in sliced]
     if any(held) and not all(held):
         raise UnsupportedError(
-            f"stage {held.index(False)} would have no experts, and DeepSpeed waits for ever where a stage has none",
+            f"stage {held.index(False)} would have no experts, and DeepSpeed waits forever if a stage has none",
             expected="experts in each stage",
             found=f"in stages {', '.join(str(stage) for stage, one in enumerate(held) if one)}",
         )
@@ -157,10 +157,9 @@ def _dealt(
         groups = [group for group in row if group is not None]
         if len({digests.of(group.state) for group in groups if group.parameters}) > 1:
             raise UnsupportedError(
-                f"stages have values of their own in the state of param group {number}, which cannot be dealt to "
-                f"others",
+                f"stages have their own values in the state of param group {number}, which other stages cannot take",
                 found=", ".join(sorted({key for group in groups for key in group.state})),
-                advice="keep the stages",
+                advice="keep the source's stages",
             )
         every = list(dict.fromkeys(name for group in groups for name in group.parameters))
         for stage, state in enumerate(found):
@@ -177,9 +176,9 @@ def _dealt(
                     state.degrees.append(degree)
             elif len(groups) == len(row) and by_groups:  # no stage of the source lacks it, either
                 raise UnsupportedError(
-                    f"stage {stage} would train no parameter of param group {number}, and DeepSpeed's ZeRO-1 then "
-                    f"waits for ever: it adds up the gradients' norms group by group, over all stages",
-                    expected="stages that each train some of every group",
+                    f"stage {stage} would train no parameter of param group {number}; DeepSpeed's ZeRO-1 then waits "
+                    "forever, because it sums gradient norms group by group over all stages",
+                    expected="stages that each train part of every group",
                     found=",".join(map(str, stages.bounds)),
                 )
     return found
@@ -202,8 +201,8 @@ def _in_order(
             return list(known[stage])
         if not is_ordered(list(dict.fromkeys(name for one in known for name in one)), {}):  # as far as stages show it
             raise UnsupportedError(
-                "a param group is not in the order of a pipeline's modules, so that its order is known for no stages "
-                "but those that it was saved in",
+                "a param group is not in the order of the pipeline's modules, so its order is only known for the "
+                "stages that it was saved in",
                 expected=f"{len(known)} stages, the first with {', '.join(known[0][:4])}",
                 found=",".join(map(str, stages.bounds)),
             )
@@ -214,9 +213,9 @@ def _in_order(
     odd = next((group for group in groups if not is_ordered(group.parameters, places)), None)
     if odd is not None:
         raise UnsupportedError(
-            "a param group is not in the order of the stage's modules, so that its order in another stage is not known",
+            "a param group is not in the order of the stage's modules, so its order in another stage is unknown",
             found=", ".join(odd.parameters[:8]),
-            advice="keep the stages",
+            advice="keep the source's stages",
         )
     return sorted(names, key=lambda name: stages.order(name, stage))
 
@@ -229,8 +228,8 @@ def _check_order(checkpoint: Checkpoint, orders: Orders) -> None:
     for known, group in zip_longest(orders, checkpoint.param_groups):
         if known is None and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
             raise UnsupportedError(
-                "a param group is not in the order of a pipeline's modules (tied layers, then the others by number), "
-                "and nothing says what each stage had",
+                "a param group is not in the order of the pipeline's modules (tied layers, then the others by "
+                "number), and nothing says what each stage had",
                 found=", ".join(group.parameters[:8]),
             )
 

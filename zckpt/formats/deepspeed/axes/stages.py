@@ -44,7 +44,7 @@ UNSEEN = 3
 MOST_CASES = 512
 """With more ways in which tied layers could be used than this, a user has to say it."""
 
-SAY_IT = "say how the training deals them: --partition-method, --stage-bounds, --pipeline-layers"
+SAY_IT = "say how the training distributes them: --partition-method, --stage-bounds, --pipeline-layers"
 
 Weights = Mapping[int | str, int]
 """Trained elements of each layer, and of each tied one by its key."""
@@ -155,8 +155,9 @@ def parse_layers(text: str | None) -> list[Layer]:
         times = int(match[3] or 1) if match else 0
         if match is None or not times or len(found) + times > MOST_LAYERS:
             raise UsageError(
-                "unusable list of a pipeline's layers",
-                expected="Embedding=KEY,Block*24,LayerNorm,... as PipelineModule gets them, KEY of a TiedLayerSpec",
+                "unusable list of pipeline layers",
+                expected="Embedding=KEY,Block*24,LayerNorm,... as PipelineModule gets them, with the KEY of a "
+                "TiedLayerSpec",
                 found=item.strip()[:80],
             )
         found += [Layer(match[1], match[2])] * times
@@ -169,7 +170,7 @@ def _parse_bounds(text: str) -> Numbers:
     rising = all(low < high for low, high in itertools.pairwise(found))
     if len(found) != len(items) or len(found) < 2 or found[0] != 0 or not rising:
         raise UsageError(
-            "unusable bounds of stages", expected="0, the first layer of each further stage, and the number of layers",
+            "unusable stage bounds", expected="0, the first layer of each further stage, then the number of layers",
             found=text[:80],
         )  # fmt: skip
     return found
@@ -202,11 +203,11 @@ def _dealt(method: str, layers: Sequence[Layer], count: int, weights: Weights) -
     try:
         found = re.compile(pattern.lower().split(":")[0], re.IGNORECASE)  # as DeepSpeed does
     except re.error as error:
-        raise UsageError("unusable type of layers", expected="a regular expression", found=str(error)) from error
+        raise UsageError("unusable layer type", expected="a regular expression", found=str(error)) from error
     of_type = [int(found.search(layer.kind) is not None) for layer in layers]
     if not any(of_type):
         kinds = dict.fromkeys(layer.kind for layer in layers)
-        raise UsageError("no layer is of that type", expected=", ".join(kinds), found=pattern)
+        raise UsageError("no layer has that type", expected=", ".join(kinds), found=pattern)
     return Stages(balanced(of_type, count), uses)
 
 
@@ -270,7 +271,7 @@ class _Evidence:
 
 def _unsure(found: str) -> UnsupportedError:
     return UnsupportedError(
-        "the files do not say how a pipeline's layers are dealt to that many stages",
+        "the files do not say how to distribute the pipeline's layers over that many stages",
         found=found, advice=SAY_IT,
     )  # fmt: skip
 
@@ -304,7 +305,10 @@ def stages_of(
     layers, method = _layers(origin, source, seen, options, path)
     if bounds is not None and bounds[-1] < seen.least:
         raise UsageError(
-            "bounds of too few layers", path=path, expected=f"at least {seen.least} last", found=bounds[-1]
+            "stage bounds for too few layers",
+            path=path,
+            expected=f"at least {seen.least} as the last number",
+            found=bounds[-1],
         )
     weights, names = _weights(target), [f"{layer}." for layer in sorted(seen.filed | seen.stage.keys())]
     names += [f"{TIED}{key}." for key in sorted(seen.tied)]
@@ -312,7 +316,11 @@ def stages_of(
     unseen = range(seen.least, seen.least + UNSEEN + 1) if bounds is None else [bounds[-1]]
     for case in (one for number in unseen for one in seen.cases(number)) if layers is None else [layers]:
         if bounds is not None and bounds[-1] != len(case):
-            raise UsageError("bounds of another number of layers", expected=f"{len(case)} last", found=bounds[-1])
+            raise UsageError(
+                "stage bounds for another number of layers",
+                expected=f"{len(case)} as the last number",
+                found=bounds[-1],
+            )
         methods = (UNIFORM, PARAMETERS) if method is None else (method,)
         dealt = [Stages(bounds, uses_of(case))] if bounds is not None else [
             _dealt(one, case, count, weights) for one in methods
@@ -322,7 +330,7 @@ def stages_of(
             found.setdefault((len(one.bounds), *(tuple(one.of(name)) for name in names)), one)
     once = [key for key in seen.tied if any(len(one.uses.get(key, ())) < 2 for one in found.values())]
     if layers is None and count > 1 and once:
-        raise _unsure(f"tied layer {once[0]}, of which one use is known")
+        raise _unsure(f"tied layer {once[0]}, with one known use")
     if len(found) != 1:
         several = " or ".join(sorted(map(str, found.values()))[:4])
         raise _unsure(several or f"stages that are not by {method or f'{UNIFORM} or {PARAMETERS}'}")
@@ -331,7 +339,7 @@ def stages_of(
     empty = sorted(set(range(len(stages.bounds) - 1)).difference(*map(stages.of, trained)))
     if empty and not origin.is_plain:
         raise UsageError(
-            f"stage {empty[0]} would have nothing to train, and DeepSpeed's optimizers of ZeRO and 16 bits raise there",
+            f"stage {empty[0]} would have nothing to train, and DeepSpeed's ZeRO and 16-bit optimizers then raise",
             expected="parameters in each stage", found=str(stages),
         )  # fmt: skip
     return stages
@@ -342,15 +350,17 @@ def _asked(options: RecutOptions, stages: int) -> tuple[int, Numbers | None]:
     method, text = options.partition_method, options.stage_bounds
     count = stages if options.pipeline_parallel_size is None else options.pipeline_parallel_size
     if count < 1:
-        raise UsageError("unusable pipeline-parallel size", expected="at least 1", found=count)
+        raise UsageError("unusable --pipeline-parallel-size", expected="at least 1", found=count)
     if method is not None and method.lower() not in (UNIFORM, PARAMETERS) and not method.lower().startswith(TYPE):
         raise UsageError("unknown partition method", expected=METHODS, found=method)
     if method is not None and text is not None:
-        raise UsageError("a partition method and the bounds that it would give", expected="one of both", found=method)
+        raise UsageError("a partition method and stage bounds exclude each other", expected="one of them", found=method)
     bounds = None if text is None else _parse_bounds(text)
     if bounds is not None and len(bounds) - 1 != count:
         if options.pipeline_parallel_size is not None:
-            raise UsageError("bounds of another number of stages", expected=f"{count + 1} numbers", found=len(bounds))
+            raise UsageError(
+                "stage bounds for another number of stages", expected=f"{count + 1} numbers", found=len(bounds)
+            )
         count = len(bounds) - 1
     return count, bounds
 
@@ -363,7 +373,7 @@ def _layers(
     layers = parse_layers(options.pipeline_layers) or None
     if layers is not None:
         for expected, found in _misfits(layers, seen):
-            raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=path,
+            raise UsageError("--pipeline-layers does not match the checkpoint's layers", path=path,
                              expected=expected, found=found)  # fmt: skip
     else:
         names = [name for state in source for name in state.parameters]
@@ -373,7 +383,7 @@ def _layers(
             method = of_program if method is None and options.stage_bounds is None else method
     if method is not None and method.lower().startswith(TYPE) and layers is None:
         raise UsageError(
-            "the files do not say of which type a layer is", expected="--pipeline-layers with it", found=method
+            "the files do not say which type a layer has", expected="--pipeline-layers as well", found=method
         )
     return layers, method
 
@@ -421,7 +431,7 @@ def _misfits(layers: Sequence[Layer], seen: _Evidence) -> Iterator[tuple[str, ob
         if not set(numbers) <= set(uses.get(key, ())):
             yield f"{key} in layer {min(numbers)}", ", ".join(map(str, uses.get(key, ())))
     for layer in sorted(layer for its in uses.values() for layer in its if layer in seen.weights):
-        yield f"layer {layer} with parameters of its own", f"{layers[layer].kind}={layers[layer].tied}"
+        yield f"layer {layer} with its own parameters", f"{layers[layer].kind}={layers[layer].tied}"
 
 
 _BLOCK = "ParallelTransformerLayerPipe"

@@ -162,7 +162,8 @@ def _copies(states: Sequence[Rank], merged: Rank, rules: Rules) -> Iterator[Dupl
 def without_rules(names: Sequence[str], what: str, option: str = "--tp-rules") -> UnsupportedError:
     """Return the error for slices that no rule names."""
     return UnsupportedError(
-        f"tensor-parallel slices of {len(names)} parameters ({listed(names, most=SHOWN_NAMES)}) and no rules {what}",
+        f"{len(names)} parameters have tensor-parallel slices ({listed(names, most=SHOWN_NAMES)}), but there are no "
+        f"rules {what}",
         expected="universal_checkpoint_info in the model file",
         advice=f"give them with {option} FILE",
     )
@@ -262,14 +263,14 @@ def _check_sample(name: str, rule: str | None, values: Sequence[Sequence[Array]]
     same = len({b"".join(block.tobytes() for block in sample) for sample in values}) == 1
     if rule == REPLICATED and not same:
         raise WeightMismatchError(
-            f"{name} differs between tensor-parallel ranks, though a rule says that each has the whole",
-            advice="if it is to be averaged, say so with --tp-rules; --no-weight-check takes the first rank's",
+            f"{name} differs between tensor-parallel ranks, although a rule says that each has the whole",
+            advice="if it should be averaged, say so with --tp-rules; --no-weight-check uses the first rank's",
         )
     constant = all((block == values[0][0][0]).all() for block in values[0])  # as a bias that was never trained
     if rule is None and same and not constant:
         raise WeightMismatchError(
-            f"{name} is the same on all tensor-parallel ranks, though no rule says that each has the whole",
-            advice="say so with --tp-rules; --no-weight-check takes it for slices",
+            f"{name} is the same on all tensor-parallel ranks, although no rule says that each has the whole",
+            advice="say so with --tp-rules; --no-weight-check treats it as slices",
         )
 
 
@@ -311,11 +312,11 @@ def local_states(
         return list(ranks)
     largest = max((p.numel for p in checkpoint.parameters.values()), default=1)
     if degree > largest:
-        raise UsageError("unusable tensor-parallel size", expected=f"at most {largest}, elements of the largest "
-                         f"parameter", found=degree)  # fmt: skip
+        raise UsageError("unusable --tensor-parallel-size", expected=f"at most {largest}, the elements of the "
+            "largest parameter", found=degree)  # fmt: skip
     rules = _rules(origin, ranks, degree, path)
     if rows is not None and not any(rules.is_vocabulary(name) for name in checkpoint.parameters):
-        raise UsageError("no rule names a vocabulary, so a padded size does not apply", path=path)
+        raise UsageError("no rule names a vocabulary, so --padded-vocab-size does not apply", path=path)
     merged = merge(ranks, rules, padded=True)
     experts = merged.whole
     if len(ranks) == 1 and not sliced_experts:  # DeepSpeed slices experts on demand only
@@ -356,9 +357,9 @@ def _rules(origin: Origin, ranks: Sequence[Rank], degree: int, path: str) -> Rul
         raise without_rules(names, "how to cut them", option)
     if len(ranks) == 1 < degree and REPLICATED_KEY not in origin.rules:
         raise UnsupportedError(
-            "the tensor-parallel rules do not say which parameters every rank has whole",
+            "the tensor-parallel rules do not say which parameters each rank has whole",
             path=path,
-            expected=f"{REPLICATED_KEY}, be it empty",
+            expected=f"{REPLICATED_KEY}, even if empty",
             advice=f"give rules with {option} FILE",
         )
     if origin.rules_path is None and degree != len(ranks):
@@ -383,7 +384,7 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
     least = min(rules.vocabulary_size or 0, present)
     if padded < least or padded % degree:
         raise UsageError(
-            f"unusable padded size of vocabulary {parameter.name}",
+            f"unusable padded size for the vocabulary {parameter.name}",
             expected=f"at least {least} rows and a multiple of {degree}",
             found=padded,
         )

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
-from zckpt.state import Shape
+from zckpt.state import Shape, dict_of
 from zckpt.state.boxes import row_major
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
@@ -212,9 +212,7 @@ class Rules:
                 self._by_pattern += [(one, entry) for one in self._compile([pattern])]
         unknown = info.get(UNKNOWN_KEY)
         self.unknown = [
-            (one, brief(reason))
-            for pattern, reason in (unknown.items() if isinstance(unknown, dict) else ())
-            for one in self._compile([pattern])
+            (one, brief(reason)) for pattern, reason in dict_of(unknown).items() for one in self._compile([pattern])
         ]
         self.named_by: list[tuple[re.Pattern[str], Named]] = []
         for key, (kind, dim) in _PATTERNS.items():
@@ -225,7 +223,7 @@ class Rules:
                 self.named_by += [(one, named) for one in self._compile(info.get(key))]
         self.vocabularies = self._compile(info.get(VOCABULARY_KEYS[0]))
         widths, size = info.get("sub_param_shard_widths"), info.get(VOCABULARY_KEYS[1])
-        self.widths = widths if isinstance(widths, dict) else {}
+        self.widths = dict_of(widths)
         self.vocabulary_size = size if type(size) is int else None
 
     @classmethod
@@ -253,7 +251,7 @@ class Rules:
             expected = [mapped.shape] * len(shapes) if mapped.kind == REPLICATED else local
             if list(shapes) != expected:
                 raise LayoutError(
-                    f"slices of {name} do not fit the affine map of it",
+                    f"slices of {name} do not fit its affine map",
                     path=self.path,
                     expected=expected,
                     found=list(shapes),
@@ -279,7 +277,7 @@ class Rules:
             rest = {s[:dim] + s[dim + 1 :] for s in shapes}
             if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local_sizes, strict=True)):
                 raise LayoutError(
-                    f"slices of {name} do not fit the rule for it",
+                    f"slices of {name} do not fit their rule",
                     path=self.path,
                     expected=f"sizes {local_sizes} along dimension {dim}",
                     found=list(shapes),
@@ -325,8 +323,8 @@ class Rules:
                 subs = [shape[dim]]
             elif sum(subs) != shape[dim] or _of_subs(mapped, subs) != tuple(map(joined, mapped.shares)):
                 raise self._unusable(
-                    f"{name} is cut in an order of its own, which does not say how {ranks} tensor-parallel ranks have "
-                    f"it",
+                    f"{name} is cut in a special order, which does not say how to cut it for {ranks} "
+                    "tensor-parallel ranks",
                     f"{len(mapped.shares)} ranks",
                 )
             module = name.rpartition(".")[0]
@@ -405,7 +403,7 @@ class Rules:
         wrong = LayoutError(
             f"the affine map of {name} contradicts itself",
             path=self.path,
-            expected="every element of the whole, and of each slice, once",
+            expected="every element of the whole, and of each slice, exactly once",
             advice=OTHER_RULES,
         )
         if not cut:
@@ -451,9 +449,7 @@ class Rules:
         for pattern in patterns:
             quantifiers = len(re.findall(r"(?<!\\)[*+{]", pattern))
             if re.search(r"\)[*+{?]", pattern) or quantifiers > MAXIMUM_QUANTIFIERS:
-                raise self._unusable(
-                    "a tensor-parallel rule that is not matched, for it could take for ever", brief(pattern)
-                )
+                raise self._unusable("a tensor-parallel rule that could take forever to match", brief(pattern))
         try:
             return [re.compile(pattern) for pattern in patterns]
         except re.error as error:
@@ -488,7 +484,7 @@ class Rules:
         subs_of = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
         if sum(subs_of) != sum(local) or any(n % len(shapes) for n in subs_of):
             raise LayoutError(
-                f"the sub-parameters of {name} do not have its size",
+                f"the sub-parameters of {name} do not add up to its size",
                 path=self.path,
                 expected=f"{subs_of} over {len(shapes)} ranks",
                 found=list(shapes),
@@ -530,7 +526,7 @@ def _of_subs(rule: Rule, widths: Sequence[int]) -> Shares | None:
 
 
 def _of(node: object, key: str) -> object:
-    return node.get(key) if isinstance(node, dict) else None
+    return dict_of(node).get(key)
 
 
 def _ints(node: object) -> Shape | None:

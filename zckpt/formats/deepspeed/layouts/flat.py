@@ -96,11 +96,11 @@ class Partitions:
             for position in range(world):
                 self._check_rank(position)
             raise LayoutError(
-                f"group {index}: partitions do not fit the parameters",
+                f"group {index}: partitions do not match the parameters",
                 path=members[wrong[0]].path,
-                expected=f"{first} elements on each of {world} ranks for {total} in all, padding aside",
+                expected=f"{first} elements on each of {world} ranks, for {total} in all without padding",
                 found=f"{found[:16]} on ranks {[m.rank for m in members][:16]}",
-                advice="a file belongs to another run or world size",
+                advice="a file may belong to another run or world size",
                 ranks=[members[rank].rank for rank in wrong],
             )
 
@@ -169,7 +169,7 @@ class Partitions:
                 path=member.path,
                 expected=f"(start, numel) {computed.get(name)}",
                 found=recorded.get(name),
-                advice="the file belongs to another run, or its layout is one that zckpt does not know",
+                advice="the file may belong to another run, or have a layout that zckpt does not know",
                 ranks=[member.rank],
                 parameters=[name],
             )
@@ -180,11 +180,11 @@ class Partitions:
         on_last = world * self.partition - self.starts[-1] if position == world - 1 else 0
         if found not in (spread, on_last):
             raise LayoutError(
-                f"rank {member.rank}, group {self.index}: the recorded padding is not that of its partition",
+                f"rank {member.rank}, group {self.index}: the recorded padding does not match its partition",
                 path=member.path,
                 expected=f"{spread} elements",
                 found=found,
-                advice="the file belongs to another run or world size",
+                advice="the file may belong to another run or world size",
                 ranks=[member.rank],
             )
 
@@ -204,11 +204,11 @@ class Partitions:
         others = [rank for rank in range(len(self.members)) if recorded and recorded == self._assigned(rank)]
         if others and position not in others:
             raise LayoutError(
-                f"is named as the file of rank {member.rank} and holds the share of another",
+                f"is named as the file of rank {member.rank}, but holds another rank's share",
                 path=member.path,
                 expected=f"shares of {', '.join(list(self._assigned(position))[:4]) or 'nothing'}",
                 found=f"those of rank {others[0]}: {', '.join(list(recorded or ())[:4])}",
-                advice="give the files of these ranks their own names back",
+                advice="rename the files of these ranks correctly",
                 code=WRONG_RANK,
                 ranks=sorted({member.rank, *others}),
             )
@@ -226,16 +226,16 @@ class Partitions:
             end = shares[-1].position + shares[-1].numel if shares else 0
             if tensor is None and shares:
                 raise LayoutError(
-                    f"rank {member.rank} has no {key} for group {self.index}, other ranks have",
+                    f"rank {member.rank} has no {key} for group {self.index}, but other ranks do",
                     path=member.path,
                     code=SLOT_MISSING,
                     ranks=[member.rank],
                 )
             if shares and not held.is_contiguous:
                 raise UnsupportedError(
-                    f"{whose} is a view with strides",
+                    f"{whose} is a strided view",
                     path=member.path,
-                    expected="a partition, element after element",
+                    expected="a contiguous partition",
                     found=f"shape {held.shape}, strides {held.strides}",
                     advice="resume in the program that saved it",
                 )
@@ -249,7 +249,7 @@ class Partitions:
                 )
         if len(dtypes) > 1:
             raise LayoutError(
-                f"group {self.index}: {key} has several element types over the ranks",
+                f"group {self.index}: {key} has different element types on different ranks",
                 path=list(dtypes.values())[-1].path,
                 found=", ".join(sorted(dtypes)),
                 code=DTYPES_DIFFER,
@@ -298,7 +298,7 @@ def flat_groups(
     """
     first, shapes = members[0], model.param_shapes
     if shapes is None and model.reorders:
-        raise UnsupportedError("no param_shapes, and slice mappings are wrong under round_robin_gradients")
+        raise UnsupportedError("there are no param_shapes, and slice mappings are wrong under round_robin_gradients")
     if shapes is None:
         shapes = []
         for index in range(len(first.masters)):
@@ -307,7 +307,7 @@ def flat_groups(
             for name, numel in numels.items():
                 if name not in known or math.prod(known[name]) != numel:
                     raise LayoutError(
-                        f"the shape of {name} is not known",
+                        f"the shape of {name} is unknown",
                         path=first.path,
                         expected=f"a weight of {numel} elements",
                         found=known.get(name),
@@ -348,8 +348,8 @@ def _split(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[Shapes]:
     ways = [way for way in ways if way[-1] == len(shapes)]
     if len(ways) != 1:
         raise LayoutError(
-            "one param_shapes for several groups, which nothing tells apart",
-            expected="one way to cut it",
+            "one param_shapes for several groups, which cannot be separated",
+            expected="one way to split it",
             found=f"{len(ways)} ways",
         )
     items = list(shapes.items())
@@ -376,7 +376,7 @@ class FlatLayout(Layout):
             ]
             for index, shapes in enumerate(groups)
         ]
-        config, partition = model.config, members[0].bf16_optimizer
+        config, dtype, partition = model.config, model.dtype, members[0].bf16_optimizer
         for cut in (cut for of_group in cuts for cut in of_group):
             values = cut.members[0].group(cut.index)
             if keeps_whole_matrices(values, config, partition=partition) and is_whole(cut):
@@ -409,16 +409,17 @@ class FlatLayout(Layout):
                     if name in self.auto:
                         of_auto.setdefault(name, []).append(slots[name])
                     else:
-                        self._claim(renamed[name], shape, slots[name], index)
+                        self._claim(Parameter(renamed[name], shape, dtype, slots[name], index))
                 order = optimizer_order(list(shapes), model, members[0].partition_count[index])
                 names |= dict.fromkeys(renamed[name] for name in order)
             for name, parts in of_auto.items():
                 of_experts = of_all(parts)
-                self._claim(name, of_experts[MASTER].shape, of_experts, index)
+                self._claim(Parameter(name, of_experts[MASTER].shape, dtype, of_experts, index))
             self.add_group(index, [index], list(names))
         self.add_values({index: index for index in read}, read)
 
-    def _claim(self, name: str, shape: Shape, slots: dict[str, Slot], group: int) -> None:
-        if name in self.trained:
-            raise LayoutError(f"{name} is in two param groups", found=f"groups {self.trained[name].group} and {group}")
-        self.trained[name] = Parameter(name, shape, self.model.dtype, slots, group)
+    def _claim(self, one: Parameter) -> None:
+        if one.name in self.trained:
+            groups = f"groups {self.trained[one.name].group} and {one.group}"
+            raise LayoutError(f"{one.name} is in two param groups", found=groups)
+        self.trained[one.name] = one

@@ -84,7 +84,7 @@ def complete_aliases(parameters: Mapping[str, Parameter]) -> None:
             continue
         owner = parameters.get(parameter.tied_to)
         if owner is None or owner.tied_to is not None:
-            raise LayoutError(f"{name} is tied to a parameter that is not there", found=parameter.tied_to)
+            raise LayoutError(f"{name} is tied to a parameter that does not exist", found=parameter.tied_to)
         parameter.shape, parameter.dtype = owner.shape, owner.dtype
 
 

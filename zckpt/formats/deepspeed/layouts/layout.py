@@ -128,7 +128,7 @@ class Layout:
             else:
                 lost.append(name)
         if lost:
-            rank.warnings.append(f"{self.model.path}: no file holds the values of {listed(lost)}; left out")
+            rank.warnings.append(f"{self.model.path}: no file holds the values of {listed(lost)}; they are left out")
         for name, own in trained.items():
             if name not in rank.parameters and is_expert(name):  # which has a file of its own
                 number = expert_number(name)

@@ -60,8 +60,8 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
         counts = {g.get("partition_count") for g in listed if isinstance(g, dict)}
         if counts - {len(members), None}:
             raise UnsupportedError(
-                "sub-groups that are cut over other numbers of ranks than there are, and no list of layers of experts, "
-                "which are what DeepSpeed cuts so: whose elements they are is not known",
+                "sub-groups are cut over other numbers of ranks, as DeepSpeed does for experts, but there is no "
+                "list of expert layers: it is unknown whose elements they are",
                 path=member.path,
                 expected=f"{len(members)} ranks",
                 found=sorted(map(str, counts)),
@@ -208,11 +208,11 @@ def _walk(
         begin += numel
     if not fits or (like is not None and found != like):
         raise LayoutError(
-            f"rank {member.rank}: shards of the parameters do not add up to its sub-groups",
+            f"rank {member.rank}: parameter shards do not add up to its sub-groups",
             path=member.path,
             expected=f"{sum(numels)} elements for {world} ranks",
             found=f"{sum(sizes)} in sub-groups of {sizes[:8]}",
-            advice="the file belongs to another run or world size",
+            advice="the file may belong to another run or world size",
         )
     return found
 
@@ -249,7 +249,7 @@ class ShardedLayout(Layout):
         """Read the optimizer's files."""
         rank, model, members = self.rank, self.model, self.members
         if model.param_shapes is None:
-            raise LayoutError("no param_shapes", advice="the order of the shards is not known")
+            raise LayoutError("no param_shapes", advice="the order of the shards is unknown")
         shapes = model.trained
         if len(shapes) != sum(map(len, model.param_shapes)):
             raise LayoutError("a parameter is in two param groups")
@@ -267,7 +267,7 @@ class ShardedLayout(Layout):
         absent = sorted(sub for sub in group_of if not 0 <= sub < len(members[0].masters))
         if absent:
             raise LayoutError(
-                "a param group names a sub-group that is not there",
+                "a param group names a sub-group that does not exist",
                 path=members[0].path,
                 expected=f"below {len(members[0].masters)}",
                 found=absent[0],

@@ -146,7 +146,7 @@ class Numbered:
                     rest = rest[len(found[-1]) :]
         every = [name for order in found for name in order]
         if rest:
-            raise UsageError("more parameter names than the optimizer has", found=rest[0])
+            raise UsageError("there are more names than the optimizer has parameters", found=rest[0])
         if len(set(every)) < len(every):
             return None
         numbered = OptimizerState({}, [])
@@ -195,9 +195,8 @@ def attach_optimizer(rank: Rank, names: Sequence[str] | None) -> None:
         mark_frozen(rank)
     else:
         rank.warnings.append(
-            f"{rank.model.path}: FP16_Optimizer holds its masters and state in one flat tensor for each group, and in "
-            f"which order parameters make it up is not certain; they are left out, the weights are there "
-            f"({NAMES_ADVICE})"
+            f"{rank.model.path}: FP16_Optimizer holds its masters and state in one flat tensor per group, and the "
+            f"order of parameters in it is uncertain; they are left out, but the weights are read ({NAMES_ADVICE})"
         )
 
 
@@ -229,13 +228,13 @@ def _given(names: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fi
             break
         if name not in numels or at + numels[name] > numel or not fits(at, name):
             raise UsageError(
-                f"{name} is not what lies at element {at} of a flat master",
-                expected="a parameter whose weight is that, rounded",
+                f"{name} does not match element {at} of a flat master",
+                expected="a parameter whose weight is the master, rounded",
             )  # fmt: skip
         found.append(name)
         at += numels[name]
     if at != numel:
-        raise UsageError("too few parameter names for a flat master", expected=f"{numel} elements", found=at)
+        raise UsageError("there are too few names for a flat master", expected=f"{numel} elements", found=at)
     return found
 
 

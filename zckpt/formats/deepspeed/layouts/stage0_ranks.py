@@ -104,10 +104,10 @@ def attach_to_ranks(
         alike = _members(one) == _members(found[number // tp * tp])
         if not (known and alike and (not layers or _follow(own, found[number % tp : number : tp]))):
             reasons = [
-                f"{held[one.mp_rank][0][1].path if of_experts else one.model.path}: which parameters the optimizer of "
-                f"{f'stage {number // tp}' if len(ranks) > tp else f'mp_rank {number}'} numbers is not certain; its "
-                f"state is not read, and `zckpt reshard` to the same stages and slices copies it "
-                f"({NAMES_BY_STAGE_ADVICE if len(ranks) > tp else NAMES_ADVICE})"
+                f"{(held[one.mp_rank][0][1].path if of_experts else one.model.path)}: which parameters the "
+                f"optimizer of {(f'stage {number // tp}' if len(ranks) > tp else f'mp_rank {number}')} numbers is "
+                "uncertain; its state is not read, and `zckpt reshard` to the same stages and slices copies it "
+                f"({(NAMES_BY_STAGE_ADVICE if len(ranks) > tp else NAMES_ADVICE)})"
             ]
             break
     else:
@@ -161,8 +161,8 @@ def layer_numbers(names: Sequence[str] | None, files: Rank) -> tuple[Sequence[st
         found = [layer for layer, has in held.items() if its <= has and layer not in given]
         if len(found) != 1:
             raise UsageError(
-                f"which layer {TIED}{key} is in is not known",
-                expected=f"one file of a layer with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
+                f"it is unknown which layer {TIED}{key} is in",
+                expected=f"one layer file with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
                 found=", ".join(map(str, found)) or "none",
             )
         numbers[key] = found[0]
@@ -261,7 +261,7 @@ def _name_tied_layers(ranks: list[Rank], keys: Mapping[int, str], info: Mapping[
         ranks[:] = with_tied_names(ranks, keys)
     elif mentioned and tp > 1:
         raise UnsupportedError(
-            "which layer the rules mean by a tied one is not known, nor so how it is sliced",
+            "it is unknown which layer the rules mean by a tied one, and so how it is sliced",
             expected="one tied layer",
             found=f"rules for {', '.join(sorted(mentioned))}, and {len(layers)} layers that several stages train",
             advice=NAMES_BY_STAGE_ADVICE,

@@ -44,12 +44,12 @@ from zckpt.state.partition import check_world_size
 from zckpt.torchfile import FromFile
 
 COPIED_RANKS = (
-    "every rank loads the same files at stage 0: they say {} data-parallel ranks now, and else are what they were, "
-    "also in what zckpt leaves out elsewhere"
+    "at stage 0 every rank loads the same files: they now state {} data-parallel ranks, and are otherwise "
+    "unchanged, including what zckpt leaves out elsewhere"
 )
 
 
-AS_ZERO = "`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts"
+AS_ZERO = "`zckpt convert --to deepspeed --stage` writes it for ZeRO, which `zckpt reshard` can cut"
 
 
 def copied(job: Job, origin: Origin) -> TargetFiles:
@@ -89,7 +89,8 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
         asked.append(SLICED_EXPERTS)
     if asked:
         raise UnsupportedError(
-            f"stage 0 is resharded for other data-, tensor- and pipeline-parallel ranks, not for another {asked[0]}",
+            "stage 0 can be resharded for other data-, tensor- and pipeline-parallel ranks, but not with "
+            f"--{asked[0].replace('_', '-')}",
             advice=AS_ZERO,
         )
     degrees = sorted(
@@ -97,13 +98,13 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     )
     if any(topology.ep % degree for degree in degrees):
         raise UnsupportedError(
-            f"experts over {listed([str(degree) for degree in degrees])} ranks, which DeepSpeed does not load right "
-            f"without ZeRO: each rank takes the file of its number among {topology.ep}, and that has others' experts",
-            advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which has a file for each rank",
+            f"experts over {listed([str(degree) for degree in degrees])} ranks, which DeepSpeed loads wrongly "
+            f"without ZeRO: each rank takes the file of its number among {topology.ep}, which has other experts",
+            advice="`zckpt convert --to deepspeed --stage` writes it for ZeRO, with a file for each rank",
         )
     if options.world_size % topology.ep:
         raise UsageError(
-            f"experts spread over {topology.ep} ranks cannot be those of {options.world_size} data-parallel ranks",
+            f"experts spread over {topology.ep} ranks do not fit {options.world_size} data-parallel ranks",
             expected=f"a multiple of {topology.ep}",
         )
 
@@ -137,9 +138,9 @@ def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
     if origin.experts or origin.expert_optimizers or any(map(is_expert, checkpoint.parameters)):
         raise UnsupportedError(
-            "at stage 0 each expert rank's optimizer numbers the experts of one tensor-parallel rank and stage: how "
-            "another would number them is not known",
-            expected="the tensor-parallel ranks and stages of SOURCE",
+            "at stage 0, each expert rank's optimizer numbers the experts of one tensor-parallel rank and stage: "
+            "other numberings are unknown",
+            expected="SOURCE's tensor-parallel ranks and stages",
             advice=AS_ZERO,
         )
     ranks = _ranks(checkpoint, origin, options)
@@ -163,7 +164,7 @@ def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Seq
     held = any(files.model.optimizer is not None for files in origin.ranks)
     if held and (checkpoint.unnamed or not checkpoint.param_groups):
         raise UnsupportedError(
-            "which parameters the optimizer of each rank numbers is not certain, so that they cannot be regrouped",
+            "it is uncertain which parameters each rank's optimizer numbers, so they cannot be regrouped",
             advice=NAMES_BY_STAGE_ADVICE,
         )
     keys = {number: key for key, its in uses_of(parse_layers(options.pipeline_layers)).items() for number in its}
@@ -180,8 +181,8 @@ def _check_slots(ranks: Sequence[Rank]) -> None:
         odd += [key for key, value in parameter.state.items() if holds_tensors(value)]
         if odd:
             raise UnsupportedError(
-                f"{odd[0]} of {parameter.name} is not one value for each element, and is not cut for other "
-                f"tensor-parallel ranks",
+                f"{odd[0]} of {parameter.name} does not have one value per element, so it cannot be cut for other "
+                "tensor-parallel ranks",
             )
 
 

@@ -87,8 +87,8 @@ def check(found: Mapping[Place, Place], partitions: int, count: int, own: Collec
     across = sorted({key for (index, key), (owner, _) in found.items() if index != owner} - set(own))
     if across and partitions != count:
         raise UnsupportedError(
-            f"{listed(across)}: one tensor for several of a rank's partitions, each of which may change it in a step, "
-            f"and in the target there is another number of them",
-            expected=f"{partitions} partitions on a rank, as it is",
+            f"{listed(across)}: several of a rank's partitions share one tensor, and the target has another number "
+            "of partitions",
+            expected=f"{partitions} partitions per rank, as in the source",
             found=count,
         )

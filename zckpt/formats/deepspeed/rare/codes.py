@@ -22,7 +22,7 @@ from zckpt.formats.deepspeed.rare.quantised import is_quantised, moments_of, of_
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.torch_files.quantised import NESTED, Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
-from zckpt.state import Checkpoint, Slot
+from zckpt.state import Checkpoint, Slot, stated
 from zckpt.state.checkpoint import RankValue, how_to_drop
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat
@@ -33,8 +33,8 @@ CODES, SCALE = "codes", "scale"
 PIECES = {"state": CODES, "absmax": SCALE}
 """What bitsandbytes calls them, before the number of the moment."""
 
-FLOATS = "--requantize makes codes of it anew; --dequantize writes it as float32, which torchao's optimizers take, too"
-HINT = "--requantize makes codes of it anew; --dequantize writes it as float32, for an optimizer that keeps it so"
+FLOATS = "--requantize quantises it again; --dequantize writes it as float32, which torchao's optimizers also load"
+HINT = "--requantize quantises it again; --dequantize writes it as float32, for an optimizer that keeps floats"
 
 
 class Kept(NamedTuple):
@@ -149,7 +149,7 @@ def cut_codes(target: Target) -> str | None:
     groups = {(rank.mp_rank, group.index): (group, len(rank.members)) for rank in target.ranks for group in rank.groups}
     kept = {key: Kept.of(its, f"group {key[1]}", checkpoint.source) for key, its in held.items()}
     found = {key: _cut(*groups[key], its) for key, its in kept.items() if key in groups}
-    cut = {key: one for key, one in found.items() if one is not None}
+    cut = stated(found)
     if held and cut.keys() == held.keys():
         target.coded.update(cut)
         return None

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zckpt.formats.torch_files.optimizer import OptimizerState
+from zckpt.state import dict_of, without
 from zckpt.state.inventory import IMPLIED, Rule
 
 _SIZES = frozenset({"tensor_size", "corrected_tensor_size", "server_chunk_size"})
@@ -34,17 +35,13 @@ ONE_BIT_RULES = tuple(
 
 def compresses(content: object) -> bool:
     """Tell whether what a model file has under `optimizer` is one of these: no other keeps such sizes."""
-    held = content.get("optimizer_state_dict", content) if isinstance(content, dict) else None
-    states = held.get("state") if isinstance(held, dict) else None
-    return isinstance(states, dict) and any(isinstance(one, dict) and one.keys() >= _SIZES for one in states.values())
+    held = dict_of(content).get("optimizer_state_dict", content)
+    return any(dict_of(one).keys() >= _SIZES for one in dict_of(dict_of(held).get("state")).values())
 
 
 def without_errors(optimizer: OptimizerState) -> OptimizerState:
     """Return an optimizer without the errors of compression and their sizes, if it has any."""
     if not any(state.keys() >= _SIZES for state in optimizer.state.values()):
         return optimizer
-    kept = {
-        number: {key: value for key, value in state.items() if key not in _KEYS}
-        for number, state in optimizer.state.items()
-    }
+    kept = {number: without(state, *_KEYS) for number, state in optimizer.state.items()}
     return replace(optimizer, state=kept)

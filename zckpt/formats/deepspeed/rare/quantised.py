@@ -17,7 +17,7 @@ from zckpt.errors import UnsupportedError, about, listed
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.torch_files import quantised
 from zckpt.formats.torch_files.quantised import NESTED, Moment, moments_in, of_torchao, pieces_of
-from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span
+from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span, without
 from zckpt.state.checkpoint import RankValue, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import FromFile, MetaTensor
@@ -58,9 +58,9 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
         others = [one for one in checkpoint.per_rank if not is_quantised(one)]
         if others:
             raise UnsupportedError(
-                "quantised state beside other state of ranks' own",
+                "quantised state together with other state that each rank has for itself",
                 found=keys_listed(others),
-                advice="resume in the program that saved it, or `zckpt consolidate` the model",
+                advice="resume in the program that saved it, or write only the model with `zckpt consolidate`",
             )
         origin, held = origin_of(checkpoint), _held(checkpoint)
         # A parameter that is one of the ranks' partitions as it is, not put together of slices, is cut.
@@ -72,7 +72,7 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
             raise of_slices(f"the optimizer's state of {listed(sliced)}")
         several = origin is not None and len(origin.ranks) > 1
         groups = None if origin is None or several else {value.group for value in checkpoint.per_rank}
-        every = {name: one for name, one in checkpoint.parameters.items() if name not in sliced}
+        every = without(checkpoint.parameters, *sliced)
         parameters = {**checkpoint.parameters, **_with_floats(every, held, groups)}
         if origin is None or not keeps_files:
             return replace(checkpoint, parameters=parameters, per_rank=[], origin=None)
@@ -87,9 +87,9 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
 def of_slices(what: str) -> UnsupportedError:
     """Return the error of quantised state that would have to be put together of slices, or sliced."""
     return UnsupportedError(
-        f"{what} is quantised in blocks of each tensor-parallel rank's slices",
-        expected="the tensor-parallel size that it has",
-        advice="`zckpt reshard --dequantize` at that size writes floats, which are then cut or converted as any others",
+        f"{what} is quantised in blocks of each tensor-parallel rank's slice",
+        expected="the source's tensor-parallel size",
+        advice="`zckpt reshard --dequantize` at that size writes floats, which can then be cut or converted",
     )
 
 
@@ -112,7 +112,7 @@ def _held(checkpoint: Checkpoint) -> Held:
     for value in checkpoint.per_rank:
         member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
         if member is None or value.part >= len(member.masters):
-            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, of which there is no master")
+            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
         found = moments_of(value, what, checkpoint.source)
         held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
     return held
@@ -144,10 +144,10 @@ def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
 
 def _uncertain(name: str, found: object) -> UnsupportedError:
     return UnsupportedError(
-        f"it is not certain what the quantised state of {name} is of",
-        expected="codes of moments of each rank's partition, in blocks, as bitsandbytes and torchao have them",
+        f"it is uncertain what the quantised state of {name} stands for",
+        expected="codes for moments of each rank's partition, in blocks, as in bitsandbytes and torchao",
         found=found,
-        advice="resume in the program that saved it, or `zckpt consolidate` the model",
+        advice="resume in the program that saved it, or write only the model with `zckpt consolidate`",
     )
 
 

@@ -48,10 +48,10 @@ def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     """
     if not any(map(is_quantised, checkpoint.per_rank)):
         raise UsageError(
-            "no quantised state of ranks' partitions that could be quantised anew",
+            "there is no quantised state to quantise again",
             path=checkpoint.source,
             expected=f"{NESTED} of bitsandbytes, or moments of torchao, in DeepSpeed's files",
-            advice="leave --requantize out",
+            advice="omit --requantize",
         )
     try:
         return decide(checkpoint, options)
@@ -59,14 +59,14 @@ def decide_requantised(checkpoint: Checkpoint, options: RecutOptions) -> Target:
         floats = with_float_slots(checkpoint, keeps_files=True)
     target = decide(floats, options)
     if target.elastic:
-        raise UnsupportedError("the elastic form is not written with quantised state", path=checkpoint.source,
+        raise UnsupportedError("the elastic form cannot hold quantised state", path=checkpoint.source,
                                expected="--rigid")  # fmt: skip
     if target.regrouped and len(target.origin.ranks) > 1:
         raise UnsupportedError(
-            "quantised state of stages or slices is quantised anew for these only",
+            "quantised state of stages or slices can only be quantised again for the same ones",
             path=checkpoint.source,
-            expected="the tensor- and pipeline-parallel sizes that it has",
-            advice="--dequantize writes it as float32, for an optimizer that keeps it so",
+            expected="the source's tensor- and pipeline-parallel sizes",
+            advice="--dequantize writes it as float32, for an optimizer that keeps floats",
         )
     # The form of a param group's quantised state has to be one on all data-parallel ranks.
     held = by_group(checkpoint)
@@ -88,7 +88,7 @@ def with_notes(written: TargetFiles, target: Target) -> TargetFiles:
     what = f"param group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
     if any(held[0].cls for form in forms.values() for held in form.kept.moments.values()):
         what += f", of partitions with whole blocks and {SMALLEST_NUMEL} elements at least (others are in float32),"
-    note = f"quantised state of {what} was quantised anew: blocks have other elements than in the source"
+    note = f"state of {what} was quantised again: blocks have other elements than in the source"
     return replace(written, notes=[*written.notes, note], rounded=rounded)
 
 
@@ -105,7 +105,7 @@ def _form(values: list[RankValue], what: str, path: str) -> Form:
         if len({(one.cls, one.codes.dtype) for one in coded}) > 1 or len(maps) > 1:
             raise _refused(what, path, f"another form of {name} on another rank")
         if not (np.diff(np.frombuffer(maps.pop(), "<f4")) >= 0).all():
-            raise _refused(what, path, f"a map of {name} that does not ascend")
+            raise _refused(what, path, f"a map of {name} that is not ascending")
         sizes = set.intersection(*map(_blocks, coded))
         if len(sizes) != 1:
             raise _refused(what, path, f"scales of {name} that fit {len(sizes)} sizes of blocks")
@@ -122,11 +122,11 @@ def _blocks(moment: Moment) -> set[int]:
 
 def _refused(what: str, path: str, found: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the quantised state of {what} cannot be quantised anew",
+        f"the quantised state of {what} cannot be quantised again",
         path=path,
         expected="moments of one class, in blocks of one size, with one ascending map on all ranks",
         found=found,
-        advice="--dequantize writes it as float32, for an optimizer that keeps it so",
+        advice="--dequantize writes it as float32, for an optimizer that keeps floats",
     )
 
 
@@ -181,5 +181,5 @@ def _contents(moment: Tensor) -> list[SlotContent]:
     contents = moment.storage.contents if isinstance(moment.storage, NewStorage) else ()
     ordered = [one for one in contents if isinstance(one, SlotContent)]
     if len(ordered) < len(contents):
-        raise ValueError("a share of quantised state has contents that are no slots")
+        raise ValueError("a share of quantised state has contents that are not slots")
     return ordered

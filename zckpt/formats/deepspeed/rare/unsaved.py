@@ -49,8 +49,8 @@ def note_unsaved(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> None:
     for parameter in checkpoint.parameters.values():
         parameter.frozen = parameter.tied_to is None and parameter.name not in trained
     checkpoint.warnings.append(
-        f"{models[0].path}: DeepSpeed {models[0].content['ds_version']} saved no optimizer, as it does not with "
-        f"bfloat16 at stage 0 or with BF16_Optimizer's settings: the weights are all there is"
+        f"{models[0].path}: DeepSpeed {models[0].content['ds_version']} saved no optimizer, as it does with "
+        "bfloat16 at stage 0 or with BF16_Optimizer's settings: there are only weights"
     )
 
 
@@ -68,6 +68,6 @@ def base_shards(parameters: Mapping[str, Parameter], path: str) -> list[str]:
     if not found:
         return []
     return [
-        f"{path}: {listed(found)}: of base weights that are sharded (`base_weight_sharding`) DeepSpeed saves the first "
-        f"rank's part alone; the whole ones are in the model that the training began with"
+        f"{path}: {listed(found)}: DeepSpeed only saves the first rank's part of sharded base weights "
+        "(`base_weight_sharding`); the whole ones are in the model that the training started from"
     ]

@@ -70,14 +70,14 @@ def are_transposed(weights: Mapping[str, Slot], groups: Sequence[Shapes]) -> boo
         strides = slot.spans[0].strides if slot is not None and slot.numel else None
         if slot is None or slot.shape != shape or strides not in (None, (1, shape[0])):
             raise LayoutError(
-                f"ZenFlow: the weight of {name}, by which the order of its master is known, is not as DeepSpeed has it",
+                f"ZenFlow: the weight of {name}, which shows the order of its master, is not stored as in DeepSpeed",
                 expected=f"shape {shape}, stored row by row or column by column",
                 found="none" if slot is None else f"shape {slot.shape}, strides {strides}",
             )
         found.setdefault(strides is not None, name)
     if len(found) == 2:
         raise LayoutError(
-            "ZenFlow: weights are stored row by row and column by column, which it does with all or none",
+            "ZenFlow: some weights are stored row by row and others column by column, but it stores all in one way",
             found=f"{found[False]} by rows, {found[True]} by columns",
         )
     return True in found

@@ -48,7 +48,7 @@ function startFigures({ slots, layers }) {
     caption: "Figures of tensors",
     columns: figureColumns("Name"),
     rows: slots,
-    choose: (row) => show([row], `${row.slot} of ${row.name}`),
+    choose: (row) => tell("choose", { index: slots.indexOf(row) }),
   });
   const all = () => show(slots, "All tensors");
   host("histogram-all").addEventListener("click", all);

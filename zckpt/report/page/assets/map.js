@@ -22,6 +22,11 @@ class MapView extends MapZoom {
     window.addEventListener("afterprint", () => this.restyle(true));
     new ResizeObserver(() => this.resize()).observe(this.stage);
     this.resize();
+    restored("view", (text) => {
+      const [x0, x1, y0, y1] = text.split(" ").map(Number);
+      const [width, height] = [this.model.width, this.model.rows.length];
+      if (x0 >= 0 && x0 < x1 && x1 <= width && y0 >= 0 && y0 < y1 && y1 <= height) this.push(() => (this.view = { x0, x1, y0, y1 }));
+    });
   }
 
   build(host) {
@@ -153,6 +158,9 @@ class MapView extends MapZoom {
     this.bands = scene.bands;
     drawMap(this.context, scene);
     this.back.disabled = !this.past.length;
+    const { x0, x1, y0, y1 } = this.view;
+    const whole = x0 === 0 && x1 >= model.width && y0 === 0 && y1 >= model.rows.length;
+    remember("view", whole ? null : [x0, x1, y0, y1].map(Math.round).join(" "));
   }
 
   key(event) {

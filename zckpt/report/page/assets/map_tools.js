@@ -8,7 +8,9 @@ function mapLegend(view) {
     box.addEventListener("change", () => {
       view.shown[i] = box.checked;
       view.changed({});
+      remember("hidden", model.slots.filter((_, s) => !view.shown[s]).join(" "));
     });
+    restored("hidden", (slots) => slots.split(" ").includes(slot) && box.click());
     const swatch = element("span", { class: "swatch", "data-slot": model.colours[i], "aria-hidden": "true" });
     return element("label", { class: "choice" }, box, swatch, slot);
   });
@@ -30,6 +32,13 @@ function mapOrder(view) {
     element("option", { value: "groups" }, "by param group"),
     element("option", { value: "model" }, "as in the model"),
   );
-  choice.addEventListener("change", () => view.arrange(choice.value));
+  choice.addEventListener("change", () => {
+    view.arrange(choice.value);
+    remember("order", choice.value === "groups" ? null : choice.value);
+  });
+  restored("order", (order) => {
+    choice.value = order === "model" ? order : "groups";
+    view.arrange(choice.value);
+  });
   return element("label", { class: "choice" }, "Parameters ", choice);
 }

@@ -164,21 +164,26 @@ const pages = {
         pair("Shape", "shape_a", "shape_b", shapeText),
       ],
       rows: every,
-      choose: showOne,
+      choose: (index) => tell("choose", { index }),
     });
     const all = () => drawHistogram(host("histogram"), different, "All tensors: elements by decade of relative difference");
     all();
     host("histogram-all").addEventListener("click", all);
     when("search", ({ matches }) => table.show(matches ? every.filter((i) => matches[i]) : every));
     when("choose", ({ index }) => showOne(index));
+    restored("layer", (text) => {
+      const [level, layer, slot] = text.split(" ");
+      if (level in LAYER_LEVELS) tell("layer", { level, layer, slot });
+    });
     when("layer", ({ level, layer, slot }) => {
+      remember("layer", [level, layer, slot].join(" "));
       const inside = (i) => different[i].slot === slot && layerOf(different[i].name, level) === layer;
       const found = every.filter(inside);
       table.show(found);
       host("search-answer").textContent = `${plural(found.length, "tensor")} of ${layer}, ${slot}`;
       host("different").closest("section").scrollIntoView({ block: "nearest" });
     });
-    startSearch(different.map((one) => one.name), "differing tensor");
+    startSearch(different.map((one) => `${one.name} ${one.slot}`), "differing tensor");
   },
 
   series() {
@@ -219,7 +224,10 @@ function startFindings() {
       for (const one of document.querySelectorAll(`.finding.${box.dataset.severity}`)) one.hidden = !box.checked;
       const left = document.querySelectorAll(".finding:not([hidden])").length;
       host("findings-answer").textContent = `${plural(left, "finding")} shown`;
+      const hidden = [...document.querySelectorAll("input[data-severity]:not(:checked)")];
+      remember("without", hidden.map((one) => one.dataset.severity).join(" "));
     });
+    restored("without", (severities) => severities.split(" ").includes(box.dataset.severity) && box.click());
   }
 }
 
@@ -240,3 +248,4 @@ window.addEventListener("afterprint", () => {
 });
 
 pages[document.body.dataset.page]();
+restoreAll();

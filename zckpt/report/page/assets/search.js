@@ -47,6 +47,14 @@ function startSearch(names, noun) {
     tell("search", { query, matches, count });
   }
 
+  when("search", ({ query }) => remember("search", query));
+  restored("search", (query) => {
+    field.value = query;
+    run();
+  });
+  when("choose", ({ index }) => remember("chosen", names[index]));
+  restored("chosen", (name) => names.includes(name) && tell("choose", { index: names.indexOf(name) }));
+
   field.addEventListener("input", () => {
     clearTimeout(timer);
     timer = setTimeout(run, SEARCH_DELAY);

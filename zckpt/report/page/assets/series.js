@@ -11,6 +11,7 @@ function startSeries({ labels, series }) {
     new Chart(host("change"), { title: "Relative L2 change from the checkpoint before", key: "change", labels, logarithmic: true }),
     new Chart(host("norm"), { title: "L2 norm", key: "norm", labels, logarithmic: true }),
   ];
+  const names = series.map((one) => `${one.name} ${one.slot}`);
   const update = () => {
     const lines = [...chosen].map((i, place) => ({ place, series: series[i], label: `${series[i].name} ${series[i].slot}` }));
     for (const chart of charts) chart.show(lines);
@@ -20,6 +21,10 @@ function startSeries({ labels, series }) {
     if (chosen.has(i)) chosen.delete(i);
     else if (chosen.size < MOST_LINES) chosen.add(i);
     host("lines-answer").textContent = chosen.size === MOST_LINES ? `${MOST_LINES} lines are the most that can be told apart` : "";
+    changed();
+  };
+  const changed = () => {
+    remember("lines", [...chosen].map((i) => names[i]).join(","));
     update();
     table.draw(true);
   };
@@ -40,15 +45,21 @@ function startSeries({ labels, series }) {
   });
   host("lines-none").addEventListener("click", () => {
     chosen.clear();
-    update();
-    table.draw(true);
+    changed();
   });
   when("search", ({ matches }) => table.show(matches ? every.filter((i) => matches[i]) : every));
   when("choose", ({ index }) => {
     if (!chosen.has(index)) tick(index);
   });
+  restored("lines", (text) => {
+    const wanted = text.split(",").map((name) => names.indexOf(name)).filter((i) => i >= 0);
+    chosen.clear();
+    for (const i of wanted.slice(0, MOST_LINES)) chosen.add(i);
+    update();
+    table.draw(true);
+  });
   update();
-  startSearch(series.map((one) => `${one.name} ${one.slot}`), "line");
+  startSearch(names, "line");
 }
 
 /** The largest finite of a list of changes. */

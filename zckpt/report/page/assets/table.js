@@ -20,9 +20,14 @@ class RowTable {
     this.active = -1;
     this.chosen = null;
     this.id = RowTable.count = (RowTable.count || 0) + 1;
+    this.name = host.id;
     this.build(host, caption);
     if (sorted) this.sort(sorted.column, sorted.down);
     else this.draw(true);
+    restored(`sort-${this.name}`, (text) => {
+      const column = columns.findIndex(({ title }) => text.slice(1) === title);
+      if (column >= 0) this.sort(column, text[0] === "-");
+    });
   }
 
   build(host, caption) {
@@ -82,7 +87,10 @@ class RowTable {
 
   heading(column, index) {
     const button = element("button", { type: "button", class: "sort" }, column.title);
-    button.addEventListener("click", () => this.sort(index, this.sorted?.column === index ? !this.sorted.down : !!column.right));
+    button.addEventListener("click", () => {
+      this.sort(index, this.sorted?.column === index ? !this.sorted.down : !!column.right);
+      remember(`sort-${this.name}`, `${this.sorted.down ? "-" : "+"}${column.title}`);
+    });
     return element("th", { scope: "col", class: column.right ? "right" : null, "aria-sort": "none" }, button);
   }
 

@@ -4,7 +4,9 @@ const TREEMAP_HEIGHT = 360;
 const LEAST_SIDE = 4; // pixels; smaller tiles of a module are left to its own colour
 const LEAST_INNER = 9; // the same for tiles inside the modules shown
 const MOST_TILES = 700; // a page with thousands of buttons is slow to search and to tab through
-const LABEL_ROOM = 34;
+const MANY_NUMBERED = 48; // numbered modules beside each other that are not put into ranges
+const LABEL_ROOM = 34; // pixels in which the beginning of a name says something
+const [MARGIN, LETTER] = [16, 7]; // pixels beside a name, and of each letter
 const DEEPEST = 2; // levels of modules drawn inside those of the level shown
 const HEAD = 20; // pixels of a module's heading above what is in it
 
@@ -39,6 +41,7 @@ function summed(node) {
   if (node.leaf >= 0 && children.length) {
     children = [...children, { name: node.name, label: node.label, children: [], value: node.own, leaf: node.leaf, count: 1, parent: node }];
   }
+  children = ranged(children, node);
   children.forEach((child) => {
     child.parent = node;
   });
@@ -47,6 +50,25 @@ function summed(node) {
   node.value = children.length ? children.reduce((sum, child) => sum + child.value, 0) : node.own;
   node.count = children.length ? children.reduce((sum, child) => sum + child.count, 0) : 1;
   return node;
+}
+
+/** Many numbered modules as ranges of them, 0–19, 20–39, so that there is room for their names. */
+function ranged(children, parent) {
+  const number = (node) => Number.parseInt(node.label, 10);
+  const numbered = children.filter((node) => number(node) >= 0).sort((a, b) => number(a) - number(b));
+  if (numbered.length <= MANY_NUMBERED) return children;
+  const length = 5 * Math.ceil(Math.sqrt(numbered.length) / 5);
+  const ranges = [];
+  for (let at = 0; at < numbered.length; at += length) {
+    const inside = numbered.slice(at, at + length);
+    const range = { label: `${number(inside[0])}–${number(inside[inside.length - 1])}`, children: inside, leaf: -1, parent };
+    for (const child of inside) child.parent = range;
+    range.name = parent.name ? `${parent.name}.${range.label}` : range.label;
+    range.value = inside.reduce((sum, child) => sum + child.value, 0);
+    range.count = inside.reduce((sum, child) => sum + child.count, 0);
+    ranges.push(range);
+  }
+  return [...children.filter((node) => !numbered.includes(node)), ...ranges];
 }
 
 /** Squarified layout (Bruls, Huizing, van Wijk 2000): rectangles of the nodes' sizes, as square as may be. */
@@ -112,10 +134,16 @@ class Treemap {
     }).observe(this.field);
     this.draw();
     this.say(this.root);
+    restored("module", (name) => {
+      const named = (node) => (node.name === name && node.children.length ? node : node.children.map(named).find(Boolean));
+      const found = named(this.root);
+      if (found) this.open(found, false);
+    });
   }
 
   open(node, focused = true) {
     this.node = node;
+    remember("module", node === this.root ? null : node.name);
     this.draw();
     const first = this.field.querySelector("button");
     if (focused && first) first.focus();
@@ -175,11 +203,14 @@ class Treemap {
     if (parameter && parameter.kind === "frozen") classes.push("frozen");
     const label = `${node.name}, ${size(node.value)}${module ? `, ${plural(node.count, "parameter")}` : ""}`;
     const open = module && depth < this.deepest && width > 56 && height > HEAD + 24;
-    const roomy = width > LABEL_ROOM && height > 16;
+    const [numbered] = node.label.match(/^\d+/) || [""];
+    const fits = (word) => word && width > MARGIN + LETTER * word.length;
+    const word = numbered && !fits(node.label) ? numbered : node.label;
+    const roomy = height > 16 && (fits(word) || (!numbered && width > LABEL_ROOM));
     const button = element(
       "button",
       { type: "button", class: classes.join(" "), "aria-label": label, tabindex: -1 },
-      roomy ? element("span", { class: "name" }, node.label) : null,
+      roomy ? element("span", { class: "name" }, word) : null,
       roomy && (open ? width > 130 : height > 34) ? element("span", { class: "size" }, size(node.value)) : null,
     );
     const part = (pixels) => `${(100 * pixels) / this.drawnWidth}%`; // so that paper, which is narrower, shows all of it

@@ -1,0 +1,233 @@
+"""`zckpt sanitize`: the same checkpoint without what pickles would make of classes that nobody knows."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import zckpt
+from tests.cli.console import FIXTURES, refused, succeeded
+from tests.operations.scan import corpus
+from tests.test_safety import MODEL, NEVER_RUNS, OPTIMIZER, RUNS, called, created, named, poison, poisoned, text
+from tests.truth import Truth, assert_same
+
+
+def grades(path: Path) -> set[str]:
+    return {one["grade"] for one in zckpt.scan(path).findings}
+
+
+def snapshot(directory: Path) -> dict[str, bytes]:
+    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def bits(value: object) -> object:
+    """A loaded value with bytes for tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        return {key: bits(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(one) for one in value]
+    return value
+
+
+@pytest.mark.parametrize("case", [*RUNS, *NEVER_RUNS])
+def test_payload_goes_and_all_else_stays(case, tmp_path):
+    sentinel = tmp_path / "sentinel"
+    source, target = poisoned(tmp_path, {**RUNS, **NEVER_RUNS}[case][1](sentinel)), tmp_path / "clean"
+    done = succeeded("sanitize", source, target)
+    assert "left out" in done.stderr
+    assert grades(target) == {"data", "known"}
+    assert snapshot(source).keys() == snapshot(target).keys()
+    truth = Truth(FIXTURES / "s2_bf16_dp2")
+    opened = zckpt.open(target)
+    for name, value in truth.masters.items():
+        assert_same(opened.read(name, "master"), value, name)
+    assert "extra" not in torch.load(target / MODEL, weights_only=False)
+    assert not sentinel.exists()
+
+
+def test_what_goes_is_listed_where_it_was(tmp_path):
+    source = poisoned(tmp_path, called(named("os:system"), text("true")))
+    poison(source / MODEL, b"](" + named("evil:function") + called(named("evil:Class")) + b"K\x07e", key="several")
+    document = json.loads(succeeded("sanitize", source, tmp_path / "clean", "--json").stdout)
+    assert sorted(map(tuple, (one.values() for one in document["removed"]))) == [
+        (OPTIMIZER, "extra", "dangerous", "os.system"),
+        (MODEL, "extra", "dangerous", "os.system"),
+        (MODEL, "several.0", "unknown", "evil.function"),
+        (MODEL, "several.1", "unknown", "evil.Class"),
+    ]
+    assert torch.load(tmp_path / "clean" / MODEL, weights_only=False)["several"] == [None, None, 7]
+
+
+def test_clean_files_are_copied_byte_for_byte(tmp_path):
+    for name in ("s2_bf16_dp2", "hf_llama_s2_bf16_dp2"):
+        succeeded("sanitize", FIXTURES / name, tmp_path / name, "--quiet")
+        assert snapshot(tmp_path / name) == snapshot(FIXTURES / name)
+
+
+def test_dry_run_says_what_would_go_and_writes_nothing(tmp_path):
+    source = poisoned(tmp_path, RUNS["os.system"][1](tmp_path / "sentinel"))
+    done = succeeded("sanitize", source, tmp_path / "clean", "--dry-run")
+    assert f"left out {MODEL}:extra: os.system (dangerous)" in done.stdout
+    assert not (tmp_path / "clean").exists()
+
+
+PROGRAM = """
+import sys, torch
+found = torch.load(sys.argv[1], weights_only=False)
+print(type(found["optimizer_state_dict"]["loss_scaler"]).__module__)
+"""
+
+
+def test_the_program_that_needs_the_known_classes_loads_them(tmp_path):
+    source = poisoned(tmp_path, RUNS["os.system"][1](tmp_path / "sentinel"))
+    succeeded("sanitize", source, tmp_path / "clean", "--quiet")
+    path = tmp_path / "clean" / OPTIMIZER
+    done = subprocess.run([sys.executable, "-c", PROGRAM, path], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "deepspeed.runtime.fp16.loss_scaler"
+    assert not (tmp_path / "sentinel").exists()
+
+
+class Unknown:
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+def saved(path: Path, value: object, *, is_legacy: bool = False) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=not is_legacy)
+    return path
+
+
+def base() -> dict[str, Any]:
+    return {"model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}, "step": 3}
+
+
+TREES = {
+    "value of a dict": (lambda: base() | {"x": Unknown(1)}, base),
+    "key of a dict": (lambda: base() | {"x": {torch.nn.functional.gelu: 1, "y": 2}}, lambda: base() | {"x": {"y": 2}}),
+    "member of a list": (lambda: base() | {"x": [1, Unknown(1), 3]}, lambda: base() | {"x": [1, None, 3]}),
+    "member of a tuple": (lambda: base() | {"x": (1, Unknown(1))}, lambda: base() | {"x": (1, None)}),
+    "within a tuple in a list": (lambda: base() | {"x": [(1, [Unknown(1)])]}, lambda: base() | {"x": [(1, [None])]}),
+    "what holds a tensor": (lambda: base() | {"x": Unknown(torch.ones(2))}, base),
+    "twice the same": (lambda: base() | dict.fromkeys("xy", Unknown(1)), base),
+    "function": (lambda: base() | {"x": torch.nn.functional.gelu}, base),
+    "class of a tensor": (
+        lambda: base() | {"x": torch.ones(2).as_subclass(Odd)}, lambda: base() | {"x": torch.ones(2)}
+    ),
+    "bytes that are a pickle": (
+        lambda: base() | {"x": pickle.dumps(print), "y": b"data"}, lambda: base() | {"y": b"data"}
+    ),
+    "BytesIO with a pickle": (lambda: base() | {"x": io.BytesIO(pickle.dumps(print))}, base),
+    "tensor that is a pickle": (
+        lambda: base() | {"x": torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)}, base
+    ),
+    "nested 150 deep": (lambda: base() | {"x": deep(150, Unknown(1))}, lambda: base() | {"x": deep(150, None)}),
+}  # fmt: skip
+
+
+def deep(levels: int, value: object) -> object:
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("is_legacy", [False, True])
+@pytest.mark.parametrize("case", TREES)
+def test_objects_go_from_a_tree_and_where_only_data_is_left_weights_only_loads_it(case, is_legacy, tmp_path):
+    make, expected = TREES[case]
+    source = saved(tmp_path / "m.pt", make(), is_legacy=is_legacy)
+    assert not grades(source) <= {"data"}
+    succeeded("sanitize", source, tmp_path / "clean.pt", "--quiet")
+    assert grades(tmp_path / "clean.pt") == {"data"}
+    assert bits(torch.load(tmp_path / "clean.pt", weights_only=True)) == bits(expected())
+
+
+def test_what_was_shared_is_shared_still(tmp_path):
+    one = torch.ones(4)
+    inner = [Unknown(1)]
+    source = saved(tmp_path / "m.pt", {"a": one, "b": one[1:], "list": inner, "same": inner, "model": base()["model"]})
+    succeeded("sanitize", source, tmp_path / "clean.pt", "--quiet")
+    found = torch.load(tmp_path / "clean.pt", weights_only=True)
+    assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
+    assert found["list"] is found["same"]
+    assert found["list"] == [None]
+
+
+def test_records_beside_the_tree_go_and_are_listed(tmp_path):
+    source = saved(tmp_path / "m.pt", base())
+    with zipfile.ZipFile(source, "a") as file:
+        file.writestr("m/extra.pkl", corpus.system(tmp_path / "sentinel") + b".")
+    document = json.loads(succeeded("sanitize", source, tmp_path / "clean.pt", "--json").stdout)
+    assert [one["place"] for one in document["removed"]] == ["extra.pkl"]
+    assert bits(torch.load(tmp_path / "clean.pt", weights_only=True)) == bits(base())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_items_of_dcp_go_as_a_whole(tmp_path):
+    state = {"model": base()["model"], "bad": Unknown(1), "good": {"a": [1, 2]}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    found = zckpt.scan(tmp_path / "dcp")
+    assert {one["record"].partition(":")[0] for one in found.findings if one["grade"] == "unknown"} == {"bad"}
+    document = json.loads(succeeded("sanitize", tmp_path / "dcp", tmp_path / "clean", "--json").stdout)
+    assert [one["place"] for one in document["removed"]] == ["bad"]
+    assert grades(tmp_path / "clean") == {"data", "known"}
+    loaded = {"model": {key: torch.zeros_like(one) for key, one in base()["model"].items()}}
+    dcp.load(loaded, checkpoint_id=str(tmp_path / "clean"), no_dist=True)
+    assert bits(loaded["model"]) == bits(base()["model"])
+
+
+def test_files_that_cannot_be_followed_go_as_a_whole(tmp_path):
+    source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
+    for name, data in {
+        "broken.pkl": corpus.PICKLES["nullifAI broken behind the payload"](tmp_path / "sentinel"),
+        "packed.pt": b"7z\xbc\xaf\x27\x1c" + bytes(30),
+        "twice.pt": corpus.twice(corpus.HARMLESS, corpus.system(tmp_path / "sentinel") + b"."),
+    }.items():
+        (source / name).write_bytes(data)
+    document = json.loads(succeeded("sanitize", source, tmp_path / "clean", "--json").stdout)
+    assert {one["file"] for one in document["removed"]} == {"broken.pkl", "packed.pt", "twice.pt"}
+    assert snapshot(tmp_path / "clean") == snapshot(FIXTURES / "s2_bf16_dp2")
+    assert not (tmp_path / "sentinel").exists()
+
+
+def test_a_checkpoint_that_is_none_without_it_is_refused(tmp_path):
+    source = tmp_path / "m.pt"
+    source.write_bytes(corpus.archive(corpus.system(tmp_path / "sentinel") + b"."))
+    refused(3, "sanitize", source, tmp_path / "clean.pt", words=("m.pt",))
+    source = saved(tmp_path / "n.pt", {"w": torch.frombuffer(bytearray(pickle.dumps(print)), dtype=torch.uint8)})
+    refused(5, "sanitize", source, tmp_path / "clean.pt", words=("n.pt", "no checkpoint without"))
+    assert not (tmp_path / "clean.pt").exists()
+
+
+def test_objects_of_known_classes_that_hold_others_stay_without_them(tmp_path):
+    payload = (
+        created(named("deepspeed.runtime.fp16.loss_scaler:LossScaler"))
+        + b"}("
+        + text("a")
+        + called(named("evil:Class"))
+        + text("b")
+        + b"K\x02ub"
+    )
+    source = poisoned(tmp_path, payload)
+    document = json.loads(succeeded("sanitize", source, tmp_path / "clean", "--json").stdout)
+    assert {one["place"] for one in document["removed"]} == {"extra.state.a"}
+    called_with = called(named("deepspeed.runtime.fp16.loss_scaler:LossScaler"), called(named("evil:Class")))
+    source = poisoned(tmp_path / "other", called_with)
+    succeeded("sanitize", source, tmp_path / "clean2", "--quiet")
+    assert "extra" not in zckpt.open(tmp_path / "clean2").metadata

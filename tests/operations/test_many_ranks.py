@@ -1,0 +1,50 @@
+"""Checkpoints of more ranks than a process may have open files: `ulimit -n 256`, which macOS has by default."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import FIXTURES
+
+RANKS, DESCRIPTORS = 300, 256
+OF_DEEPSPEED = FIXTURES / "s2_bf16_dp3"
+LAYERS = {"dcp": RANKS, "fsdp-rank-files": 1, "megatron": RANKS}
+"""Whole tensors are dealt over files, but those of FSDP's ranks, which are cut for all of them."""
+
+
+@pytest.fixture
+def few_descriptors():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def assert_same_elements(one, other):
+    found = zckpt.diff(one, other)
+    assert found.equal_slots
+    assert not found.changed + found.only_in_a + found.only_in_b
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "zckpt", *LAYERS])
+def test_no_verb_has_more_files_open_than_it_may(tmp_path, few_descriptors, kind):
+    source, made, again = OF_DEEPSPEED, tmp_path / "made", tmp_path / "again"
+    to = {"to": "deepspeed", "stage": int(kind[-1])} if kind.startswith("zero") else {"to": kind}
+    if kind in LAYERS:
+        source, rows = tmp_path / "model.pt", RANKS if LAYERS[kind] == 1 else 1
+        names = (f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(LAYERS[kind]))
+        torch.save({name: torch.arange(2.0 * rows).reshape(rows, 2) + at for at, name in enumerate(names)}, source)
+    zckpt.convert(source, made, world_size=RANKS, **to)
+    assert sum(len(files) for _, _, files in os.walk(made)) > DESCRIPTORS
+    assert zckpt.inspect(made).num_parameters == zckpt.inspect(source).num_parameters
+    assert zckpt.verify(made, deep=True).sound
+    assert zckpt.map(made)
+    assert_same_elements(source, made)
+    zckpt.consolidate(made, tmp_path / "whole.safetensors")
+    zckpt.convert(made, again, world_size=2, **to)
+    assert_same_elements(made, again)

@@ -1,0 +1,313 @@
+"""Write a checkpoint again, in the format it has, without what pickles would make of classes that nobody knows.
+
+What `scan` grades as data or known stays; an object of any other class goes:
+
+    a value or key of a dict                        with its entry
+    a member of a list or tuple, an attribute       None is there
+    an argument of a call, a part of a tensor       with the object that it is an argument or a part of
+    a tensor's class                                the tensor stays, of torch's own class
+    bytes, and tensors, that hold such a pickle     as such an object
+    an item of DCP's that has such an object        as a whole
+    any other file                                  as a whole
+
+A file of which nothing goes is copied, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zckpt.engine.targets import TargetFile
+from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, ZckptError
+from zckpt.formats import open_checkpoint
+from zckpt.formats.companions import copy_of, files_below
+from zckpt.formats.dcp.directory import NAME
+from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.formats.dcp.strip import without_items
+from zckpt.formats.format import TargetFiles
+from zckpt.formats.stripping import Request
+from zckpt.formats.torch_files.writer import lay_out
+from zckpt.operations.losses import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
+from zckpt.operations.options import Place, ReadWritten, Unpack, shares
+from zckpt.operations.proof import check_arrived
+from zckpt.operations.scan import items_of, scan, scan_files
+from zckpt.operations.target import How, Proof, Written, write_from
+from zckpt.state import Checkpoint
+from zckpt.storage.files import FileRange
+from zckpt.storage.files import opened as file_opened
+from zckpt.torchfile import (
+    PARTS,
+    FromFile,
+    Global,
+    MetaTensor,
+    NumpyArray,
+    Object,
+    Storage,
+    Tensor,
+    dump,
+    read_pickle,
+    read_source,
+)
+from zckpt.torchfile.grades import DANGEROUS, GRADES, UNKNOWN, grade
+from zckpt.torchfile.scanning import InMemory, Scanner
+
+BAD = (UNKNOWN, DANGEROUS)
+
+NEEDED = {"parts", "tensor", "quantizer", "buffer", "sizes", "strides", "offsets", "data", "args"}
+"""Fields without which a node is nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Sanitized(Written):
+    """What `sanitize` wrote.
+
+    Parameters
+    ----------
+    removed : list of dict
+        What went: its `file`, `place` in it (empty: all of it), `grade`, and `what` it was, a class or what is odd.
+    """
+
+    removed: list[dict[str, str]]
+
+
+@shares(ReadWritten)
+def sanitize(source: Source, target: Place, **shared: Unpack[ReadWritten]) -> Sanitized:
+    """Write the same checkpoint, file by file, with data and the classes of known frameworks only.
+
+    Tensors stay bit for bit. What goes is listed.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
+        A file, or a directory of any format, with all that is below it.
+    target : path-like
+        A file where the source is one, else a directory, that does not exist.
+    **shared
+
+    Raises
+    ------
+    SourceError
+        The source cannot be read, or is no checkpoint without what would go.
+    TargetError
+        The target exists or cannot be written.
+    """
+    how = How.of("sanitize", shared)
+    checkpoint = opened(source, **shared)
+    origin, removed = named(checkpoint), list[dict[str, str]]()
+    found = {origin.name: origin} if origin.is_file() else {}
+    for root in [] if found else [origin, *map(Path, checkpoint.roots)]:
+        found = {**dict(files_below(root)), **found}
+    files = list(_files(found, removed))
+    dropped = check_nothing_lost([checkpoint], shared["drop"], copied=found, kept=found)
+    laid = TargetFiles(files, is_file=not origin.is_dir(), copied=frozenset(found))
+    proof = _SanitizeProof(checkpoint, {"names": checkpoint.given_names, "tag": shared["tag"]})
+    done = write_from(checkpoint, laid, Path(target), how, inside=[origin], proof=proof, dropped=dropped)
+    return Sanitized(**done.fields(), removed=removed)
+
+
+def _files(found: Mapping[str, Path], removed: list[dict[str, str]]) -> Iterator[TargetFile]:
+    """Yield what becomes of each file."""
+    scans = scan_files(found.values())
+    bad = {name: bad_of(scanner) for name, (_, scanner) in zip(found, scans, strict=True)}
+    fewer: dict[str, TargetFile | None] = {}
+    for name, path in found.items():
+        if path.name == NAME:
+            fewer |= _fewer_items(name, path, bad, removed)
+    for name, path in found.items():
+        file = fewer.get(name)
+        if name in fewer:
+            pass
+        elif not bad[name]:
+            file = copy_of(path, name)
+        else:
+            told: list[dict[str, str]] = []
+            file = _cleaned(name, path, told)
+            removed += told
+            for record, found_, what in bad[name]:
+                if not any(one["what"] == what for one in told):
+                    removed.append({"file": name, "place": record if file else "", "grade": found_, "what": what})
+        if file is not None:
+            yield file
+
+
+def bad_of(scanner: Scanner) -> list[tuple[str, str, str]]:
+    """Return record, grade and name of all that is to go from a file."""
+    mentions = [(one.record, one.grade, f"{one.module}.{one.name}") for one in scanner.mentions]
+    every = [*mentions, *((one.record, one.grade, one.message) for one in scanner.oddities)]
+    return [one for one in every if one[1] in BAD]
+
+
+def _fewer_items(
+    index: str, path: Path, bad: Mapping[str, list[tuple[str, str, str]]], removed: list[dict[str, str]]
+) -> dict[str, TargetFile | None]:
+    """Return what becomes of the files of a directory of DCP from which items go; nothing where none does."""
+    folder, gone = index.removesuffix(NAME), dict[str, str]()
+    for place, ranges in items_of(path.parent).items():
+        name = folder + Path(place).relative_to(path.parent).as_posix()
+        for key in dict.fromkeys(key for _, _, key in ranges):
+            for record, found, what in bad.get(name, ()):
+                if record.startswith(f"{key}: ") or record == key:
+                    gone[key] = "objects"
+                    removed.append({"file": name, "place": key, "grade": found, "what": what})
+    if not gone:
+        return {}
+    return {one.name: one.file for one in without_items(folder, read_metadata(path.parent), gone, Request())}
+
+
+def _cleaned(name: str, path: Path, removed: list[dict[str, str]]) -> TargetFile | None:
+    """Return a torch file, or a pickle, without what is to go; None: nothing is left of it, or it cannot be read."""
+    try:
+        with file_opened(path) as whole:
+            file = read_source(whole)
+            root = _Cleaner(name, whole, removed).clean(file.root, ())
+        return None if root is GONE else lay_out(name, FromFile.of(file, root))
+    except UnknownFormatError:
+        pass
+    except ZckptError:
+        return None
+    try:
+        root = _Cleaner(name, None, removed).clean(read_pickle(path).root, ())
+        return None if root is GONE else TargetFile.of(name, dump(root).data)
+    except ZckptError:
+        return None
+
+
+GONE = object()
+"""In the place of what goes."""
+
+
+class _Cleaner:
+    """Takes what is to go out of one tree; what is shared is looked at once.
+
+    It goes down as deep as trees are read: three calls for each level.
+    """
+
+    def __init__(self, name: str, file: FileRange | None, removed: list[dict[str, str]]) -> None:
+        self.name, self.file, self.removed = name, file, removed
+        self._done: dict[int, tuple[object, object]] = {}  # keeps the nodes, so that ids stay their own
+
+    def clean(self, node: object, place: tuple[object, ...]) -> object:
+        """Return what a node becomes."""
+        if id(node) not in self._done:
+            self._done[id(node)] = node, node  # what leads back to it while it is open
+            bad = self._judged(node)
+            if bad is not None:
+                self._tell(bad, place)
+            self._done[id(node)] = node, GONE if bad is not None else self._cleaned(node, place)
+        return self._done[id(node)][1]
+
+    def _tell(self, bad: tuple[str, str], place: tuple[object, ...]) -> None:
+        where = ".".join(map(str, place)) or "."
+        self.removed.append({"file": self.name, "place": where, "grade": bad[0], "what": bad[1]})
+
+    def _cleaned(self, node: object, place: tuple[object, ...]) -> object:
+        if isinstance(node, dict):
+            for key, value in list(node.items()):
+                kept = self.clean(value, (*place, key))
+                if kept is GONE or self.clean(key, (*place, key)) is not key:
+                    del node[key]
+                else:
+                    node[key] = kept
+        elif isinstance(node, (list, tuple, set, frozenset)):
+            node = self._members(node, place)
+        if isinstance(node, Tensor) and node.subclass is not None and (bad := _worst([node.subclass])) is not None:
+            self._tell(bad, place)
+            node.subclass = None
+        for name in PARTS.get(type(node), ()):
+            part = getattr(node, name)
+            if part is None or name == "cls":
+                continue
+            kept = self.clean(part, (*place, name))
+            if (name in NEEDED or (name == "state" and isinstance(node, Object))) and (
+                kept is GONE or self._lacks(part)
+            ):
+                return GONE
+            if kept is not part:
+                setattr(node, name, None if kept is GONE else kept)
+        return node
+
+    def _members(
+        self, node: list[object] | tuple[object, ...] | set[object] | frozenset[object], place: tuple[object, ...]
+    ) -> object:
+        kept, changed = [], False
+        for number, one in enumerate(node):
+            now = self.clean(one, (*place, number))
+            changed |= now is not one
+            if now is not GONE or isinstance(node, (list, tuple)):
+                kept.append(None if now is GONE else now)
+        if changed and isinstance(node, list):
+            node[:] = kept
+        return type(node)(kept) if changed and not isinstance(node, list) else node
+
+    def _lacks(self, part: object) -> bool:
+        """Tell whether one of a call's arguments, or of a tensor's parts, has gone."""
+        return isinstance(part, tuple) and any(self._done[id(one)][1] is GONE for one in part)
+
+    def _judged(self, node: object) -> tuple[str, str] | None:
+        """Return grade and name of what is to go; None: it stays."""
+        names: list[Global] = []
+        data: FileRange | None = None
+        callee = node
+        while isinstance(callee, Object):
+            names += [one for one in callee.args if isinstance(one, Global)]
+            callee = callee.cls
+        match callee:
+            case Global():
+                names.append(callee)
+            case MetaTensor(subclass=Global() as cls):
+                names.append(cls)
+            case NumpyArray(cls=cls):
+                names += [cls] if cls is not None else []
+                data = InMemory(callee.data, self.name)
+            case bytes() | bytearray():
+                data = InMemory(bytes(callee), self.name)
+            case Tensor(storage=storage) | (Storage() as storage) if self.file is not None:
+                data = FileRange(self.file.descriptor, self.file.path, storage.offset, storage.nbytes)
+        return _worst(names) or (None if data is None else _held(data))
+
+
+def _worst(names: Sequence[Global]) -> tuple[str, str] | None:
+    graded = [(grade(one.module, one.name)[0], one.qualified) for one in names]
+    return max((one for one in graded if one[0] in BAD), key=lambda one: GRADES.index(one[0]), default=None)
+
+
+def _held(data: FileRange) -> tuple[str, str] | None:
+    """Return grade and name of what a pickle in some bytes names."""
+    scanner = Scanner()
+    scanner.look(data, is_data=True)
+    return next(((found, what) for _, found, what in bad_of(scanner)), None)
+
+
+@dataclass(slots=True)
+class _SanitizeProof(Proof):
+    """Nothing but data and known classes is named, and every element of every slot is there once."""
+
+    checkpoint: Checkpoint
+    reading: Mapping[str, Any]
+
+    def of(self, written: Path, _companions: Sequence[Path], _files: Sequence[Path]) -> None:
+        """Scan what was written, and plan a read of all of it."""
+        found = scan(written)
+        left = next((one for one in found.findings if one["grade"] in BAD), None)
+        if left is not None:
+            what = f"{left['record'] or 'it'} still has {left['global'] or left['message']}"
+            raise UnsupportedError(
+                f"{left['file']} cannot be sanitized: {what}",
+                path=self.checkpoint.source,
+                advice="`zckpt convert` writes its state without other objects",
+            )
+        try:
+            done = open_checkpoint(written, **self.reading)
+        except SourceError as error:
+            raise UnsupportedError(
+                "is no checkpoint without what would go", path=self.checkpoint.source, found=error.message
+            ) from error
+        for parameter in self.checkpoint.holders():
+            copy = done.find(parameter.name)
+            for key, slot in parameter.slots.items():
+                held = None if copy is None else copy.slots.get(key)
+                check_arrived(f"{key} of {parameter.name}", held, slot.shape, slot.dtype)

@@ -1,0 +1,151 @@
+"""What every pickle in a directory or file would import and call, graded. Opens no checkpoint, and runs nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zckpt.errors import SourceError, ZckptError
+from zckpt.formats.dcp.chunks import NOWHERE
+from zckpt.formats.dcp.directory import NAME
+from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.operations.options import Place, Scanning, Unpack, shares
+from zckpt.state.brief import Brief
+from zckpt.state.ranges import merge, without
+from zckpt.storage.files import FileRange, is_file, opened
+from zckpt.torchfile.grades import UNKNOWN, worst
+from zckpt.torchfile.scanning import HEADER, Scanner
+
+ITEMS = ".distcp"
+"""The suffix of files of items, which only a `.metadata` tells apart."""
+
+Items = Mapping[str, Sequence[tuple[int, int, str]]]
+"""Where items lie, by the path of their file: offset, length, key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Scanned(Brief):
+    """What pickles name.
+
+    Parameters
+    ----------
+    source : str
+    grade : str
+        The worst of all findings: `data`, `known`, `unknown` or `dangerous`.
+    files, pickles : int
+        That were looked at.
+    findings : list of dict
+        One for each global of a pickle: `file`, `record` (where in it), `grade`, `global`, which `program` needs it,
+        how often it is `named` and `called`. Where something is odd about a file there is a `message`, and no global.
+    """
+
+    source: str
+    grade: str
+    files: int
+    pickles: int
+    findings: list[dict[str, object]]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return asdict(self)
+
+
+@shares(Scanning)
+def scan(source: Place, **_shared: Unpack[Scanning]) -> Scanned:
+    """Tell what each pickle would import and call, in every file whatever it is called, and how far that is trusted.
+
+    Parameters
+    ----------
+    source : path-like
+        A file, or a directory, which is looked at with all that is below it.
+    **shared
+
+    Raises
+    ------
+    SourceError
+        There is nothing, or a file cannot be read.
+    """
+    root = Path(source)
+    findings: list[dict[str, object]] = []
+    files = pickles = 0
+    for path, found in scan_files(_files(root)):
+        files, pickles = files + 1, pickles + len(found.pickles)
+        findings += _listed(path.relative_to(root).as_posix() if path != root else path.name, found)
+    return Scanned(
+        source=str(source),
+        grade=worst(str(one["grade"]) for one in findings),
+        files=files,
+        pickles=pickles,
+        findings=findings,
+    )
+
+
+def scan_files(paths: Iterable[Path]) -> Iterator[tuple[Path, Scanner]]:
+    """Look at all of each file: at its items, where it has some, and at whatever lies between them."""
+    items: dict[Path, Items] = {}
+    for path in paths:
+        if path.parent not in items:
+            items = {path.parent: items_of(path.parent)}
+        scanner = Scanner()
+        if is_file(path):
+            _scan(path, items[path.parent].get(str(path), ()), scanner)
+        else:
+            scanner.odd("", UNKNOWN, "is no regular file, or a link to a directory, and is not looked at")
+        yield path, scanner
+
+
+def _scan(path: Path, items: Sequence[tuple[int, int, str]], scanner: Scanner) -> None:
+    with opened(path) as whole:
+        if not items and (path.suffix != ITEMS or whole.read(0, min(4, whole.nbytes)) != HEADER):
+            scanner.look(whole)
+            return
+        ranges = [(low, high, key) for low, high, key in items if high <= whole.nbytes]
+        for low, high, key in ranges:
+            scanner.look(FileRange(whole.descriptor, whole.path, low, high - low), key)
+        if not items:
+            scanner.odd("", UNKNOWN, f"no {NAME} says where its items are")
+        for low, high in without([(0, whole.nbytes)], merge((low, high) for low, high, _ in ranges)):
+            scanner.physical(FileRange(whole.descriptor, whole.path, low, high - low), f"bytes {low} to {high}", 0)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yield the files below a directory, and links to directories, which are not followed."""
+    if not root.is_dir():
+        if not root.exists():
+            raise SourceError("does not exist", path=root)
+        yield root
+        return
+    for folder, folders, names in os.walk(root, onerror=_unreadable):
+        here = Path(folder)
+        folders.sort()
+        yield from (here / name for name in sorted([*names, *(one for one in folders if (here / one).is_symlink())]))
+
+
+def _unreadable(error: OSError) -> None:
+    raise SourceError("cannot be read", path=error.filename, found=error.strerror) from error
+
+
+def items_of(directory: Path) -> Items:
+    """Return where the items of a directory of DCP lie; of one that is none, or damaged, nothing."""
+    found: dict[str, list[tuple[int, int, str]]] = {}
+    if is_file(directory / NAME):
+        try:
+            chunks = read_metadata(directory).chunks
+        except ZckptError:
+            return {}
+        for number, file in enumerate(chunks.file):
+            if file != NOWHERE:
+                offset, nbytes = chunks.range(number)
+                found.setdefault(chunks.paths[file], []).append((offset, offset + nbytes, chunks.entry(number).key))
+    return found
+
+
+def _listed(file: str, found: Scanner) -> Iterator[dict[str, object]]:
+    for odd in found.oddities:
+        yield {"file": file, **asdict(odd), "global": None, "program": None, "named": 0, "called": 0}
+    for one in found.mentions:
+        values = asdict(one)
+        values["global"] = f"{values.pop('module')}.{values.pop('name')}"
+        yield {"file": file, **values, "message": None}
