@@ -205,7 +205,7 @@ class Run:
             return wrong
         more = () if callable(self.verb.arguments) or "--overwrite" in self.verb.arguments else self.verb.again
         done = self.verb.act(self.base, *more)
-        if done.returncode and "exists already" in done.stderr and found.items() <= self.willbe.items():
+        if done.returncode and "already exists" in done.stderr and found.items() <= self.willbe.items():
             done = self.verb.act(self.base, "--overwrite")
         if done.returncode:
             wrong.append(f"the next run fails: {done.stderr[-400:]}; {sorted(now)}")

@@ -65,7 +65,7 @@ def test_bitsandbytes(kind, nested, tmp_path):
         found = floats(source, tmp_path / f"m{number}")
         assert list(found) == ["q.weight"]
         assert torch.equal(found["q.weight"], functional.dequantize_4bit(codes, state).float())
-        with refusing(zckpt.UnsupportedError, "codes of few bits"):
+        with refusing(zckpt.UnsupportedError, "low-bit codes"):
             zckpt.consolidate(source, tmp_path / "x.pt", dtype="float32")
     codes, scale, _ = functional.int8_vectorwise_quant(torch.randn(37, 65).half())
     source = made(tmp_path / "i", {"q.weight": codes, "q.SCB": scale}, quant_method="bitsandbytes")
@@ -180,7 +180,7 @@ def test_awq(tmp_path):
         with refusing(zckpt.UnsupportedError, "of a kind that zckpt cannot dequantise"):
             zckpt.consolidate(source, tmp_path / "x", dequantize=True)
     tensors["q.qzeros"] = words[0].clone()
-    with refusing(zckpt.SourceError, "do not belong together"):
+    with refusing(zckpt.SourceError, "do not fit together"):
         zckpt.consolidate(made(tmp_path / "s", tensors, **how), tmp_path / "x", dequantize=True)
 
 
