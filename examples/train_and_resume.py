@@ -111,7 +111,7 @@ def demonstrate(
     if path.is_dir() and any(path.iterdir()):
         raise UsageError("is not empty", path=path, advice="give a directory for this run alone")
     if png is not None and os.path.lexists(png):
-        raise TargetExistsError("exists already", path=png, advice="choose another name")
+        raise TargetExistsError("already exists", path=png, advice="choose another name")
     chances = random.Random(seed)  # noqa: S311  # nobody is to be kept from guessing
     size = SMALL if quick else Size()
     every = max(1, steps // SAVES)

@@ -528,7 +528,7 @@ def test_numbers_that_several_tensors_fit_stay_numbers(tmp_path):
     checkpoint = read(saved(tmp_path / "ckpt", {"model": model.state_dict(), "optim": optimizer.state_dict()}))
     assert checkpoint.param_groups[0].parameters == list(checkpoint.unnamed) == ["0"]
     assert_same(checkpoint.read("0", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"], "exp_avg")
-    assert "several of the model's tensors fit 0: state" in checkpoint.warnings[0]
+    assert "several of the model's tensors fit 0: this state keeps its number" in checkpoint.warnings[0]
 
 
 def test_names_that_the_optimizer_was_made_with_are_used(tmp_path):
@@ -695,7 +695,7 @@ HUGE = 1 << 62
         (lambda m: m.planner_data.update({"model.a": ("note", "x", "y")}), DamagedFileError, "another item"),
         (lambda m: m.planner_data.update({"note.x": ("l", 10**12)}), DamagedFileError, "most elements of a list are "
             "missing"),
-        (properties(dtype=torch.float64), LayoutError, "another than"),
+        (properties(dtype=torch.float64), LayoutError, "differs from `.metadata`"),
         (properties(layout=torch.sparse_coo), UnsupportedError, "not a dense tensor"),
     ],
 )  # fmt: skip

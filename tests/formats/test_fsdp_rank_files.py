@@ -178,7 +178,7 @@ def test_a_run_is_opened_at_its_last_step(written, tmp_path):
     source = written(LLAMA, world_size=2)
     for step in (2, 4):
         copied(source, tmp_path / f"global_step_{step}" / "actor")
-    with refusing(UnknownFormatError, r"several steps.*global_step_2, global_step_4.*--tag global_step_4"):
+    with refusing(UnknownFormatError, r"several steps.*global_step_2, global_step_4.*--tag=global_step_4"):
         zckpt.open(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     torch.save({"position": 5}, tmp_path / "global_step_2" / "data.pt")
@@ -188,7 +188,7 @@ def test_a_run_is_opened_at_its_last_step(written, tmp_path):
     assert zckpt.open(tmp_path, tag="global_step_4").step == 4
     assert zckpt.open(tmp_path / "global_step_4").step == 4
     copied(source, tmp_path / "global_step_2" / "critic")
-    with refusing(UnknownFormatError, r"several models: actor, critic.*actor, or --tag actor"):
+    with refusing(UnknownFormatError, r"several models: actor, critic.*actor, or --tag=actor"):
         zckpt.open(tmp_path)
     assert zckpt.open(tmp_path, tag="global_step_2/critic").step == 2
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")

@@ -93,7 +93,7 @@ def test_what_is_trained_beside_frozen_codes_is_cast(tmp_path):
     torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")
     checkpoint = zckpt.open(tmp_path / "x.pt")
     assert checkpoint.param_groups
-    with refusing(zckpt.UnsupportedError, r"q\.weight: codes of few bits.*found bfloat16"):
+    with refusing(zckpt.UnsupportedError, r"q\.weight: low-bit codes.*found bfloat16"):
         zckpt.consolidate(checkpoint, tmp_path / "o.pt", dtype="bfloat16")
     model["q.weight.absmax"] = torch.ones(3).bfloat16()
     torch.save({"model": model, "optimizer": optimizer}, tmp_path / "x.pt")

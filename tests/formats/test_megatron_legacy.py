@@ -326,7 +326,8 @@ def test_a_model_that_is_none_is_damage(tmp_path):
 
 
 @pytest.mark.parametrize(("router", "error", "said"), [
-    (None, UnsupportedError, "how many experts"), (torch.zeros(5, 8), LayoutError, "not of the experts"),
+    (None, UnsupportedError, "how many experts"),
+    (torch.zeros(5, 8), LayoutError, "does not have its router's experts"),
 ])  # fmt: skip
 def test_experts_in_one_parameter_are_as_many_as_the_router_has(router, error, said, tmp_path):
     def change(content):  # type: ignore[type-arg]

@@ -95,14 +95,14 @@ def test_one_of_several_files_is_not_the_model(tmp_path):
         (
             "layers.0.attention.wk.weight",
             torch.ones(KEYS * DIM // HEADS, DIM),
-            "layers.0.attention.wk.weight is not 1/2",
+            "layers.0.attention.wk.weight does not match 1/2",
         ),
         (
             "layers.1.feed_forward.w2.weight",
             torch.ones(DIM + 1, HIDDEN // 2),
-            "layers.1.feed_forward.w2.weight is not 1/2",
+            "layers.1.feed_forward.w2.weight does not match 1/2",
         ),
-        ("tok_embeddings.weight", torch.ones(WORDS // 2, DIM // 2), "tok_embeddings.weight is not 1/2"),
+        ("tok_embeddings.weight", torch.ones(WORDS // 2, DIM // 2), "tok_embeddings.weight does not match 1/2"),
     ],
 )
 def test_a_shape_that_fits_no_cut_is_refused(name, tensor, words, tmp_path):

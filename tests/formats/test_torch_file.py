@@ -251,7 +251,7 @@ def test_state_that_fits_several_tensors_stays_under_its_number(tmp_path):
     assert list(checkpoint.unnamed) == ["0"]
     assert checkpoint.unnamed["0"].slots.keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert all(list(p.slots) == [WEIGHT] for p in checkpoint.parameters.values())
-    assert "several of the model's tensors fit 0: state" in checkpoint.warnings[0]
+    assert "several of the model's tensors fit 0: this state keeps its number" in checkpoint.warnings[0]
 
 
 def test_names_from_the_user_settle_it(tmp_path):

@@ -282,7 +282,7 @@ def test_state_that_every_rank_has_whole_is_not_taken_for_shares(tmp_path):
     for names in (None, [name for name, _ in model.named_parameters()]):
         with refusing(
             UnsupportedError,
-            r"expected 8 parameters on 2 ranks, found 16; give one of them "
+            r"expected 8 parameters on 2 ranks, found 16; give one of them, such as "
             r".*optimizer_rank0\.pt",
         ):
             read(tmp_path, names)

@@ -195,7 +195,7 @@ UNSTAGED = [("tied_modules.embed.*", "embed.*"), ("1.*", "block.*"), ("3.*", "fe
 @pytest.mark.parametrize(("stage", "ranks"), some([(2, 2)], [(3, 1)]))
 def test_deepspeed_resumes_one_model_from_a_pipeline(stage, ranks, made, tmp_path):
     folder = made(TWO)
-    with pytest.raises(zckpt.UnsupportedError, match="--rename or --map, to give each layer its name"):
+    with pytest.raises(zckpt.UnsupportedError, match="or --rename"):
         zckpt.convert(folder, tmp_path / "one", to="deepspeed", stage=stage, world_size=ranks, rename=UNSTAGED[1:])
     zckpt.convert(folder, tmp_path / "one", to="deepspeed", stage=stage, world_size=ranks, rename=UNSTAGED, verify=True)
     assert zckpt.open(tmp_path / "one").topology.pp == 1

@@ -257,9 +257,7 @@ def test_configuration_can_be_anywhere_else(run, tmp_path):
     configs.mkdir()
     (tmp_path / "source").mkdir()
     shutil.copy(one.directory / "model.safetensors", tmp_path / "source")
-    refused(
-        2, "consolidate", tmp_path / "source", model, "--config", configs, words=("no configuration", "config.json")
-    )
+    refused(2, "consolidate", tmp_path / "source", model, "--config", configs, words=("no model config", "config.json"))
     shutil.copy(one.directory / "config.json", configs)
     succeeded("consolidate", tmp_path / "source", model, "--config", configs, "--max-shard-size", "4KB")
     assert AutoModelForCausalLM.from_pretrained(model).num_parameters() == build("llama").num_parameters()  # type: ignore[operator]

@@ -72,7 +72,10 @@ def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path):
         assert_alike(target, tmp_path / "expected.safetensors")
     refused(2, "average", a, plain, "--target", tmp_path / "no.safetensors", "--strip-prefix", "model.",
             words=("--strip-prefix model. matches no name", "in any of the sources"))  # fmt: skip
-    refused(2, "average", a, b, "--target", tmp_path / "no.safetensors", "--rename", "^norm=q.weight", words=("one",))
+    renamed = ("--rename", "^norm=q.weight")
+    refused(
+        2, "average", a, b, "--target", tmp_path / "no.safetensors", *renamed, words=("norm and q.weight the same",)
+    )
     assert not (tmp_path / "no.safetensors").exists()
 
 

@@ -154,8 +154,8 @@ def test_names_that_were_given_are_those_of_what_is_written(tmp_path):
     assert torch.equal(kept.read("weight", "exp_avg"), opened.read("weight", "exp_avg"))
 
 
-# formats opens nothing, list, prune and pack all checkpoints that are there, unpack none; patch and apply open one.
-@pytest.mark.parametrize("name", sorted(cli.commands.keys() - {"formats", "list", "prune", "pack", "unpack"}))
+# formats opens nothing, scan any file, list, prune and pack all checkpoints, unpack none; patch and apply open one.
+@pytest.mark.parametrize("name", sorted(cli.commands.keys() - {"formats", "list", "prune", "pack", "scan", "unpack"}))
 def test_every_verb_of_the_command_line_has_the_same_options_for_where(name):
     options = {one for parameter in cli.commands[name].params for one in parameter.opts}
     assert {"--tag", "--root", "--names", "--tp-rules"} <= options

@@ -187,7 +187,7 @@ def test_files_of_a_universal_checkpoint_are_lost(pattern: str, slots: set[str],
     assert {(one["name"], one["slot"]) for one in found} == {(NAME, slot) for slot in slots}
     done = zckpt.consolidate(source, tmp_path / "left.safetensors", salvage=True)
     assert {(one["name"], one["slot"]) for one in done.missing} == ({(NAME, "master")} if "master" in slots else set())
-    with pytest.raises(ShardError, match="is not whole"):
+    with pytest.raises(ShardError, match="is incomplete"):
         zckpt.convert(source, tmp_path / "target", to="zckpt", salvage=True)
     zckpt.convert(source, tmp_path / "target", to="zckpt", salvage=True, fill_from=FIXTURES / LLAMA)
     assert zckpt.diff(tmp_path / "target", FIXTURES / "universal" / LLAMA).equal

@@ -69,7 +69,7 @@ def test_a_part_is_read_where_the_rest_is_gone(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0,0,0", "a slice of 3 dimensions: expected at most 2"),
+        ("0,0,0", "a slice with 3 dimensions: expected at most 2"),
         ("13", "dimension 0 has no index 13"),
         ("0,-9", "dimension 1 has no index -9"),
         ("0:4:2", "not a slice of a tensor"),

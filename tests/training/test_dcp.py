@@ -332,7 +332,7 @@ def test_errors_are_one_clear_line(tmp_path):
     }.items():
         assert expected in told[what], f"{what}: {told.get(what)}"
         assert expected in told[what].splitlines()[-1], what
-    assert "and then not" not in told
+    assert "and then not" not in told, told["and then not"]
     assert told["left"] == "one there"
 
 

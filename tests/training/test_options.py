@@ -145,7 +145,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
     saved = run(random_numbers, 2, tmp_path, "save")
     loaded = run(random_numbers, 3, tmp_path, "load")
     assert [numbers for numbers, _ in loaded[:2]] == [numbers for numbers, _ in saved]
-    assert loaded[2][1] == ["no random states for rank 2: 2 ranks saved theirs"]
+    assert loaded[2][1] == ["no random states for rank 2: only 2 ranks saved theirs"]
     torch.manual_seed(101)
     assert run(random_numbers, 2, tmp_path, "leave")[1][0] == torch.rand(2).tolist()
 

@@ -163,7 +163,7 @@ def resume_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
         restored = zckpt.load(directory / kind, model=training.model, optimizer=given)
         assert (restored.step, restored.notes) == (
             STEPS,
-            [f"no random states for rank {rank}: 2 ranks saved theirs"] * (rank > 1),
+            [f"no random states for rank {rank}: only 2 ranks saved theirs"] * (rank > 1),
         )
         assert [g["lr"] for one in training.every for g in one.param_groups] == [0.02, 0.01, 0.01]
         assert differences(training.state(), torch.load(directory / f"{kind}.truth", weights_only=True)) == [], kind

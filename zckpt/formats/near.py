@@ -128,7 +128,7 @@ def meant(path: Path) -> str | None:
             return f"did you mean {above / near[0]}?"
     if _HUB.fullmatch(str(path)):
         return f"if it is a model of the Hugging Face Hub, download it first: hf download {path}"
-    if above is None or above == path.parent or above == Path(above.anchor):
+    if above is None or above == path.parent or above == Path("/"):
         return None
     return f"{above} exists, but not {path.relative_to(above).parts[0]} in it"
 

@@ -18,7 +18,6 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.operations.scan import ITEMS, scan_files
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.brief import Brief
 from zckpt.torchfile import FromFile, plain
@@ -197,6 +196,8 @@ def _saved(checkpoint: Checkpoint) -> str | None:
 
 def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
     """Yield what each pickle of each file names; those of its items, if it has some, together."""
+    from zckpt.operations.scan import ITEMS, scan_files
+
     for path, scanner in scan_files(Path(one.path) for one in checkpoint.files):
         found: dict[str, set[str]] = {}
         for one in scanner.mentions:

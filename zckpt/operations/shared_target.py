@@ -123,7 +123,8 @@ class SharedTarget:
         """Remove what this process has written, of which `error` is the end; on the first, all."""
         made, self._made = self._made, None
         if made is not None:
-            made.__exit__(type(error), error, error.__traceback__)
+            with suppress(TargetError):  # which says what `error` does
+                made.__exit__(type(error), error, error.__traceback__)
 
     def close(self) -> None:
         """Let go of it."""

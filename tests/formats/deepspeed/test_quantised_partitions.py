@@ -231,7 +231,7 @@ def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, tmp_path, monk
     if stage == 2 and name.startswith("tp2"):
         options["world_size"], options["round_robin"] = 2, True
     done = zckpt.reshard(codes, tmp_path / "anew", requantize=True, verify=True, **options)
-    assert any("quantised anew" in note for note in done.notes)
+    assert any("quantised again" in note for note in done.notes)
     zckpt.reshard(floats, tmp_path / "plain", **options)
     anew = zckpt.open(tmp_path / "anew")
     assert {one.key for one in anew.per_rank} <= set(SLOTS)
@@ -254,7 +254,7 @@ def test_blocks_of_slices_are_made_anew(tmp_path):
     for path in tag_of(floats).glob("*optim_states.pt"):
         edit(path, _blocks_as_floats)
     done = zckpt.reshard(codes, tmp_path / "anew", world_size=3, requantize=True, verify=True)
-    assert any("quantised anew" in note for note in done.notes)
+    assert any("quantised again" in note for note in done.notes)
     zckpt.reshard(tmp_path / "anew", tmp_path / "back", world_size=3, dequantize=True)
     zckpt.reshard(floats, tmp_path / "plain", world_size=3)
     back, plain = zckpt.open(tmp_path / "back"), zckpt.open(tmp_path / "plain")

@@ -344,7 +344,7 @@ def test_copies_that_differ_are_noticed(tmp_path):
         ('{"tp_replicated_patterns": []}', "unknown tensor-parallel rules"),
         ('{"tp_replicated_parameter_patterns": "x"}', "unreadable"),
         ('{"tp_replicated_parameter_patterns": ["("]}', "unreadable"),
-        ('{"tp_replicated_parameter_patterns": ["(a*)*b"]}', "take for ever"),
+        ('{"tp_replicated_parameter_patterns": ["(a*)*b"]}', "take forever"),
         ('{"parameter_with_sub_params": [{}]}', "sub-parameters"),
         ('{"parameter_with_sub_params": [{"patterns": ["a"], "shape": [1000000000], "partition_dim": 0}]}', "too many"),
         (" " * (1 << 21), "too large"),

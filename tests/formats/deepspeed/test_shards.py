@@ -684,7 +684,7 @@ def test_files_of_several_writers_are_those_of_the_first(tmp_path):
     shutil.copy(
         f"{model_file(tag)}-1.4", f"{model_file(tag)}-0.2"
     )  # of another save, or of writers that met in one file
-    refused(ShardError, tag, "there twice")
+    refused(ShardError, tag, "there are two model files of mp_rank 0")
 
 
 def test_empty_files_of_nebula_are_refused_by_name(tmp_path):

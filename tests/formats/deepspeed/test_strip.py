@@ -113,7 +113,7 @@ def assert_lean(name: str, files: list[dict[str, Any]]) -> None:
 
 def test_rigid_slots_that_deepspeed_needs_whole_stay_whole_and_a_note_says_why(tmp_path):
     reasons = {
-        "s2_bf16_dp2": "does not load step",
+        "s2_bf16_dp2": "cannot load step",
         "s2_bf16_dp2_client": "a scheduler",
         "s1_bf16_dp2_bf16opt": "BF16_Optimizer",
         "s2_bf16_dp2_bf16master": "exp_avg",

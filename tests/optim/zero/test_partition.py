@@ -206,7 +206,7 @@ def groups_have_their_own_buffers(rank, world_size) -> None:
     average = (1 + world_size) / 2
     assert torch.equal(one[0].detach(), torch.arange(1.0, 6.0) - average)
     assert torch.equal(two[0].detach(), torch.arange(1.0, 5.0).bfloat16() - 2 * average)
-    with pytest.raises(ValueError, match=r"several element types, torch\.bfloat16, torch\.float32, which one flat"):
+    with pytest.raises(ValueError, match=r"several element types \(torch\.bfloat16, torch\.float32\), which one flat"):
         make([[one[0], two[0]]])
 
 

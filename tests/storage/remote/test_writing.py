@@ -492,7 +492,7 @@ def test_what_was_sent_with_other_options_is_not_taken_for_the_target(monkeypatc
 
 
 def test_web_servers_are_read_only(served):
-    refused(4, "consolidate", SOURCE, f"{served('http').url}/m.safetensors", words=("read only",))
+    refused(4, "consolidate", SOURCE, f"{served('http').url}/m.safetensors", words=("read-only",))
 
 
 def test_documents_name_urls(s3):
