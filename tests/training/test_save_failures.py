@@ -150,7 +150,7 @@ def test_a_failure_of_one_rank_is_one_of_all(failure, async_, tmp_path):
         if failure == "no space" or set(told) != {"saved"}:
             break
         shutil.rmtree(directory, ignore_errors=True)
-    assert all("cannot be written" in said or "gone" in said for said in told)
+    assert all("cannot be written" in said or "disappeared" in said for said in told)
     if failure == "no space":
         assert sorted(path.name for path in directory.iterdir()) == ["first", "fourth"]
 
