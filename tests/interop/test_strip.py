@@ -6,6 +6,7 @@ number of ranks on the same machine, the same losses to the last digit.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.deepspeed_engine import Spec, resume
 from tests.interop.cut import small as spec
 from tests.pairwise import some
 from zckpt.operations.convert import convert
+from zckpt.operations.sanitize import sanitize
 from zckpt.operations.strip import strip
 
 pytestmark = pytest.mark.interop
@@ -53,6 +55,25 @@ def test_deepspeed_resumes_without_padding(wanted, lean, made, tmp_path):
     verdict = resume(tmp_path / "thin", wanted, made(wanted))
     assert verdict.differences == []
     assert len(verdict.losses) == 2
+    assert verdict.loss_difference == 0.0
+
+
+class Progress:
+    """A client's own class, of which no scanner knows anything."""
+
+
+@pytest.mark.parametrize("wanted", some([SGDM], [STAGE3, ELASTIC]), ids=lambda one: one.name)
+def test_deepspeed_resumes_what_was_sanitized(wanted, made, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(made(wanted), source)
+    for file in source.rglob("*model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        torch.save({**content, "progress": Progress()}, file)
+    assert sanitize(source, tmp_path / "clean").removed != []
+    for file in (tmp_path / "clean").rglob("*model_states.pt"):
+        assert "progress" not in torch.load(file, weights_only=False)
+    verdict = resume(tmp_path / "clean", wanted, made(wanted))
+    assert verdict.differences == []
     assert verdict.loss_difference == 0.0
 
 
