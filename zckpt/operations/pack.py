@@ -10,11 +10,12 @@ from pathlib import Path
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError, UsageError, ZckptError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.units import Unit
+from zckpt.formats.units import Unit, is_named, latest_of
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
 from zckpt.state import Checkpoint
+from zckpt.storage.durable import written
 from zckpt.storage.packed.index import Filed, Index, is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
@@ -74,6 +75,8 @@ def pack(
 ) -> Packed:
     """Add a run's checkpoints, of any formats, to a store, which is created if needed; its contents stay.
 
+    Files of the run that name one of them as the latest (`latest` and the like) are kept, too, as they were last.
+
     Parameters
     ----------
     source : path-like
@@ -110,7 +113,12 @@ def pack(
         would = [PackedOne(called[one.path], _nbytes(files_of(one.path)), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
-        return packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
+        done = packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
+        for file, text in latest_of(run).items():
+            if any(is_named(one.path, run, text) for one in every):
+                with written([place / file], overwrite=True) as [new]:
+                    new.write_bytes((run / file).read_bytes())
+    return done
 
 
 def _check(store: Place, full_every: int) -> None:
