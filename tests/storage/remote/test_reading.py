@@ -58,6 +58,10 @@ def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(kind, served, s3, tmp_pat
     shown = url.replace(f"zckpt-user:{PASSWORD}@", "")
     assert undated(of_url(zckpt.inspect(url).as_dict(), shown, SOURCE)) == undated(zckpt.inspect(SOURCE).as_dict())
     assert zckpt.diff(url, SOURCE).equal
+    assert of_url(zckpt.scan(url).as_dict(), shown, SOURCE) == zckpt.scan(SOURCE).as_dict()
+    zckpt.sanitize(url, tmp_path / "clean")
+    for one in SOURCE.rglob("*.pt"):
+        assert (tmp_path / "clean" / one.relative_to(SOURCE)).read_bytes() == one.read_bytes()
     zckpt.consolidate(url, tmp_path / "a.safetensors", slots=["all"])
     zckpt.consolidate(SOURCE, tmp_path / "b.safetensors", slots=["all"])
     for ending in (".safetensors", ".optimizer.safetensors"):
