@@ -95,6 +95,7 @@ def series(
     check_executor(shared["executor"])
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
+    chosen.check(*checkpoints)
     held = [slots_of(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))
     if not keys:
