@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from zckpt.formats.units import Unit, is_named, latest_of, units
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result, document
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -33,7 +33,7 @@ LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(Result):
     """A checkpoint of a run.
 
     Parameters
@@ -80,11 +80,11 @@ class Recorded:
     def as_dict(self) -> dict[str, object]:
         """Return it as JSON-able data; `saved` is a date of ISO 8601, in UTC."""
         saved = datetime.fromtimestamp(self.saved, timezone.utc).isoformat(timespec="seconds")
-        return {**asdict(self), "saved": saved, "named_by": list(self.named_by), "equal": list(self.equal)}
+        return {**Result.as_dict(self), "saved": saved}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class History(Brief):
+class History(Result):
     """The checkpoints of a run; those in one directory are ordered by step.
 
     Parameters
@@ -102,8 +102,9 @@ class History(Brief):
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
         nbytes = sum(one.nbytes for one in self.checkpoints)
-        listed = [one.as_dict() for one in self.checkpoints]
-        return {"run": self.run, "checkpoints": listed, "nbytes": nbytes, "leftovers": self.leftovers}
+        return {
+            "run": self.run, "checkpoints": document(self.checkpoints), "nbytes": nbytes, "leftovers": self.leftovers,
+        }  # fmt: skip
 
 
 @shares(Copying)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import repeat
 from pathlib import Path
@@ -19,14 +19,14 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Inspection(Brief):
+class Inspection(Result):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 
     Parameters
@@ -104,7 +104,7 @@ class Inspection(Brief):
 
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
-        document = {one.name: getattr(self, one.name) for one in fields(self)}
+        document = Result.as_dict(self)
         if self.inventory is None:
             del document["inventory"]
         return document

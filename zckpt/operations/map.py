@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +27,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Salvaged, shares
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile
 from zckpt.state.boxes import Box, bounds, row_major
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import LOST
 
@@ -41,7 +41,7 @@ NONE = -1
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Map(Brief):
+class Map(Result):
     """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 
     Parameters
@@ -79,10 +79,6 @@ class Map(Brief):
     parameters: list[dict[str, object]]
     boxes: list[list[object]]
     padding: list[list[int]]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the map as JSON-able data, the document of `--json`, and what pictures and pages are drawn from."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @shares(Salvaged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
 from zckpt.state import Checkpoint
+from zckpt.state.brief import Result
 from zckpt.storage.packed.index import Filed, Index, is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
@@ -35,7 +36,7 @@ class PackedOne:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Result):
     """What `pack` did.
 
     Parameters
@@ -59,7 +60,7 @@ class Packed:
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
         total = sum(one.nbytes for one in self.packed), sum(one.stored_nbytes for one in self.packed)
-        return {**asdict(self), "nbytes": total[0], "stored_nbytes": total[1]}
+        return {**Result.as_dict(self), "nbytes": total[0], "stored_nbytes": total[1]}
 
 
 @shares(Copying)

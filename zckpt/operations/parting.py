@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.compare.digests import changes
@@ -15,13 +15,13 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result
 from zckpt.storage.packed.mount import mounted_place
 from zckpt.storage.remote import is_url
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Parting(Brief):
+class Parting(Result):
     """Where two runs diverge.
 
     Parameters
@@ -47,10 +47,6 @@ class Parting(Brief):
     equal: int | None
     different: int | None
     changed: list[dict[str, str | None]]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 def is_run(path: Place) -> bool:

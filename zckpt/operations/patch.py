@@ -7,7 +7,7 @@ row-major order, read out of whatever format that is in. Both ends are proven by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from zckpt.operations.prediction import Known, as_tensors, cuts_of
 from zckpt.operations.target import check_beside
 from zckpt.operations.unpack import Unpacked, write_files
 from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state.brief import Result
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
@@ -49,7 +50,7 @@ _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.sto
 
 
 @dataclass(frozen=True, slots=True)
-class Patched:
+class Patched(Result):
     """What `patch` wrote.
 
     Parameters
@@ -75,10 +76,6 @@ class Patched:
     nbytes: int
     stored_nbytes: int
     dry_run: bool = False
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 @shares(ReadCopied)

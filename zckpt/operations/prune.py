@@ -25,7 +25,7 @@ from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look,
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
 from zckpt.state import as_float
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Brief, document
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.packed.store import is_store
@@ -80,7 +80,7 @@ class Pruned(Brief):
             "run": self.run,
             "deleted": self.deleted,
             "freed_nbytes": self.freed_nbytes,
-            "checkpoints": [one.as_dict() for one in self.checkpoints],
+            "checkpoints": document(self.checkpoints),
             "failed": self.failed,
             "leftovers": self.leftovers,
         }

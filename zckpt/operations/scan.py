@@ -12,7 +12,7 @@ from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.operations.options import Place, Scanning, Unpack, shares
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst
@@ -26,7 +26,7 @@ Items = Mapping[str, Sequence[tuple[int, int, str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Scanned(Brief):
+class Scanned(Result):
     """What pickles name.
 
     Parameters
@@ -46,10 +46,6 @@ class Scanned(Brief):
     files: int
     pickles: int
     findings: list[dict[str, object]]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 @shares(Scanning)

@@ -14,9 +14,9 @@ from zckpt.executors.using import check_executor, using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.operations.target import number, summary
+from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, Slot
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result, document
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Series(Brief):
+class Series(Result):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 
     checkpoints: list[Checkpoint]
@@ -49,15 +49,7 @@ class Series(Brief):
         return {
             "sources": [summary(one) for one in self.checkpoints],
             "steps": [one.step for one in self.checkpoints],
-            "series": [
-                {
-                    "name": one.name,
-                    "slot": one.slot,
-                    "norm": [number(value) for value in one.norm],
-                    "change": [number(value) for value in one.change],
-                }
-                for one in self.moved
-            ],
+            "series": document(self.moved),
         }
 
 

@@ -16,9 +16,8 @@ from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.operations.target import number
 from zckpt.state import Extent, Shape, Slot
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result, number
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import narrow
 from zckpt.storage.durable import written
@@ -34,7 +33,7 @@ _INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Elements(Brief):
+class Elements(Result):
     """Elements of one slot.
 
     Parameters
@@ -60,8 +59,7 @@ class Elements(Brief):
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
         values = None if self.values is None else _jsonable(_plain(self.values).tolist())
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {**own, "shape": list(self.shape), "values": values}
+        return {**Result.as_dict(self), "values": values}
 
 
 @shares(Salvaged)

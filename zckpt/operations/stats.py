@@ -19,9 +19,9 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Compared, Renaming, Unpack, only, shares
 from zckpt.operations.series import slots_of
-from zckpt.operations.target import number, summary
+from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, Shape
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Brief, document, number
 from zckpt.state.dtypes import is_floating
 
 WIDER = 4
@@ -138,8 +138,8 @@ class Statistics(Brief):
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": summary(self.checkpoint),
-            "slots": [one.as_dict() for one in self.distributions],
-            "layers": [one.as_dict() for one in self.layers()],
+            "slots": document(self.distributions),
+            "layers": document(self.layers()),
         }
 
 

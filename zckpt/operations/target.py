@@ -10,7 +10,6 @@ name        all is synced to disk and gets its name in one step
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -34,7 +33,7 @@ from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Result
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written
@@ -402,7 +401,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Written(Brief):
+class Written(Result):
     """What a verb wrote, or with `dry_run` would write.
 
     Parameters
@@ -452,11 +451,7 @@ class Written(Brief):
 
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        values["files"] = map(str, self.files)
-        values["foresight"] = None if self.foresight is None else self.foresight.as_dict()
-        listed = {key: list(value) if isinstance(value, (tuple, map)) else value for key, value in values.items()}
-        return {_KEYS.get(key, key): value for key, value in listed.items()}
+        return {_KEYS.get(key, key): value for key, value in Result.as_dict(self).items()}
 
 
 _KEYS = {
@@ -480,8 +475,3 @@ def summary(checkpoint: Checkpoint) -> dict[str, object]:
     keys = ("source", "format", "step", "world_size", "zero_stage")
     found = {key: getattr(checkpoint, key) for key in keys}
     return {**found, "source": shown(checkpoint.source)}
-
-
-def number(value: float | None) -> float | str | None:
-    """Return a float as JSON can say it."""
-    return str(value) if value is not None and not math.isfinite(value) else value

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
 from zckpt.operations.options import Place
+from zckpt.state.brief import Result
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target
@@ -22,7 +23,7 @@ AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
+class Unpacked(Result):
     """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 
     target: str
@@ -30,10 +31,6 @@ class Unpacked:
     files: int
     nbytes: int
     dry_run: bool
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 def unpack(

@@ -28,6 +28,7 @@ from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.series import measured, slots_of
 from zckpt.operations.verify import Finding
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.brief import document
 from zckpt.storage.remote import is_url
 
 POLL_S = 5.0
@@ -63,8 +64,7 @@ class Appeared:
 
     def as_dict(self) -> dict[str, object]:
         """Return it as JSON-able data: a line of what `verify --watch` prints."""
-        found = [one.as_dict() for one in self.findings]
-        return {**self.checkpoint.as_dict(), "before": self.before, "findings": found}
+        return {**self.checkpoint.as_dict(), "before": self.before, "findings": document(self.findings)}
 
 
 @shares(Copying)

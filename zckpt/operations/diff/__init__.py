@@ -14,9 +14,9 @@ from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import ComparedTwo, ReadingB, Renaming, Unpack, how_read, only, shares
-from zckpt.operations.target import number, summary
+from zckpt.operations.target import summary
 from zckpt.state import Checkpoint
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Brief, document, number
 from zckpt.state.names import canonical_names, renamed
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
@@ -98,10 +98,10 @@ class Compared(Brief):
             },
             "only_in_a": [{"name": name, "slot": slot} for name, slot in self.only_in_a],
             "only_in_b": [{"name": name, "slot": slot} for name, slot in self.only_in_b],
-            "different": [one.as_dict() for one in self.changed],
+            "different": document(self.changed),
             "equal_slots": [{"name": one.name, "slot": one.slot, "numel": one.a.numel} for one in self.equal_slots],
             "metadata": [{"key": one.key, "a": one.a, "b": one.b} for one in self.settings],
-            "warnings": list(self.warnings),
+            "warnings": self.warnings,
         }
 
 

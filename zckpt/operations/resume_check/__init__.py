@@ -7,7 +7,7 @@ against the other, and commands are sought that make what the program resumes fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from zckpt.operations.options import Place, Reading, Unpack, shares
 from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts
 from zckpt.operations.resume_check.programs import CORE, OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
 from zckpt.state import MASTER, Checkpoint
+from zckpt.state.brief import Result
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
 from zckpt.storage.remote.mount import PACKED
@@ -44,7 +45,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeCheck:
+class ResumeCheck(Result):
     """Whether a program can resume a checkpoint.
 
     Parameters
@@ -97,10 +98,6 @@ class ResumeCheck:
     def resumes(self) -> bool:
         """Whether everything comes back."""
         return self.verdict == WHOLE
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 @shares(Reading)

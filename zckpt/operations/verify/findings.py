@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from zckpt.codes import (
     BAD_PICKLE,
@@ -29,7 +29,7 @@ from zckpt.errors import (
     WeightMismatchError,
 )
 from zckpt.state import Checkpoint, SourceFile
-from zckpt.state.brief import Brief
+from zckpt.state.brief import Brief, Result, document
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -93,7 +93,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Result):
     """How much was looked at.
 
     Parameters
@@ -114,10 +114,6 @@ class Checked:
     elements: int = 0
     nbytes: int = 0
     checksums: int = 0
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the counts as JSON-able data."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -166,7 +162,7 @@ class Verification(Brief):
             "deep": self.deep,
             "checked": self.checked.as_dict(),
             "fingerprint": self.fingerprint,
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": document(self.findings),
         }
 
 
