@@ -13,12 +13,11 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
-from zckpt.naming import Naming
 from zckpt.operations.combined import Combined, Rule, combined, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
+from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint
 
@@ -132,8 +131,7 @@ def average(
         if codes := codes_in(one):
             raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=named(one),
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
-    naming = Naming(**only(Renaming, shared))
-    alike, notes = naming.of_all(found)
+    alike, notes = naming_of(shared).of_all(found)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
     done, num_tensors = write_computed(

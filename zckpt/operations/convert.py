@@ -17,7 +17,7 @@ from zckpt.naming import AS_IT_IS, Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Converted, Filled, Place, Renaming, Unpack, only, others, shares
+from zckpt.operations.options import Converted, Filled, Place, Unpack, naming_of, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, write_from
@@ -81,7 +81,7 @@ def convert(
         expected = ", ".join(one.name for one in formats() if one.writes)
         raise UsageError(f"{to} can be read, but not written", expected=expected)
     chosen = choose(written.options, options, to)
-    naming = Naming(**only(Renaming, given))
+    naming = naming_of(given)
     whole = opened(source, **given)
     found, values, drop = without_rank_values(whole, given["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop))
@@ -105,13 +105,14 @@ def convert(
                 advice="`zckpt consolidate --dequantize` writes a plain model, which you can then convert",
             )
     recorded = written.fingerprinted if fingerprint is None else fingerprint
-    proof = SlotsProof(checkpoint, path, laid, how, drop, verify, recorded)
+    laid = replace(laid, notes=(*notes, *left_out, *laid.notes))
+    proof = SlotsProof(checkpoint, laid, how, drop, verify, recorded)
     done = write_from(
         found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
-        sources=left.sources(found),
+        sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
-    notes = (*notes, *left_out, *done.notes, *_of_optimizers(checkpoint, written, getattr(chosen, "dtype", None)))
-    return replace(done, notes=notes, missing=left.missing, filled=left.filled)
+    notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))
+    return replace(done, notes=(*done.notes, *notes))
 
 
 def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) -> Checkpoint:

@@ -20,12 +20,11 @@ from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
-from zckpt.naming import Naming
 from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
+from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape, transpose
@@ -130,8 +129,7 @@ def merge_adapter(
     settings = None if adapter_config is None else Path(adapter_config)
     added = read_adapter(Path(adapter), read, settings, adapter_name)
     dropped = check_nothing_lost(sources, shared["drop"])
-    naming = Naming(**only(Renaming, shared))
-    model, notes = naming.of(plain)
+    model, notes = naming_of(shared).of(plain)
     stated = (config and read_json(Path(config) / MODEL_CONFIG)) or settings_of(model)[0]
     merging = _Merging(model, added, fan_in_fan_out, dtype, stated.get("text_config") or stated)
     result = merging.merged()

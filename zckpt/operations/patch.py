@@ -27,7 +27,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
 from zckpt.operations.pack import file_at
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
-from zckpt.operations.target import check_beside
+from zckpt.operations.target import check_apart
 from zckpt.operations.unpack import Unpacked, write_files
 from zckpt.state import Checkpoint, Extent, Slot
 from zckpt.state.brief import Result
@@ -38,6 +38,7 @@ from zckpt.storage.ownership import Owned, called, check_target
 from zckpt.storage.packed.chunks import Bytes
 from zckpt.storage.packed.store import GIVEN, PATCH, PackedStore
 from zckpt.storage.packed.write import Packing, files_of, writing
+from zckpt.storage.stand_ins import place
 
 ZCKPT, SLIME = FORMS = ("zckpt", "slime")
 
@@ -126,7 +127,7 @@ def patch(
     if to not in FORMS or encoding not in ENCODINGS or (to == ZCKPT and encoding != XOR):
         raise UsageError("unknown form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
     base, result = opened(a, **shared), open_checkpoint(source)
-    check_beside(path, [Path(base.source), source])
+    _check_apart(path, base, b)
     if to == SLIME:
         return _published(base, result, path, encoding, overwrite, dry_run, shared["reporter"])
     check_target(path, overwrite=overwrite, owned=_OWNED)
@@ -213,7 +214,7 @@ def apply(
         The target exists or cannot be written.
     """
     base, path = opened(a, **shared), Path(target)
-    check_beside(path, [Path(base.source), Path(patch)])
+    _check_apart(path, base, patch)
     if is_delta(Path(patch)):
         done = apply_published(
             base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
@@ -244,6 +245,11 @@ def apply(
     if not dry_run:
         write_files(store, {"": NUMBER}, path, overwrite=overwrite, reporter=shared["reporter"], prove=prove)
     return Unpacked(str(path), [index.name], count, nbytes, dry_run)
+
+
+def _check_apart(target: Path, base: Checkpoint, other: Place) -> None:
+    sources = {place(one): one for one in (base.source, other)}
+    check_apart([target], sources, sources.values())
 
 
 def _whole(slot: Slot) -> Bytes:

@@ -10,7 +10,7 @@ from zckpt.compare.logical import named
 from zckpt.compare.slots import Figures, Tolerance, measure, pair
 from zckpt.engine import reporting
 from zckpt.errors import UsageError
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
@@ -84,7 +84,6 @@ def series(
     """
     if len(sources) < 2:
         raise UsageError("a series needs two checkpoints or more", found=f"{len(sources)} given")
-    check_executor(shared["executor"])
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
     held = [slots_of(one, chosen) for one in checkpoints]

@@ -12,12 +12,11 @@ import numpy as np
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan, stored_once
 from zckpt.errors import UsageError
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
-from zckpt.naming import Naming
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Compared, Renaming, Unpack, only, shares
+from zckpt.operations.options import Compared, Unpack, naming_of, shares
 from zckpt.operations.series import slots_of
 from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, Shape
@@ -170,11 +169,10 @@ def stats(
     SourceError
         The checkpoint cannot be read.
     """
-    check_executor(shared["executor"])
     found = opened(source, **shared)
     if dequantize:
         [found] = with_floats(found)
-    checkpoint, _ = Naming(**only(Renaming, shared)).of(found)
+    checkpoint, _ = naming_of(shared).of(found)
     chosen = slots_of(checkpoint, Filter(tuple(slots), tuple(parameters)))
     if not chosen:
         raise UsageError("no slot is selected", path=found.named, expected=f"some of {', '.join(found.slot_names())}")

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.errors import UsageError
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
-from zckpt.naming import Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import ComparedTwo, ReadingB, Renaming, Unpack, how_read, only, shares
+from zckpt.operations.options import ComparedTwo, ReadingB, Unpack, how_read, naming_of, only, shares
 from zckpt.operations.target import summary
 from zckpt.state import Checkpoint
 from zckpt.state.brief import Brief, document, number
@@ -149,10 +148,9 @@ def diff(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
             raise UsageError(f"--{name} is not a tolerance", expected="0 or more", found=value)
-    check_executor(shared["executor"])
     ours = opened(a, **shared)
     theirs = opened(b, **{key[:-2]: value for key, value in only(ReadingB, shared).items()})
-    naming = Naming(**only(Renaming, shared))
+    naming = naming_of(shared)
     notes: tuple[str, ...] = ()
     if dequantize:
         ours, theirs = with_floats(ours, theirs)
