@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from zckpt.state import CutSpans, Extent, Slot
+from zckpt.state import CutSpans, Extent, Slot, frozen
 from zckpt.state.dtypes import itemsize
 
 FEWEST_FILES = 4
@@ -14,7 +12,7 @@ MOST_NBYTES = 1 << 14
 """Of what a file has: more is read by itself, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cut:
     """Elements [start, start + numel) of a flattened tensor, and at which byte of some memory they are to be."""
 

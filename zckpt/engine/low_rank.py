@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from zckpt.engine.cast import cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
-from zckpt.state import Extent, Slot
+from zckpt.state import Extent, Slot, frozen
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Kept:
         return values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class LowRank:
     """What a slot is after a product of two matrices has been added to it.
 
@@ -159,7 +159,7 @@ class LowRank:
         return total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class Norms:
     """The norm of each column of what a slot is after a product has been added to it."""
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
+from zckpt.state import frozen
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
@@ -56,7 +57,7 @@ BUFFERS_OF_DIRECT = 2
 """And what is read into past the page cache, and written from."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Done:
     """What was written and read of a batch; and whether it was now."""
 
@@ -131,7 +132,7 @@ def write(
             return checks.finish(workers.map)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Journaled:
     """A journal, and the paths of the sources by what they are called there."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, frozen
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -29,7 +29,7 @@ LEAST_SUM = 1e-6
 cancel out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen(kw_only=True, repr=False)
 class Averaged(Consolidated):
     """What `average` wrote.
 

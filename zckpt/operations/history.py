@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from zckpt.formats.units import Unit, is_named, latest_of, units
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
+from zckpt.state import frozen
 from zckpt.state.brief import Result, document
 
 SETTLE_S = 60.0
@@ -32,7 +33,7 @@ LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Recorded(Result):
     """A checkpoint of a run.
 
@@ -83,7 +84,7 @@ class Recorded(Result):
         return {**Result.as_dict(self), "saved": saved}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class History(Result):
     """The checkpoints of a run; those in one directory are ordered by step.
 
@@ -207,7 +208,7 @@ def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield one, about
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Around:
     """What a run's directory has around its checkpoints: all links, and what interrupted writes and removals left."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import repeat
 from pathlib import Path
@@ -18,14 +18,14 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
+from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot, frozen
 from zckpt.state.brief import Result
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Inspection(Result):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 

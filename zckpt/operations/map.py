@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Salvaged, shares
-from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile
+from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile, frozen
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.brief import Result
 from zckpt.state.dtypes import itemsize
@@ -40,7 +40,7 @@ SEVERAL = -2
 NONE = -1
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Map(Result):
     """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 

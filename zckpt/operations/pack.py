@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from zckpt.formats.units import Unit
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, frozen
 from zckpt.state.brief import Result
 from zckpt.storage.packed.index import Filed, Index, is_inside
 from zckpt.storage.packed.mount import PackedMount
@@ -26,7 +26,7 @@ from zckpt.storage.remote import is_url
 FULL_EVERY = DEEPEST + 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PackedOne:
     """A checkpoint that was packed: its name, the bytes of its files, and those that the store has grown by."""
 
@@ -35,7 +35,7 @@ class PackedOne:
     stored_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Packed(Result):
     """What `pack` did.
 
@@ -198,7 +198,7 @@ def _check_same(index: Index, files: tuple[Filed, ...], path: Path) -> None:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Base:
     """What the next checkpoint is predicted from, and the mount that it is read in."""
 

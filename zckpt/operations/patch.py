@@ -7,7 +7,6 @@ row-major order, read out of whatever format that is in. Both ends are proven by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from zckpt.operations.pack import file_at
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
 from zckpt.operations.target import check_apart
 from zckpt.operations.unpack import Unpacked, write_files
-from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state import Checkpoint, Extent, Slot, frozen
 from zckpt.state.brief import Result
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.durable import written
@@ -50,7 +49,7 @@ DEEPEST = 2
 _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.store\.json.*"))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Patched(Result):
     """What `patch` wrote.
 

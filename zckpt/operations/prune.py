@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from zckpt.formats.units import Unit, is_of_training
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
-from zckpt.state import as_float
+from zckpt.state import as_float, frozen
 from zckpt.state.brief import Brief, document
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
@@ -34,7 +34,7 @@ from zckpt.storage.remote import is_url
 SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Judged:
     """A checkpoint, whether it goes (or is gone), and why it stays, or what it is not."""
 
@@ -47,7 +47,7 @@ class Judged:
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Pruned(Brief):
     """What is removed from a run, and what stays.
 
@@ -86,7 +86,7 @@ class Pruned(Brief):
         }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Seen:
     """A checkpoint as it was found, and the inventories that were taken of it."""
 

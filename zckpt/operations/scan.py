@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from zckpt.errors import SourceError, ZckptError
@@ -12,6 +12,7 @@ from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.operations.options import Place, Scanning, Unpack, shares
+from zckpt.state import frozen
 from zckpt.state.brief import Result
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
@@ -25,7 +26,7 @@ Items = Mapping[str, Sequence[tuple[int, int, str]]]
 """Where items lie, by the path of their file: offset, length, key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen(kw_only=True, repr=False)
 class Scanned(Result):
     """What pickles name.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 
 from zckpt.compare.logical import named
@@ -15,11 +15,11 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import summary
-from zckpt.state import Checkpoint, Slot
+from zckpt.state import Checkpoint, Slot, frozen
 from zckpt.state.brief import Result, document
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Moved:
     """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape.
 
@@ -37,7 +37,7 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Series(Result):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 

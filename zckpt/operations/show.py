@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.state import Extent, Shape, Slot
+from zckpt.state import Extent, Shape, Slot, frozen
 from zckpt.state.brief import Result, number
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import narrow
@@ -32,7 +32,7 @@ BLOCK_NUMEL = 1 << 20
 _INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Elements(Result):
     """Elements of one slot.
 

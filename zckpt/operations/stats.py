@@ -19,7 +19,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Compared, Unpack, naming_of, shares
 from zckpt.operations.series import slots_of
 from zckpt.operations.target import summary
-from zckpt.state import Checkpoint, Shape
+from zckpt.state import Checkpoint, Shape, frozen
 from zckpt.state.brief import Brief, document, number
 from zckpt.state.dtypes import is_floating
 
@@ -116,7 +116,7 @@ class Distribution(Brief):
         }
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Statistics(Brief):
     """Statistics of a checkpoint's slots, in the model's order, and of its layers."""
 

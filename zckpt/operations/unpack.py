@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
 from zckpt.operations.options import Place
+from zckpt.state import frozen
 from zckpt.state.brief import Result
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
@@ -22,7 +22,7 @@ from zckpt.storage.packed.store import PackedStore
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Unpacked(Result):
     """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 

@@ -20,6 +20,7 @@ from zckpt.state.checkpoint import (
     most_steps,
     number_of,
 )
+from zckpt.state.frozen import frozen
 from zckpt.state.mappings import dict_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
@@ -59,6 +60,7 @@ __all__ = [
     "Topology",
     "as_float",
     "dict_of",
+    "frozen",
     "most_steps",
     "number_of",
     "stated",

@@ -14,7 +14,7 @@ from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.compare.slots import pair
 from zckpt.engine.scan import SlotSet
 from zckpt.errors import UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, frozen
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor
 
@@ -22,7 +22,7 @@ State = dict[str, object]
 """What an optimizer has of a parameter, by key: slots and single values."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filter:
     """What is compared; empty means everything.
 
@@ -131,7 +131,7 @@ def _held(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State
         return {**{key: one for key, one in group.items() if not isinstance(one, Tensor)}, **parameter.state, **own}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Match:
     """A slot that both checkpoints have; `dtype` is what both are read as, or None: as they are."""
 

@@ -7,7 +7,7 @@ against the other, and commands are sought that make what the program resumes fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
 from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts
 from zckpt.operations.resume_check.programs import CORE, OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
-from zckpt.state import MASTER, Checkpoint
+from zckpt.state import MASTER, Checkpoint, frozen
 from zckpt.state.brief import Result
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
@@ -44,7 +44,7 @@ SHOWN = 3
 Shapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ResumeCheck(Result):
     """Whether a program can resume a checkpoint.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from zckpt.operations.resume_check.parts import (
     WEIGHTS,
     Facts,
 )
-from zckpt.state import MASTER, WEIGHT
+from zckpt.state import MASTER, WEIGHT, frozen
 from zckpt.state.partition import flat_partition_numel
 
 Need = Callable[[Facts], str | None]
@@ -41,7 +41,7 @@ CORE = {WEIGHTS: ANY, FROZEN: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP
 """What every load of a model and its optimizer takes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Way:
     """One way in which a program resumes.
 
@@ -79,7 +79,7 @@ class Way:
     returns: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Make:
     """A command that makes what a program resumes from.
 
@@ -109,7 +109,7 @@ class Make:
     of_masters: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Program:
     """What is known of a program.
 

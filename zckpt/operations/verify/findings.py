@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from zckpt.codes import (
     BAD_PICKLE,
@@ -28,7 +28,7 @@ from zckpt.errors import (
     UnsupportedError,
     WeightMismatchError,
 )
-from zckpt.state import Checkpoint, SourceFile
+from zckpt.state import Checkpoint, SourceFile, frozen
 from zckpt.state.brief import Brief, Result, document
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
@@ -42,7 +42,7 @@ _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Finding:
     """Something that is wrong, or worth knowing.
 
@@ -92,7 +92,7 @@ class Finding:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Checked(Result):
     """How much was looked at.
 
@@ -116,7 +116,7 @@ class Checked(Result):
     checksums: int = 0
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Verification(Brief):
     """What `verify` found.
 
