@@ -20,6 +20,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint, frozen
+from zckpt.state.brief import Document
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -41,7 +42,7 @@ class Averaged(Consolidated):
         Tensors of the model that are means, that are equal in all sources, and that are the last source's.
     """
 
-    sources: tuple[dict[str, object], ...]
+    sources: tuple[Document, ...]
     num_averaged: int
     num_equal: int
     num_from_last: int

@@ -16,6 +16,7 @@ from zckpt.engine.together import GAP_NBYTES, ranges_of
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS, frozen
+from zckpt.state.brief import Document
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import reach_of
 from zckpt.storage.journal import left_by
@@ -101,7 +102,7 @@ class Foresight:
     write_rate: float | None
     seconds: float | None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data."""
         limit, free = self.memory or (None, None)
         reads = self.reads.values()

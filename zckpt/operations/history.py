@@ -24,7 +24,7 @@ from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
 from zckpt.state import frozen
-from zckpt.state.brief import Result, document
+from zckpt.state.brief import Document, Result, document
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -78,7 +78,7 @@ class Recorded(Result):
     fingerprint: str | None = None
     equal: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data; `saved` is a date of ISO 8601, in UTC."""
         saved = datetime.fromtimestamp(self.saved, timezone.utc).isoformat(timespec="seconds")
         return {**Result.as_dict(self), "saved": saved}
@@ -100,7 +100,7 @@ class History(Result):
     checkpoints: list[Recorded]
     leftovers: list[str]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         nbytes = sum(one.nbytes for one in self.checkpoints)
         return {

@@ -27,7 +27,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Salvaged, shares
 from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile, frozen
 from zckpt.state.boxes import Box, bounds, row_major
-from zckpt.state.brief import Result
+from zckpt.state.brief import Document, Result
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import LOST
 
@@ -75,8 +75,8 @@ class Map(Result):
     dtypes: list[list[object]]
     root: str
     paths: list[str]
-    rows: list[dict[str, object]]
-    parameters: list[dict[str, object]]
+    rows: list[Document]
+    parameters: list[Document]
     boxes: list[list[object]]
     padding: list[list[int]]
 
@@ -133,7 +133,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     number = {path: index for index, path in enumerate(paths)}
     paths = [path.removeprefix(LOST) for path in paths]
     root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
-    lines: list[dict[str, object]] = []
+    lines: list[Document] = []
     for row in order:
         files = rows.files[row]
         held = (drawing.sources.get((row, slot), "") for slot in range(len(chosen)))  # None: of several files
@@ -177,7 +177,7 @@ class _Drawing:
     _cut: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     _rows_of_files: dict[int, tuple[CutFiles, list[int], list[int]]] = field(default_factory=dict)
 
-    def parameter(self, parameter: Parameter, kind: str) -> dict[str, object]:
+    def parameter(self, parameter: Parameter, kind: str) -> Document:
         if kind == "parameter" and (parameter.frozen or parameter.tied_to is not None):
             kind = "frozen" if parameter.tied_to is None else "tied"
         cuts: list[tuple[list[int], list[int], int, list[int]]] = []

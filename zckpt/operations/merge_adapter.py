@@ -27,6 +27,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, frozen
+from zckpt.state.brief import Document
 from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 
@@ -44,8 +45,8 @@ class Merged(Consolidated):
         those that the base lacks.
     """
 
-    base: dict[str, object]
-    adapter: dict[str, object]
+    base: Document
+    adapter: Document
     num_merged: int
     num_replaced: int
     num_added: int
@@ -247,7 +248,7 @@ class _Merging:
             return None
         return None if differences([pair(found[0].name, slot, _values(found[0]))]) else found[0]
 
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> Document:
         """Return what config.json is to say otherwise: that an embedding or a head that was replaced is tied no more.
 
         Raises UnsupportedError: the other one is in no file.

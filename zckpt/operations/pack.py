@@ -15,7 +15,7 @@ from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
 from zckpt.state import Checkpoint, frozen
-from zckpt.state.brief import Result
+from zckpt.state.brief import Document, Result
 from zckpt.storage.packed.index import Filed, Index, is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
@@ -57,7 +57,7 @@ class Packed(Result):
     dry_run: bool
     notes: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         total = sum(one.nbytes for one in self.packed), sum(one.stored_nbytes for one in self.packed)
         return {**Result.as_dict(self), "nbytes": total[0], "stored_nbytes": total[1]}

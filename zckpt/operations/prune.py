@@ -25,7 +25,7 @@ from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look,
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
 from zckpt.state import as_float, frozen
-from zckpt.state.brief import Brief, document
+from zckpt.state.brief import Brief, Document, document
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.packed.store import is_store
@@ -42,7 +42,7 @@ class Judged:
     goes: bool
     why: str
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data."""
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
@@ -74,7 +74,7 @@ class Pruned(Brief):
         """Bytes that are freed."""
         return sum(one.checkpoint.nbytes for one in self.checkpoints if one.goes)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "run": self.run,

@@ -13,7 +13,7 @@ from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.operations.options import Place, Scanning, Unpack, shares
 from zckpt.state import frozen
-from zckpt.state.brief import Result
+from zckpt.state.brief import Document, Result
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst
@@ -46,7 +46,7 @@ class Scanned(Result):
     grade: str
     files: int
     pickles: int
-    findings: list[dict[str, object]]
+    findings: list[Document]
 
 
 @shares(Scanning)
@@ -65,7 +65,7 @@ def scan(source: Place, **_shared: Unpack[Scanning]) -> Scanned:
         There is nothing, or a file cannot be read.
     """
     root = Path(source)
-    findings: list[dict[str, object]] = []
+    findings: list[Document] = []
     files = pickles = 0
     for path, found in scan_files(_files(root)):
         files, pickles = files + 1, pickles + len(found.pickles)
@@ -139,7 +139,7 @@ def items_of(directory: Path) -> Items:
     return found
 
 
-def _listed(file: str, found: Scanner) -> Iterator[dict[str, object]]:
+def _listed(file: str, found: Scanner) -> Iterator[Document]:
     for odd in found.oddities:
         yield {"file": file, **asdict(odd), "global": None, "program": None, "named": 0, "called": 0}
     for one in found.mentions:

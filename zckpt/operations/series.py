@@ -16,7 +16,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, Slot, frozen
-from zckpt.state.brief import Result, document
+from zckpt.state.brief import Document, Result, document
 
 
 @frozen
@@ -44,7 +44,7 @@ class Series(Result):
     checkpoints: list[Checkpoint]
     moved: list[Moved]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "sources": [summary(one) for one in self.checkpoints],

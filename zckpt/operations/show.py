@@ -17,7 +17,7 @@ from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.state import Extent, Shape, Slot, frozen
-from zckpt.state.brief import Result, number
+from zckpt.state.brief import Document, Result, number
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import narrow
 from zckpt.storage.durable import written
@@ -56,7 +56,7 @@ class Elements(Result):
     values: Array | None
     file: str | None = None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         values = None if self.values is None else _jsonable(_plain(self.values).tolist())
         return {**Result.as_dict(self), "values": values}

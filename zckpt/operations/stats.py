@@ -20,7 +20,7 @@ from zckpt.operations.options import Compared, Unpack, naming_of, shares
 from zckpt.operations.series import slots_of
 from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, Shape, frozen
-from zckpt.state.brief import Brief, document, number
+from zckpt.state.brief import Brief, Document, document, number
 from zckpt.state.dtypes import is_floating
 
 WIDER = 4
@@ -95,7 +95,7 @@ class Distribution(Brief):
         for power, count in other.magnitudes.items():
             self.magnitudes[power] = self.magnitudes.get(power, 0) + count
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data."""
         known = self.least is not None
         return {
@@ -133,7 +133,7 @@ class Statistics(Brief):
             layer.dtype = one.dtype if layer.dtype == one.dtype else "mixed"
         return list(found.values())
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": summary(self.checkpoint),

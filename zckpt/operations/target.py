@@ -33,7 +33,7 @@ from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, frozen
-from zckpt.state.brief import Result
+from zckpt.state.brief import Document, Result
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written
@@ -445,8 +445,8 @@ class Written(Result):
     verified: int = 0
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    missing: tuple[dict[str, object], ...] = ()
-    filled: tuple[dict[str, object], ...] = ()
+    missing: tuple[Document, ...] = ()
+    filled: tuple[Document, ...] = ()
     warnings: tuple[str, ...] = ()
     foresight: Foresight | None = None
 
@@ -454,7 +454,7 @@ class Written(Result):
         """Return all parameters, for a result that has more."""
         return {one.name: getattr(self, one.name) for one in fields(Written)}
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {_KEYS.get(key, key): value for key, value in Result.as_dict(self).items()}
 
@@ -475,7 +475,7 @@ def check_choice(option: str, value: str | None, choices: Sequence[str | None]) 
         raise UsageError(f"unusable --{option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
 
 
-def summary(checkpoint: Checkpoint) -> dict[str, object]:
+def summary(checkpoint: Checkpoint) -> Document:
     """Return what a document says of one of several checkpoints."""
     keys = ("source", "format", "step", "world_size", "zero_stage")
     found = {key: getattr(checkpoint, key) for key in keys}

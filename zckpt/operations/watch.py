@@ -28,7 +28,7 @@ from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.series import measured, slots_of
 from zckpt.operations.verify import Finding
 from zckpt.state import MASTER, WEIGHT, Checkpoint, frozen
-from zckpt.state.brief import document
+from zckpt.state.brief import Document, document
 from zckpt.storage.remote import is_url
 
 POLL_S = 5.0
@@ -62,7 +62,7 @@ class Appeared:
     findings: list[Finding]
     before: str | None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data: a line of what `verify --watch` prints."""
         return {**self.checkpoint.as_dict(), "before": self.before, "findings": document(self.findings)}
 

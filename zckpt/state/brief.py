@@ -12,6 +12,9 @@ from zckpt.errors import shortened, without_controls
 
 Value = TypeVar("Value")
 
+Document = dict[str, object]
+"""JSON-able data."""
+
 MOST_LINES = 10
 MOST_WIDTH = 100
 SHOWN_NAMES = 6
@@ -38,7 +41,7 @@ class Result(Brief):
 
     __slots__ = ()
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {one.name: document(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
 

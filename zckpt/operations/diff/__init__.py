@@ -15,7 +15,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import ComparedTwo, ReadingB, Unpack, how_read, naming_of, only, shares
 from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, frozen
-from zckpt.state.brief import Brief, document, number
+from zckpt.state.brief import Brief, Document, document, number
 from zckpt.state.names import canonical_names, renamed
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
@@ -28,7 +28,7 @@ class Changed:
     match: Match
     difference: Difference | None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the slot and its figures as JSON-able data; None where there is no figure."""
         match, figures = self.match, self.difference.figures if self.difference is not None else None
         counts = ("num_different", "max_ulp", "nan_a", "nan_b", "inf_a", "inf_b", "first")
@@ -83,7 +83,7 @@ class Compared(Brief):
         """Whether nothing differs."""
         return not (self.changed or self.only_in_a or self.only_in_b or self.settings)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "a": summary(self.a),

@@ -29,7 +29,7 @@ from zckpt.errors import (
     WeightMismatchError,
 )
 from zckpt.state import Checkpoint, SourceFile, frozen
-from zckpt.state.brief import Brief, Result, document
+from zckpt.state.brief import Brief, Document, Result, document
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -80,7 +80,7 @@ class Finding:
         """What the code means, in a few words."""
         return CODES[self.code].title
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the finding as JSON-able data."""
         return {
             **{key: getattr(self, key) for key in ("code", "severity", "title", "message", "file")},
@@ -152,7 +152,7 @@ class Verification(Brief):
         """Whether no finding is an error."""
         return all(finding.severity != ERROR for finding in self.findings)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": self.source,
