@@ -24,7 +24,6 @@ from zckpt.operations.deltas import apply_published, pairs, publish
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
-from zckpt.operations.pack import file_at
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
 from zckpt.operations.target import check_apart
 from zckpt.operations.unpack import Unpacked, write_files
@@ -142,10 +141,7 @@ def patch(
     nbytes, stored = sum(one.nbytes for one in files), 0
     if not dry_run:
         tensors, given = as_tensors({".": base}, GIVEN)
-        own = Known.of(
-            NUMBER, {".": result}, {str(file_at(source, one.name)): count for count, one in enumerate(files)}
-        )
-        cuts = cuts_of(own, tensors)
+        cuts = cuts_of(Known.of(NUMBER, {".": result}, source, files), tensors)
         details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
         with (
             written([path], overwrite=overwrite, owned=_OWNED) as [made],
@@ -154,7 +150,7 @@ def patch(
         ):
             store.given = partial(_elements, given)
             packing = Packing(store, None, NUMBER, source, files, DEEPEST, progress.advance)
-            stored = packing.write(source.name, lambda name: cuts(str(file_at(source, name))), details)
+            stored = packing.write(source.name, cuts, details)
     return Patched(
         str(path), prints[0].text, prints[1].text, len(both - changed), len(changed), shown, nbytes, stored, dry_run
     )
