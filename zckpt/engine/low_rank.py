@@ -15,17 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import field
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.engine.cast import cast, numpy_dtype
+from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.state import Extent, Slot, frozen
 from zckpt.state.dtypes import itemsize
-
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
 
 KEPT_NBYTES = 1 << 25
 """Of right factors that are kept: workers are at two or three tensors at once, whose factors have few rows each."""

@@ -9,15 +9,12 @@ Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.computed import Input, Inputs
 from zckpt.state import Slot, frozen
 from zckpt.state.dtypes import itemsize
-
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
 
 
 @frozen

@@ -13,22 +13,19 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from zckpt.engine.cast import cast
+from zckpt.engine.cast import Array, cast
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
 from zckpt.state import Shape, Slot, frozen
 
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
-
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of e2m1."""
 
-Values = Callable[[list["Array"], int, int], "Array"]
+Values = Callable[[list[Array], int, int], Array]
 """Gets what some units need of each part, flat, and which units of these parts they are: the first, and one after."""
 
 

@@ -20,21 +20,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Salvaged, shares
-from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile, frozen
+from zckpt.operations.options import Salvaged, Unpack, shares
+from zckpt.state import Checkpoint, CutFiles, CutSpans, Extent, Parameter, Shape, Slot, SourceFile, frozen
 from zckpt.state.boxes import Box, bounds, row_major
 from zckpt.state.brief import Document, Result
 from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import LOST
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from zckpt.state import CutFiles
 
 SEVERAL = -2
 NONE = -1

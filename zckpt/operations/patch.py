@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from zckpt.compare.digests import changes
-from zckpt.engine import Reporter, reporting
+from zckpt.engine import reporting
 from zckpt.engine.copy import pieces_of, read_piece
 from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
@@ -127,7 +127,13 @@ def patch(
     base, result = opened(a, **shared), open_checkpoint(source)
     _check_apart(path, base, b)
     if to == SLIME:
-        return _published(base, result, path, encoding, overwrite, dry_run, shared["reporter"])
+        tensors = pairs(base, result)
+        nbytes = sum(slot.nbytes for _, _, slot in tensors)
+        names, stored = publish(
+            tensors, _whole, path, encoding, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
+        )
+        versions = (f"weight_v{number:06d}" for number in (version_of(path) - 1, version_of(path)))
+        return Patched(str(path), *versions, len(tensors) - len(names), len(names), names, nbytes, stored, dry_run)
     check_target(path, overwrite=overwrite, owned=_OWNED)
     copying = only(Copying, {**shared, "reporter": None})
     prints = fingerprint(base, **copying), fingerprint(result, **copying)
@@ -140,8 +146,8 @@ def patch(
     files = files_of(source)
     nbytes, stored = sum(one.nbytes for one in files), 0
     if not dry_run:
-        tensors, given = as_tensors({".": base}, GIVEN)
-        cuts = cuts_of(Known.of(NUMBER, {".": result}, source, files), tensors)
+        known, given = as_tensors({".": base}, GIVEN)
+        cuts = cuts_of(Known.of(NUMBER, {".": result}, source, files), known)
         details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
         with (
             written([path], overwrite=overwrite, owned=_OWNED) as [made],
@@ -153,21 +159,6 @@ def patch(
             stored = packing.write(source.name, cuts, details)
     return Patched(
         str(path), prints[0].text, prints[1].text, len(both - changed), len(changed), shown, nbytes, stored, dry_run
-    )
-
-
-def _published(
-    base: Checkpoint, result: Checkpoint, path: Path, encoding: str, overwrite: bool, dry_run: bool,
-    reporter: Reporter | None,
-) -> Patched:  # fmt: skip
-    """Write a version as slime does."""
-    tensors = pairs(base, result)
-    changed, stored = publish(tensors, _whole, path, encoding, overwrite=overwrite, dry_run=dry_run, reporter=reporter)
-    nbytes = sum(slot.nbytes for _, _, slot in tensors)
-    version = version_of(path)
-    before, after = (f"weight_v{number:06d}" for number in (version - 1, version))
-    return Patched(
-        str(path), before, after, len(tensors) - len(changed), len(changed), changed, nbytes, stored, dry_run
     )
 
 

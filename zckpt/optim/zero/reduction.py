@@ -37,6 +37,10 @@ class Extent(NamedTuple):
     offset: int = 0
 
 
+Kind = tuple[int, torch.dtype, torch.device]
+"""What messages have in common that can be sent from the same memory; the first is the id of a process group."""
+
+
 class Message:
     """What one process group reduces of a bucket, as one range of elements of one type.
 
@@ -75,7 +79,7 @@ class Message:
         self.own = [one for one in self.extents if one.owner == self.group.rank]
 
     @property
-    def kind(self) -> tuple[int, torch.dtype, torch.device]:
+    def kind(self) -> Kind:
         """What messages have in common that can be sent from the same memory."""
         return id(self.group.process_group), self.dtype, self.device
 
@@ -123,7 +127,7 @@ class Reducer:
         whole_till_then = optimizer.stage == 1 and optimizer.gradient_accumulation_steps > 1 and not optimizer.offload
         self._held: deque[tuple[Extent, torch.Tensor]] | None = deque() if whole_till_then else None
         self._pins = optimizer.offload and any(group.flat.is_cuda for group in self.groups)
-        self._buffers: dict[tuple[int, tuple[int, torch.dtype, torch.device]], torch.Tensor] = {}
+        self._buffers: dict[tuple[int, Kind], torch.Tensor] = {}
         self._deliveries = Deliveries()
         self._accumulated: set[torch.Tensor] = set()
         self._flights: deque[tuple[Bucket, list[tuple[Message, torch.Tensor]], list[dist.Work]]] = deque()
@@ -224,7 +228,7 @@ class Reducer:
     def bucket_of(self, members: Sequence[Member]) -> Bucket:
         """Return a bucket of these parameters."""
         by_owner, sent = self.optimizer.reduce_scatter, self.optimizer.communication_data_type
-        kinds: dict[tuple[int, torch.dtype, torch.device], list[Member]] = {}
+        kinds: dict[Kind, list[Member]] = {}
         for member in members:
             parameter = member.parameter
             kind = (id(member.group.process_group), sent or parameter.dtype, parameter.device)

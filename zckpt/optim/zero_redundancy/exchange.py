@@ -37,6 +37,9 @@ EVEN = 1.1
 
 Kind = tuple[torch.device, torch.dtype]
 
+Shares = Sequence[Sequence[torch.Tensor]]
+"""The parameters of each rank."""
+
 
 @dataclass(slots=True)
 class Bucket:
@@ -83,7 +86,7 @@ class Exchange:
         return all(is_flat(elements, parameters) for elements, parameters in self.views)
 
 
-def by_kind(shares: Sequence[Sequence[torch.Tensor]]) -> dict[Kind, list[list[torch.Tensor]]]:
+def by_kind(shares: Shares) -> dict[Kind, list[list[torch.Tensor]]]:
     """Return for each device and element type the parameters of each rank, in an order that all ranks agree on."""
     kinds: dict[Kind, list[list[torch.Tensor]]] = {}
     for rank, parameters in enumerate(shares):
@@ -93,7 +96,7 @@ def by_kind(shares: Sequence[Sequence[torch.Tensor]]) -> dict[Kind, list[list[to
     return kinds
 
 
-def plain_exchange(shares: Sequence[Sequence[torch.Tensor]]) -> Exchange:
+def plain_exchange(shares: Shares) -> Exchange:
     """Return the exchange of parameters that stay where they are."""
     exchange = Exchange()
     for ranks in by_kind(shares).values():
@@ -114,7 +117,7 @@ def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [*alone, *tensors.filled(small, lambda one: one.nbytes, BUCKET_NBYTES)]
 
 
-def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bool) -> Exchange:
+def bucket_view_exchange(shares: Shares, *, gather: bool) -> Exchange:
     """Return the exchange of parameters, given by rank, that become views of buckets; their `data` is moved there.
 
     With `gather`, shares that are nearly equal are gathered at once.
