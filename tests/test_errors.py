@@ -120,3 +120,13 @@ def test_a_verb_names_options_as_whoever_calls_it_does(verb, tmp_path):
     assert flags in done.stdout
     with pytest.raises(zckpt.ZckptError, match=re.escape(keywords)):  # again, after the command line
         call(tmp_path)
+
+
+@pytest.mark.usefixtures("in_python")
+def test_notes_and_warnings_name_options_as_whoever_calls_does(tmp_path):
+    source = FIXTURES / "s0_fp32_dp2"
+    for warnings in (zckpt.inspect(source).warnings, zckpt.convert(source, tmp_path / "x", to="zckpt").warnings):
+        assert any("give names=[...]" in one for one in warnings)
+        assert not any("--" in one for one in warnings)
+    done = run("convert", source, tmp_path / "y", "--to", "zckpt")
+    assert "give --names FILE" in done.stdout + done.stderr

@@ -136,6 +136,11 @@ def as_keywords(text: str) -> str:
     return _OPTION.sub(keyword, text)
 
 
+def as_called(text: str) -> str:
+    """Return a text that names options as whoever runs zckpt does: on its command line, or in Python."""
+    return text if ZckptError.names_flags else as_keywords(text)
+
+
 def stands_for_urls() -> bool:
     """Tell whether there are paths that stand for URLs."""
     return bool(_AS_URLS)
@@ -242,7 +247,7 @@ class ZckptError(Exception):
         }
 
     def _said(self, value: object) -> str:
-        return shown(str(value) if ZckptError.names_flags else as_keywords(str(value)))
+        return shown(as_called(str(value)))
 
     def __str__(self) -> str:
         text = shortened(self._said(self.message), SHOWN_CHARACTERS)

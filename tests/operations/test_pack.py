@@ -68,6 +68,26 @@ def test_unpack_gives_every_file_back_as_it_was(made, tmp_path):
     assert contents(tmp_path / "one") == contents(made / "run" / "step-2")
 
 
+def test_what_names_the_latest_comes_back_with_the_whole_run(made, tmp_path):
+    shutil.copytree(made / "run" / "step-1", tmp_path / "run" / "global_step5")
+    (tmp_path / "run/latest").write_text("global_step5")
+    zckpt.pack(tmp_path / "run", tmp_path / "s")
+    assert [one.latest for one in zckpt.history(tmp_path / "s").checkpoints] == [True]
+    shutil.copytree(made / "run" / "step-2", tmp_path / "run" / "global_step6")
+    (tmp_path / "run/latest").write_text("global_step6\n")
+    zckpt.pack(tmp_path / "run", tmp_path / "s")
+    unpack(tmp_path / "s", tmp_path / "again")
+    assert (tmp_path / "again/latest").read_bytes() == b"global_step6\n"
+    assert contents(tmp_path / "again/global_step6") == contents(tmp_path / "run/global_step6")
+    assert zckpt.open(tmp_path / "again").world_size == 4
+    unpack(tmp_path / "s/global_step5", tmp_path / "one")
+    assert not (tmp_path / "one/latest").exists()
+    (tmp_path / "run/latest").write_text("elsewhere")  # of none that is packed
+    zckpt.pack(tmp_path / "run", tmp_path / "s")
+    unpack(tmp_path / "s", tmp_path / "again", overwrite=True)
+    assert (tmp_path / "again/latest").read_bytes() == b"global_step6\n"
+
+
 def test_links_empty_directories_and_modes_come_back(made, tmp_path):
     shutil.copytree(made / "run" / "step-2", tmp_path / "run" / "step-2")
     at = tmp_path / "run" / "step-2"

@@ -33,7 +33,7 @@ def put(run_: Path, steps: range, since: int = 99) -> Path:
 def test_the_step_is_found_wherever_it_is(since, tmp_path):
     a, b = put(tmp_path / "a", range(1, 8)), put(tmp_path / "b", range(1, 9), since)
     found = zckpt.parting(a, b)
-    expected = [{"name": "b.weight", "entry": "weight"}] if since < 8 else []
+    expected = [{"name": "b.weight", "entry": "weight", "max_abs": 1.0}] if since < 8 else []
     assert (found.equal, found.different) == (since - 1 or None, since if since < 8 else None)
     assert (found.changed, found.steps, found.only_in_a, found.only_in_b) == (expected, [*range(1, 8)], [], [8])
 
@@ -51,14 +51,14 @@ def test_formats_may_differ_and_slots_are_chosen(tmp_path):
     assert (found.equal, found.different) == (1, 2)
     assert {one["entry"] for one in found.changed} >= {"exp_avg_sq", "master"}
     only = zckpt.parting(tmp_path / "a", tmp_path / "b", slots=["exp_avg_sq"], parameters=["fc1.weight"])
-    assert only.changed == [{"name": "fc1.weight", "entry": "exp_avg_sq"}]
+    assert [(one["name"], one["entry"]) for one in only.changed] == [("fc1.weight", "exp_avg_sq")]
 
 
 def test_the_command_line_says_where_and_its_status_whether(tmp_path):
     a, b = put(tmp_path / "a", range(1, 5)), put(tmp_path / "b", range(1, 4), 3)
     done = run("diff", "--series", a, b)
     assert (done.returncode, done.stderr) == (1, "")
-    assert "equal at step 2, different at step 3: 1 parameter\n  b.weight  weight\n" in done.stdout
+    assert "equal at step 2, different at step 3: 1 parameter\n  b.weight  weight (by at most 1)\n" in done.stdout
     assert "only in a: 1 step" in done.stdout
     told = run("diff", "--series", a, b, "--json")
     assert json.loads(told.stdout) == zckpt.parting(a, b).as_dict()
@@ -96,4 +96,4 @@ def test_models_of_one_checkpoint_are_compared_each(tmp_path):
                 save_file(model(step, 2 if (name, part) == ("b", "critic") else 99), at / "model.safetensors")
     found = zckpt.parting(tmp_path / "a", tmp_path / "b")
     assert (found.equal, found.different) == (1, 2)
-    assert found.changed == [{"name": "critic: b.weight", "entry": "weight"}]
+    assert found.changed == [{"name": "critic: b.weight", "entry": "weight", "max_abs": 1.0}]

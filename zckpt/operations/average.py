@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
+from zckpt.operations.pack import units_of_place
 from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint, frozen
 from zckpt.state.brief import Document
@@ -118,6 +120,7 @@ def average(
     TargetError
         The target exists or cannot be written.
     """
+    _check_several(sources)
     rule, shares = _rule(len(sources), weights, ema)
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, quantize)
     how = How.of("average", shared, **asdict(chosen), weights=weights, ema=ema, from_last=from_last,
@@ -172,10 +175,19 @@ def _opened(
     return found
 
 
+def _check_several(sources: Sequence[Source]) -> None:
+    """Raise UsageError unless there are several; of a run, name its checkpoints."""
+    if len(sources) < 2:
+        alone = [Path(one) for one in sources if not isinstance(one, Checkpoint)]
+        inside = [shlex.quote(str(one.path)) for run in alone for one in units_of_place(run) if one.path != run]
+        raise UsageError(
+            "averaging needs several checkpoints", expected="two or more", found=len(sources),
+            advice=f"name each one: `zckpt average {listed(inside, by=' ')} TARGET`" if len(inside) > 1 else None,
+        )  # fmt: skip
+
+
 def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[Rule, list[float]]:
     """Return how a mean is computed, and the share of each source in it."""
-    if count < 2:
-        raise UsageError("averaging needs several checkpoints", expected="two or more", found=count)
     if ema is not None:
         if weights is not None:
             raise UsageError("--weights and --ema exclude each other", expected="one of them")

@@ -11,6 +11,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+from zckpt.errors import as_called
 from zckpt.formats.account import take_inventory
 from zckpt.formats.alike_files import glanced
 from zckpt.formats.low_bit import described
@@ -181,7 +182,7 @@ def inspect(
         metadata=sorted(checkpoint.metadata),
         left_out=[item.as_dict() for item in inventory.left_out],
         missing=list(missing_from(checkpoint)),
-        warnings=list(checkpoint.warnings),
+        warnings=[*map(as_called, checkpoint.warnings)],
         inventory=inventory.as_dict() if include_inventory else None,
     )
 

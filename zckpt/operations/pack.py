@@ -8,14 +8,15 @@ from dataclasses import field
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
-from zckpt.errors import UsageError, ZckptError
+from zckpt.errors import SourceError, UsageError, ZckptError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.units import Unit, units
+from zckpt.formats.units import Unit, is_named, latest_of
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
 from zckpt.state import Checkpoint, frozen
 from zckpt.state.brief import Document, Result
+from zckpt.storage.durable import written
 from zckpt.storage.packed.index import Filed, is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
@@ -75,6 +76,8 @@ def pack(
 ) -> Packed:
     """Add a run's checkpoints, of any formats, to a store, which is created if needed; its contents stay.
 
+    Files of the run that name one of them as the latest (`latest` and the like) are kept, too, as they were last.
+
     Parameters
     ----------
     source : path-like
@@ -116,7 +119,12 @@ def pack(
         would = [PackedOne(called[one.path], _nbytes(files_of(one.path)), 0) for one in every]
         return Packed(str(place), [one for one in would if one.name not in present], [*present], dry_run=True, notes=[])
     with writing(place) as into:
-        return packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
+        done = packed_into(into, [(called[one.path], one) for one in every], full_every, shared["reporter"])
+        for file, text in latest_of(run).items():
+            if any(is_named(one.path, run, text) for one in every):
+                with written([place / file], overwrite=True) as [new]:
+                    new.write_bytes((run / file).read_bytes())
+    return done
 
 
 def packed_into(
@@ -169,6 +177,16 @@ def _last(store: PackedStore, names: Mapping[str, int], mounts: ExitStack) -> Kn
         return None
     name = max(names, key=names.__getitem__)
     path = mounts.enter_context(closing(PackedMount(store, name))).path
-    own = [Unit(path, (path,))] if path.is_file() else [one for one in units(path) if one.path == path]
+    own = [one for one in units_of_place(path) if one.path == path]
     states = {at: state for unit in own for at, state in _states(unit, []).items()}
     return Known.of(names[name], states, path, store.index(names[name]).files)
+
+
+def units_of_place(path: Path) -> list[Unit]:
+    """Return the checkpoints at or below a place; none where there is none."""
+    if path.is_file():
+        return [Unit(path, (path,))]
+    try:
+        return units_of(path)
+    except SourceError:
+        return []

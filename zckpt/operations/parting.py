@@ -10,12 +10,13 @@ from zckpt.compare.digests import changes
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.units import Unit, units
+from zckpt.operations.diff import diff
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.state import frozen
-from zckpt.state.brief import Result
+from zckpt.state.brief import Document, Result, number
 from zckpt.storage.packed.mount import mounted_place
 from zckpt.storage.remote import is_url
 
@@ -36,7 +37,8 @@ class Parting(Result):
     different : int or None
         The first step at which they differ; None if they are equal at all.
     changed : list of dict
-        What differs then: `name`, and `entry`: `weight`, `master`, an optimizer slot or value; None: all of it.
+        What differs then: `name`, `entry` (`weight`, `master`, an optimizer slot or value; None: all of it), and
+        `max_abs`, the largest difference, if `diff` finds one.
     """
 
     a: str
@@ -46,7 +48,7 @@ class Parting(Result):
     only_in_b: list[int]
     equal: int | None
     different: int | None
-    changed: list[dict[str, str | None]]
+    changed: list[Document]
 
 
 def is_run(path: Place) -> bool:
@@ -63,7 +65,8 @@ def parting(
 ) -> Parting:
     """Find the step at which two runs diverge, whatever their formats and world sizes.
 
-    Uses bisection, since runs that have diverged do not meet again: of n common steps, about log2(n) are read.
+    Uses bisection, since runs that have diverged do not meet again: of n common steps, about log2(n) are read,
+    and the one found once more, for how much differs.
 
     Parameters
     ----------
@@ -86,19 +89,28 @@ def parting(
         raise UsageError("the runs have no step in common", path=b, expected=_listed(ours), found=_listed(theirs))
     chosen = Filter(tuple(slots), tuple(parameters))
 
-    def differences(step: int) -> list[dict[str, str | None]]:
+    def differences(step: int) -> list[Document]:
         mine, other = _states(ours[step]), _states(theirs[step])
-        found: list[dict[str, str | None]] = [{"name": model, "entry": None} for model in mine.keys() ^ other.keys()]
+        found: list[Document] = [{"name": model, "entry": None} for model in mine.keys() ^ other.keys()]
         for model in mine.keys() & other.keys():
             prints = (fingerprint(open_checkpoint(one[model]), **shared) for one in (mine, other))
             found += [
-                {"name": f"{model}: {one.name}" if len(mine) > 1 else one.name, "entry": one.entry}
+                {"name": f"{model}: {one.name}" if model else one.name, "entry": one.entry}
                 for one in changes(*prints)
                 if chosen.takes(one.name) and (one.entry is None or chosen.takes_slot(one.entry))
             ]
         return sorted(found, key=lambda one: str(one["name"]))
 
-    low, high, changed = 0, len(steps), list[dict[str, str | None]]()
+    def largest(step: int) -> dict[tuple[object, object], float | None]:
+        mine, other = _states(ours[step]), _states(theirs[step])
+        return {
+            (f"{model}: {one.match.name}" if model else one.match.name, one.match.slot): one.difference.figures.max_abs
+            for model in mine.keys() & other.keys()
+            for one in diff(mine[model], other[model], slots=slots, parameters=parameters, **shared).changed
+            if one.difference is not None
+        }
+
+    low, high, changed = 0, len(steps), list[Document]()
     while low < high:
         middle = (low + high) // 2
         found = differences(steps[middle])
@@ -107,6 +119,9 @@ def parting(
         else:
             low = middle + 1
     alone = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    sizes = largest(steps[low]) if low < len(steps) else {}
+    for one in changed:
+        one["max_abs"] = number(sizes.get((one["name"], one["entry"])))
     equal, different = steps[low - 1] if low else None, steps[low] if low < len(steps) else None
     return Parting(str(a), str(b), steps, *alone, equal, different, changed)
 

@@ -23,7 +23,7 @@ from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import TargetExistsError, UsageError, about, shown
+from zckpt.errors import TargetExistsError, UsageError, about, as_called, shown
 from zckpt.executors.using import using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.consolidated.optimizer import optimizer_path
@@ -449,6 +449,10 @@ class Written(Result):
     filled: tuple[Document, ...] = ()
     warnings: tuple[str, ...] = ()
     foresight: Foresight | None = None
+
+    def __post_init__(self) -> None:
+        for said in ("notes", "warnings"):
+            object.__setattr__(self, said, tuple(map(as_called, getattr(self, said))))
 
     def fields(self) -> dict[str, Any]:
         """Return all parameters, for a result that has more."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
+from zckpt.formats.units import TRACKERS
 from zckpt.operations.options import Place
 from zckpt.state import frozen
 from zckpt.state.brief import Result
@@ -83,7 +85,8 @@ def unpack(
     files = sum(one.kind == "file" for number in numbers.values() for one in packed.index(number).files)
     done = Unpacked(str(path), wanted, files, nbytes, dry_run)
     if not dry_run:
-        write_files(packed, numbers, path, overwrite=overwrite, reporter=reporter)
+        latest = {} if found[1] else {name: data for name, data in packed.beside() if name in TRACKERS}
+        write_files(packed, numbers, path, overwrite=overwrite, reporter=reporter, beside=latest)
     return done
 
 
@@ -95,8 +98,9 @@ def write_files(
     overwrite: bool,
     reporter: Reporter | None,
     prove: Callable[[Path], None] | None = None,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
 ) -> None:
-    """Write checkpoints, by where they go in the target.
+    """Write checkpoints, by where they go in the target, and files `beside` them.
 
     `prove`: sees what has no name yet; what it raises leaves none.
 
@@ -108,7 +112,7 @@ def write_files(
         The target exists or cannot be written.
     """
     is_file = [*numbers] == [""] and store.index(numbers[""]).is_file
-    every = {
+    every = {*beside} | {
         os.path.join(front, one.name) if not store.index(number).is_file or front == "" else front  # noqa: PTH118
         for front, number in numbers.items()
         for one in store.index(number).files
@@ -123,6 +127,8 @@ def write_files(
     ):
         for front, number in numbers.items():
             _write(store, number, partial / front if front else partial, progress.advance)
+        for name, data in beside.items():
+            (partial / name).write_bytes(data)
         if prove is not None:
             prove(partial)
         for front, number in numbers.items():

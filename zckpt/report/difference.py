@@ -102,7 +102,8 @@ def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:
     document = printable(dict(document))
     by_name: dict[str, list[str]] = {}
     for one in document["changed"]:
-        by_name.setdefault(one["name"], []).append(one["entry"] or "there in one only")
+        most = "" if one["max_abs"] is None else f" (by at most {one['max_abs']:.3g})"
+        by_name.setdefault(one["name"], []).append((one["entry"] or "there in one only") + most)
     said = f"equal at step {document['equal']:,}" if document["equal"] is not None else "equal at no step"
     if document["different"] is not None:
         said += f", different at step {document['different']:,}: {count(len(by_name), 'parameter')}"

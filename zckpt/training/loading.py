@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from zckpt.engine.checking import Checks, watching
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
-from zckpt.errors import UsageError, listed, shown
+from zckpt.errors import UsageError, as_called, listed, shown
 from zckpt.formats.native.files import headers_shared
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import at_path, place_of
@@ -266,7 +266,8 @@ class Meeting:
 
     def reported(self) -> Restored:
         """Return the report as the user is to see it."""
-        self.report.path, self.report.notes = shown(self.report.path), [shown(note) for note in self.report.notes]
+        self.report.path = shown(self.report.path)
+        self.report.notes = [shown(as_called(note)) for note in self.report.notes]
         return self.report
 
 

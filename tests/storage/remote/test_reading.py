@@ -9,8 +9,11 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -58,10 +61,25 @@ def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(kind, served, s3, tmp_pat
     shown = url.replace(f"zckpt-user:{PASSWORD}@", "")
     assert undated(of_url(zckpt.inspect(url).as_dict(), shown, SOURCE)) == undated(zckpt.inspect(SOURCE).as_dict())
     assert zckpt.diff(url, SOURCE).equal
+    assert of_url(zckpt.scan(url).as_dict(), shown, SOURCE) == zckpt.scan(SOURCE).as_dict()
+    zckpt.sanitize(url, tmp_path / "clean")
+    for one in SOURCE.rglob("*.pt"):
+        assert (tmp_path / "clean" / one.relative_to(SOURCE)).read_bytes() == one.read_bytes()
     zckpt.consolidate(url, tmp_path / "a.safetensors", slots=["all"])
     zckpt.consolidate(SOURCE, tmp_path / "b.safetensors", slots=["all"])
     for ending in (".safetensors", ".optimizer.safetensors"):
         assert (tmp_path / f"a{ending}").read_bytes() == (tmp_path / f"b{ending}").read_bytes()
+
+
+def test_a_server_without_ranges_is_told_from_one_that_fails():
+    handler = partial(SimpleHTTPRequestHandler, directory=str(SOURCE))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/global_step5/mp_rank_00_model_states.pt"
+        with pytest.raises(zckpt.SourceError, match="range requests") as error:
+            zckpt.inspect(url)
+        server.shutdown()
+    assert error.value.path == url
 
 
 def test_memory_and_file_urls(tmp_path):

@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 from zckpt.errors import SourceError, UsageError, show_as_stored
 from zckpt.storage.packed.store import PATCH, Given, PackedStore, is_store
 from zckpt.storage.remote.mount import PACKED as SCHEME
-from zckpt.storage.stand_ins import FILES, Distant, forget_all, stand_in, tree
+from zckpt.storage.stand_ins import FILES, Distant, InMemory, forget_all, stand_in, tree
 
 MOST_NAME_BYTES = 255
 """Of a file system."""
@@ -86,6 +86,9 @@ class PackedMount:
         try:
             for name in wanted:
                 self._add(root, name, names[name])
+            for name, data in () if within else store.beside():
+                stand_in(root / name, len(data))
+                self.files[str(root / name)] = FILES[str(root / name)] = InMemory(data)
         except OSError as error:
             self.close()
             why = error.strerror

@@ -29,6 +29,8 @@ STORE, PATCH = "zckpt store", "zckpt patch"
 
 VERSION = 1
 
+BESIDE_NBYTES = 4096
+
 KEPT_NBYTES = 32 << 20
 """Of chunks that were read last: who reads in small steps, or in another order, has them again."""
 
@@ -99,6 +101,12 @@ class PackedStore:
             except SourceError as error:
                 wrong[number] = error
         return found, wrong
+
+    def beside(self) -> list[tuple[str, bytes]]:
+        """Return small files that lie in the store and are not its own, `latest` and the like: names and bytes."""
+        own = (".index", ".chunks", ".json")
+        every = [one for one in self.path.iterdir() if one.suffix not in own and one.name[0] != "."]
+        return [(one.name, one.read_bytes()) for one in every if is_file(one) and one.stat().st_size <= BESIDE_NBYTES]
 
     def index(self, number: int) -> Index:
         """Return the index of a checkpoint. Raises SourceError: it cannot be read, or is damaged."""

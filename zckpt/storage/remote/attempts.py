@@ -135,6 +135,8 @@ def failed(error: BaseException, shown: str, *, writing: bool, tried: tuple[int,
     advice = None
     if isinstance(error, PermissionError) or status_of(error) in (401, 403) or "redentials" in str(error):
         advice = "the store's own settings say who you are; docs/remote.md lists them"
+    elif "to a request for a range" in str(error):
+        advice = "use a server that answers range requests (`rclone serve http` does, `python -m http.server` does not)"
     kind = TargetError if writing else SourceError
     message = "cannot be written" if writing else "cannot be read"
     if isinstance(error, FileNotFoundError) or status_of(error) == 404:
