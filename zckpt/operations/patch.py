@@ -132,8 +132,8 @@ def patch(
         names, stored = publish(
             tensors, _whole, path, encoding, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
         )
-        versions = (f"weight_v{number:06d}" for number in (version_of(path) - 1, version_of(path)))
-        return Patched(str(path), *versions, len(tensors) - len(names), len(names), names, nbytes, stored, dry_run)
+        before, after = (f"weight_v{number:06d}" for number in (version_of(path) - 1, version_of(path)))
+        return Patched(str(path), before, after, len(tensors) - len(names), len(names), names, nbytes, stored, dry_run)
     check_target(path, overwrite=overwrite, owned=_OWNED)
     copying = only(Copying, {**shared, "reporter": None})
     prints = fingerprint(base, **copying), fingerprint(result, **copying)

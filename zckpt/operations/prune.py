@@ -213,7 +213,7 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
         raise UsageError(
             "it is unknown whether higher or lower is better", expected=f"{name}:min or {name}:max", found=metric
         )
-    values = {one.unit.path: value for one in sound if (value := _value(one, name)) is not None}
+    values = {one.unit.path: value for one in sound if not math.isnan(value := _metrics(one).get(name, math.nan))}
     if not values:
         known = sorted({key for one in sound for key in _metrics(one)})
         raise UsageError(f"no checkpoint has a value of {name} for its step", expected=listed(known) or "some metric")
@@ -225,11 +225,6 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
             best = min(members, key=lambda one: (sign * values[one.unit.path], -one.number))
             found[best.unit.path] = f"the best by {name}: {values[best.unit.path]:g}"
     return found
-
-
-def _value(one: _Seen, name: str) -> float | None:
-    value = _metrics(one).get(name, math.nan)
-    return None if math.isnan(value) else value
 
 
 def _metrics(one: _Seen) -> dict[str, float]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -105,16 +104,10 @@ def show(
     whole = found.slot(name, slot)
     part, shape = _part(whole, slice)
     refuse_endless(part, f"{whole.name} of {name}")
-    said: dict[str, Any] = {
-        "name": name,
-        "slot": whole.name,
-        "dtype": whole.dtype,
-        "shape": whole.shape,
-        "slice": slice,
-    }
+    elements = Elements(name, whole.name, whole.dtype, whole.shape, slice, None)
     if npy is not None:
         _write(Path(npy), part, shape, overwrite=overwrite)
-        return Elements(**said, values=None, file=str(npy))
+        return replace(elements, file=str(npy))
     if part.numel > MOST_SHOWN:
         raise UsageError(
             f"{whole.name} of {name} has too many elements to show",
@@ -125,7 +118,7 @@ def show(
     values = np.empty(part.numel, numpy_dtype(part.dtype))
     for start, block in _blocks(part):
         values[start : start + block.size] = block
-    return Elements(**said, values=values.reshape(shape))
+    return replace(elements, values=values.reshape(shape))
 
 
 def _part(whole: Slot, text: str | None) -> tuple[Slot, Shape]:

@@ -146,7 +146,8 @@ def resume_check(
     if world_size is not None and world_size < 1:
         raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
-    facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model), _config_of(model))
+    config = _config_of(model)
+    facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model, config), config)
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
     found = replace(found, yours=about.yours or None)
@@ -368,11 +369,11 @@ def _config_of(model: object) -> Path | None:
     return config if config.suffix == ".json" and is_file(config) else None
 
 
-def _shapes(model: object) -> Shapes:
+def _shapes(model: object, config: Path | None) -> Shapes:
     """Return the shapes of a model's tensors by all the names of each, with a NUL between them."""
     if hasattr(model, "state_dict"):
         return _live_shapes(model)
-    if (config := _config_of(model)) is not None:
+    if config is not None:
         return _live_shapes(_from_config(config))
     one = open(Path(str(model)))
     aliases: dict[str, list[str]] = {}
