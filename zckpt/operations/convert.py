@@ -92,10 +92,7 @@ def convert(
     if dequantize:
         left_out = left_with_codes(found)
         [found] = with_floats(found)
-    if naming.changes or not written.keeps_ranks:
-        round_means(found)
-    checkpoint, notes = under_names(found, naming)
-    checkpoint = _as_expected(checkpoint, written)
+    checkpoint, notes = _as_expected(found, written, naming)
     path = Path(target)
     with about(checkpoint.source):
         laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
@@ -126,9 +123,7 @@ def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) 
         It has what no other format can hold.
     """
     check_nothing_lost([found], ())
-    if naming.changes or not written.keeps_ranks:
-        round_means(found)
-    return _as_expected(under_names(found, naming)[0], written)
+    return _as_expected(found, written, naming)[0]
 
 
 def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -> tuple[str, ...]:
@@ -158,14 +153,20 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
     return tuple(notes)
 
 
-def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
-    """Return a checkpoint under the names that the target's programs look for; refuse what no other format can hold."""
+def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint under the names that the target's programs look for, and what to know about them.
+
+    Raises UnsupportedError: it has what no other format can hold.
+    """
+    if naming.changes or not written.keeps_ranks:
+        round_means(found)
+    checkpoint, notes = under_names(found, naming)
     own = find_format(checkpoint.format)
     if own is not None and own.family and own.family == written.family:
         checkpoint = as_filed(checkpoint)
     if written is not own:  # its own format knows when it can go along
         refuse_rank_values(checkpoint, expected=f"--to={checkpoint.format} at {checkpoint.topology.dp} ranks")
-    return checkpoint
+    return checkpoint, notes
 
 
 def under_names(checkpoint: Checkpoint, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:

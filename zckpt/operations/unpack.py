@@ -126,13 +126,13 @@ def write_files(
         reporting(reporter, nbytes) as progress,
     ):
         for front, number in numbers.items():
-            _write(store, number, partial / front if front else partial, progress.advance)
+            _write(store, number, partial / front, progress.advance)
         for name, data in beside.items():
             (partial / name).write_bytes(data)
         if prove is not None:
             prove(partial)
         for front, number in numbers.items():
-            _mark(store, number, partial / front if front else partial)
+            _mark(store, number, partial / front)
 
 
 def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:
