@@ -22,9 +22,8 @@ from zckpt.engine.gather import gather_mapped, in_order, place
 from zckpt.engine.plan import WIDENED, Copy, Fill, Piece, Strided, fill
 from zckpt.engine.targets import Hole, end_of
 from zckpt.engine.workers import BATCH_NBYTES
-from zckpt.state import ZEROS, Extent, Shape, Slot, frozen
+from zckpt.state import ZEROS, Extent, Shape, Slot, frozen, is_floating, itemsize
 from zckpt.state.boxes import SpanIndexes
-from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.spans import reach_of
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.distant import Range, found

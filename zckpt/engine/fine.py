@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zckpt.state import CutSpans, Extent, Slot, frozen
-from zckpt.state.dtypes import itemsize
+from zckpt.state import CutSpans, Extent, Slot, frozen, itemsize
 
 FEWEST_FILES = 4
 """What is in fewer files is read by itself."""

@@ -20,8 +20,7 @@ import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
-from zckpt.state import Extent, Slot, frozen
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Extent, Slot, frozen, itemsize
 
 KEPT_NBYTES = 1 << 25
 """Of right factors that are kept: workers are at two or three tensors at once, whose factors have few rows each."""

@@ -13,8 +13,7 @@ from typing import ClassVar
 
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.computed import Input, Inputs
-from zckpt.state import Slot, frozen
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Slot, frozen, itemsize
 
 
 @frozen

@@ -19,9 +19,8 @@ import numpy.typing as npt
 from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.engine.together import arrays_of, element, ranges_of, read_together
 from zckpt.errors import LayoutError
-from zckpt.state import CutFiles, CutSpans, frozen
+from zckpt.state import CutFiles, CutSpans, frozen, itemsize
 from zckpt.state.cuts import Column, Cuts
-from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import Range
 from zckpt.storage.files import Sources
 

@@ -19,7 +19,7 @@ from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import ZEROS, CutSpans, Shape, Slot, Span, frozen
+from zckpt.state import ZEROS, CutSpans, Shape, Slot, Span, frozen, itemsize
 from zckpt.state.boxes import (
     Box,
     Located,
@@ -31,7 +31,6 @@ from zckpt.state.boxes import (
     locate,
     overlap,
 )
-from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import LOST, position
 
 WIDENED = frozenset(

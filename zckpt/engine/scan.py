@@ -30,9 +30,8 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
-from zckpt.state import Extent, Shape, Slot, frozen
+from zckpt.state import Extent, Shape, Slot, frozen, itemsize
 from zckpt.state.boxes import SpanIndexes
-from zckpt.state.dtypes import itemsize
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import PAGE_NBYTES, Sources
 

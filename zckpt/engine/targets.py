@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from zckpt.state import Extent, Shape, Slot, frozen
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Extent, Shape, Slot, frozen, itemsize
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import Pack

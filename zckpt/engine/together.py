@@ -17,8 +17,7 @@ import numpy as np
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.engine.workers import batched
-from zckpt.state import CutFiles, frozen
-from zckpt.state.dtypes import itemsize
+from zckpt.state import CutFiles, frozen, itemsize
 from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import Sources
 

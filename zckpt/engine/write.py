@@ -33,8 +33,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
-from zckpt.state import frozen
-from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state import frozen, is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead

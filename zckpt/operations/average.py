@@ -21,8 +21,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.pack import units_of_place
 from zckpt.operations.target import How, summary
-from zckpt.state import Checkpoint, frozen
-from zckpt.state.brief import Document
+from zckpt.state import Checkpoint, Document, frozen
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""

@@ -23,8 +23,7 @@ from zckpt.formats.units import Unit, is_named, latest_of, units
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state import frozen
-from zckpt.state.brief import Document, Result, document
+from zckpt.state import Document, Result, document, frozen
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""

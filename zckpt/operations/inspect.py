@@ -19,8 +19,7 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot, frozen
-from zckpt.state.brief import Document, Result
+from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot, frozen
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")

@@ -6,7 +6,7 @@ from zckpt.formats.format import Format
 from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.naming.document import read_map, shipped
-from zckpt.state.brief import Document
+from zckpt.state import Document
 
 
 def list_formats() -> Document:

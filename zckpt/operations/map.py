@@ -25,10 +25,21 @@ from typing import Any, cast
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.state import Checkpoint, CutFiles, CutSpans, Extent, Parameter, Shape, Slot, SourceFile, frozen
+from zckpt.state import (
+    Checkpoint,
+    CutFiles,
+    CutSpans,
+    Document,
+    Extent,
+    Parameter,
+    Result,
+    Shape,
+    Slot,
+    SourceFile,
+    frozen,
+    itemsize,
+)
 from zckpt.state.boxes import Box, bounds, row_major
-from zckpt.state.brief import Document, Result
-from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import LOST
 
 SEVERAL = -2

@@ -26,8 +26,7 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, frozen
-from zckpt.state.brief import Document
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot, frozen
 from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 

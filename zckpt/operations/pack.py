@@ -14,8 +14,7 @@ from zckpt.formats.units import Unit, is_named, latest_of
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
-from zckpt.state import Checkpoint, frozen
-from zckpt.state.brief import Document, Result
+from zckpt.state import Checkpoint, Document, Result, frozen
 from zckpt.storage.durable import written
 from zckpt.storage.packed.index import Filed, is_inside
 from zckpt.storage.packed.mount import PackedMount

@@ -15,8 +15,7 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.state import frozen
-from zckpt.state.brief import Document, Result, number
+from zckpt.state import Document, Result, frozen, number
 from zckpt.storage.packed.mount import mounted_place
 from zckpt.storage.remote import is_url
 

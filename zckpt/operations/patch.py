@@ -27,9 +27,7 @@ from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, s
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
 from zckpt.operations.target import check_apart
 from zckpt.operations.unpack import Unpacked, write_files
-from zckpt.state import Checkpoint, Extent, Slot, frozen
-from zckpt.state.brief import Result
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Checkpoint, Extent, Result, Slot, frozen, itemsize
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
 from zckpt.storage.ownership import Owned, called, check_target

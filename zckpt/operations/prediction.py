@@ -13,9 +13,8 @@ from pathlib import Path
 from zckpt.engine.plan import Copy, fill
 from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError
-from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span
+from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span, itemsize
 from zckpt.state.boxes import SpanIndexes
-from zckpt.state.dtypes import itemsize
 from zckpt.storage.packed.chunks import AS_IT_IS, TO_BFLOAT16, TO_FLOAT16
 from zckpt.storage.packed.index import Filed
 from zckpt.storage.packed.write import Cut, Prediction, Range

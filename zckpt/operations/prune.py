@@ -24,8 +24,7 @@ from zckpt.formats.units import Unit, is_of_training
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
-from zckpt.state import as_float, frozen
-from zckpt.state.brief import Brief, Document, document
+from zckpt.state import Brief, Document, as_float, document, frozen
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.packed.store import is_store

@@ -13,10 +13,8 @@ from zckpt.errors import ShardError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.low_bit import codes_in
 from zckpt.operations.losses import refuse_rank_values
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, Span, is_floating
 from zckpt.state.boxes import boxes_of
-from zckpt.state.brief import Document
-from zckpt.state.dtypes import is_floating
 from zckpt.state.names import aligned
 from zckpt.state.spans import LOST
 from zckpt.state.views import narrow, plain

@@ -12,8 +12,7 @@ from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.operations.options import Place, Scanning, Unpack, shares
-from zckpt.state import frozen
-from zckpt.state.brief import Document, Result
+from zckpt.state import Document, Result, frozen
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst

@@ -15,8 +15,7 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import summary
-from zckpt.state import Checkpoint, Slot, frozen
-from zckpt.state.brief import Document, Result, document
+from zckpt.state import Checkpoint, Document, Result, Slot, document, frozen
 
 
 @frozen

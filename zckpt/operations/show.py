@@ -15,9 +15,7 @@ from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.state import Extent, Shape, Slot, frozen
-from zckpt.state.brief import Document, Result, number
-from zckpt.state.dtypes import is_floating
+from zckpt.state import Document, Extent, Result, Shape, Slot, frozen, is_floating, number
 from zckpt.state.views import narrow
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources

@@ -32,8 +32,7 @@ from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, frozen
-from zckpt.state.brief import Document, Result
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Result, frozen
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written

@@ -12,8 +12,7 @@ from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
 from zckpt.formats.units import TRACKERS
 from zckpt.operations.options import Place
-from zckpt.state import frozen
-from zckpt.state.brief import Result
+from zckpt.state import Result, frozen
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target

@@ -27,8 +27,7 @@ from zckpt.operations.open import open as opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.series import measured, slots_of
 from zckpt.operations.verify import Finding
-from zckpt.state import MASTER, WEIGHT, Checkpoint, frozen
-from zckpt.state.brief import Document, document
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, document, frozen
 from zckpt.storage.remote import is_url
 
 POLL_S = 5.0

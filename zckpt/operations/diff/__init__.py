@@ -14,8 +14,7 @@ from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import ComparedTwo, ReadingB, Unpack, how_read, naming_of, only, shares
 from zckpt.operations.target import summary
-from zckpt.state import Checkpoint, frozen
-from zckpt.state.brief import Brief, Document, document, number
+from zckpt.state import Brief, Checkpoint, Document, document, frozen, number
 from zckpt.state.names import canonical_names, renamed
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]

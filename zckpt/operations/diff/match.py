@@ -14,8 +14,7 @@ from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.compare.slots import pair
 from zckpt.engine.scan import SlotSet
 from zckpt.errors import UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, frozen
-from zckpt.state.dtypes import is_floating
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, frozen, is_floating
 from zckpt.torchfile import Tensor
 
 State = dict[str, object]

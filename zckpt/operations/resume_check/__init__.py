@@ -36,8 +36,7 @@ from zckpt.operations.resume_check.programs import (
     same_ranks,
     takes,
 )
-from zckpt.state import MASTER, Checkpoint, frozen
-from zckpt.state.brief import Document, Result
+from zckpt.state import MASTER, Checkpoint, Document, Result, frozen
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
 from zckpt.storage.remote.mount import PACKED

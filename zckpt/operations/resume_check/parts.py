@@ -13,8 +13,7 @@ from zckpt.formats.dcp.directory import find as find_dcp
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.naming.numbered import has_names_of_files
-from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.dtypes import itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, itemsize
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.torchfile import FromFile
 

@@ -35,9 +35,8 @@ from zckpt.operations.verify.inventory import (
     Work,
     blocks,
 )
-from zckpt.state import Extent, frozen
+from zckpt.state import Extent, frozen, is_floating, itemsize
 from zckpt.state.boxes import SpanIndex
-from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import Sources
 

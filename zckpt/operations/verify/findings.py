@@ -28,8 +28,7 @@ from zckpt.errors import (
     UnsupportedError,
     WeightMismatchError,
 )
-from zckpt.state import Checkpoint, SourceFile, frozen
-from zckpt.state.brief import Brief, Document, Result, document
+from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document, frozen
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),

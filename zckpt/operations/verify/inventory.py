@@ -26,10 +26,9 @@ import numpy.typing as npt
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span, frozen, itemsize
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
-from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, without
 from zckpt.state.spans import Spans
 
