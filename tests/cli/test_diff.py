@@ -108,6 +108,15 @@ def test_metadata_may_be_ignored(tmp_path):
     assert told(a, b, "--slots", "weight,master")[1]["metadata"] != []
 
 
+def test_only_the_weights_are_compared(changed):
+    lion = FIXTURES / "s2_bf16_dp2_lion"
+    assert told(SOURCE, changed, "--only", "weights")[0] == 0
+    status, document = told(SOURCE, lion, "--only", "weights")
+    assert (status, {one["slot"] for one in document["different"]}, document["metadata"]) == (1, {"weight"}, [])
+    status, document = told(SOURCE, lion, "--slots", "weight")
+    assert {one["key"].rpartition(".")[2] for one in document["metadata"]} >= {"eps"}
+
+
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_text_fits_the_width(columns, changed):
     done = subprocess.run(
@@ -142,6 +151,9 @@ def test_what_cannot_be_compared_is_refused_in_a_line(tmp_path):
     refused(2, "diff", SOURCE, SOURCE, "--rename", "x", words=("OLD=NEW",))
     refused(2, "diff", SOURCE, SOURCE, "--rename", ".*=x", words=("--rename .*=x would give", "the same name"))
     refused(2, "diff", SOURCE, SOURCE, "--parameters", "nothing*", words=("nothing to compare",))
+    refused(2, "diff", SOURCE, SOURCE, "--slots", "master,weights", words=("no such slot", "exp_avg", "found weights"))
+    refused(2, "diff", "--series", SOURCE, SOURCE, "--slots", "weights", words=("no such slot",))
+    refused(2, "diff", SOURCE, SOURCE, "--only", "weights", "--slots", "master", words=("--only and --slots",))
     refused(2, "diff", "--series", SOURCE, words=("two checkpoints or more",))
     refused(2, "diff", "--series", SOURCE, SOURCE, "--rtol", "1", words=("--series",))
     refused(3, "diff", SOURCE, tmp_path / "none", words=("none", "cannot be opened"))

@@ -126,5 +126,5 @@ def test_what_is_printed(tmp_path):
     ]  # fmt: skip
     assert run("stats", FIXTURES / "s2_bf16_dp2", "--slots", "momentum").returncode == 2
     assert run("stats", FIXTURES / "s2_bf16_dp2", "--csv", "--json").returncode == 2
-    with refusing(zckpt.UsageError, "no slot is selected: expected some of weight, master"):
+    with refusing(zckpt.UsageError, "no such slot: expected some of weight, master"):
         zckpt.stats(FIXTURES / "s2_bf16_dp2", slots=["momentum"])

@@ -131,6 +131,7 @@ def inspect_command(
 @names_option("--slots", "SLOT,...", "Compare only these slots: weight, master, exp_avg, ...")
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare only these parameters; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare only tensors.")
+@click.option("--only", type=click.Choice(["weights"]), help="As --slots=weight and --ignore=metadata.")
 @click.option(
     "--series",
     is_flag=True,
@@ -150,6 +151,7 @@ def diff_command(
     slots: list[str],
     parameters: tuple[str, ...],
     ignore: str | None,
+    only: str | None,
     series: bool,
     limit: int,
     quiet: bool,
@@ -163,11 +165,15 @@ def diff_command(
 
     Exit status 0: equal; 1: different.
     """
+    if only and slots:
+        raise UsageError("--only and --slots exclude each other", expected="one of them")
+    slots = ["weight"] if only else slots
     common: dict[str, Any] = {"slots": slots, "parameters": parameters, "reporter": reporter("diff", quiet=quiet)}
     of_each = {*Copying.__annotations__, "names", "tp_rules"}
     for name, value in shared.items():
         (common if name in of_each else two)[name] = value
-    two |= {"ignore_metadata": ignore == "metadata", **{f"{key}_b": value for key, value in shared_b.items()}}
+    tensors_only = ignore == "metadata" or (only is not None and not series)
+    two |= {"ignore_metadata": tensors_only, **{f"{key}_b": value for key, value in shared_b.items()}}
     if series:
         if any(two.values()):
             raise UsageError("--series only takes --slots, --parameters, --names and --tp-rules")

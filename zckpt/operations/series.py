@@ -85,6 +85,7 @@ def series(
         raise UsageError("a series needs two checkpoints or more", found=f"{len(sources)} given")
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
+    chosen.check(*checkpoints)
     held = [slots_of(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))
     if not keys:

@@ -171,7 +171,9 @@ def stats(
     if dequantize:
         [found] = with_floats(found)
     checkpoint, _ = naming_of(shared).of(found)
-    chosen = slots_of(checkpoint, Filter(tuple(slots), tuple(parameters)))
+    wanted = Filter(tuple(slots), tuple(parameters))
+    wanted.check(checkpoint)
+    chosen = slots_of(checkpoint, wanted)
     if not chosen:
         raise UsageError("no slot is selected", path=found.named, expected=f"some of {', '.join(found.slot_names())}")
     made = [Distribution(name, key, slot.dtype, slot.shape) for (name, key), slot in chosen.items()]

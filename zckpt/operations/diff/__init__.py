@@ -155,7 +155,9 @@ def diff(
         ours, theirs = with_floats(ours, theirs)
     if naming.changes:
         ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
-    matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters)))
+    chosen = Filter(tuple(slots), tuple(parameters))
+    chosen.check(ours, theirs)
+    matches = match(ours, theirs, chosen)
     there = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
     if not there and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is selected", found=[*slots, *parameters])

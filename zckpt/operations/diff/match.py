@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.compare.slots import pair
 from zckpt.engine.scan import SlotSet
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, frozen, is_floating
 from zckpt.torchfile import Tensor
 
@@ -34,6 +34,18 @@ class Filter:
 
     slots: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+
+    def check(self, *checkpoints: Checkpoint) -> None:
+        """Raise UsageError if no checkpoint has one of the slots."""
+        there = dict.fromkeys(key for one in checkpoints for key in one.slot_names())
+        states = [held.state for one in checkpoints for held in one.holders()]
+        states += [group.state for one in checkpoints for group in one.param_groups]
+        unknown = [key for key in self.slots if key not in {WEIGHT, *there, *(key for one in states for key in one)}]
+        if unknown:
+            raise UsageError(
+                "no such slot", path=checkpoints[0].named, expected=f"some of {', '.join(there)}",
+                found=", ".join(unknown),
+            )  # fmt: skip
 
     def takes(self, name: str) -> bool:
         """Tell whether a parameter is compared."""
@@ -89,7 +101,10 @@ def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
         mine = a.parameters[tied[0]] if tied[0] is not None else ours[name]
         its = b.parameters[tied[1]] if tied[1] is not None else theirs[name]
         is_owner = tied == (None, None)
-        for key, x, y, dtype in (*_values(mine, its), *(_state(found, name, (a, mine), (b, its)) if is_owner else ())):
+        for key, x, y, dtype in (
+            *_values(mine, its),
+            *(_state(found, name, (a, mine), (b, its), chosen) if is_owner else ()),
+        ):
             if x is not None and y is not None and chosen.takes_slot(key):
                 found.slots.append(Match(name, key, x, y, dtype))
             elif is_owner and chosen.takes_slot(key):
@@ -104,7 +119,7 @@ Both = tuple[str, "Slot | None", "Slot | None", "str | None"]
 """A slot's name, what A and B have of it, and the type that both are read as; None: as they are."""
 
 
-def _state(found: Matches, name: str, a: Side, b: Side) -> Iterator[Both]:
+def _state(found: Matches, name: str, a: Side, b: Side, chosen: Filter) -> Iterator[Both]:
     """Match what the optimizers have; single values are compared at once."""
     ours, theirs = (_held(found, *side) for side in (a, b))
     for key in dict.fromkeys([*ours, *theirs]):
@@ -114,7 +129,7 @@ def _state(found: Matches, name: str, a: Side, b: Side) -> Iterator[Both]:
         both = x is not None and y is not None and (x.shape or y.shape or x.dtype == y.dtype)
         if both or (alone is not None and alone.shape):
             yield key, x, y, None
-        elif key not in theirs or key not in ours or single(mine) != single(its):
+        elif chosen.takes_slot(key) and (key not in theirs or key not in ours or single(mine) != single(its)):
             found.singles.append((name, key, single(mine), single(its)))
 
 
