@@ -86,7 +86,7 @@ def parting(
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise UsageError("the runs have no step in common", path=b, expected=_listed(ours), found=_listed(theirs))
-    chosen = Filter(tuple(slots), tuple(parameters))
+    chosen = Filter(slots, parameters)
 
     def differences(step: int) -> list[Document]:
         mine, other = _states(ours[step]), _states(theirs[step])

@@ -84,7 +84,7 @@ def series(
     if len(sources) < 2:
         raise UsageError("a series needs two checkpoints or more", found=f"{len(sources)} given")
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
-    chosen = Filter(tuple(slots), tuple(parameters))
+    chosen = Filter(slots, parameters)
     chosen.check(*checkpoints)
     held = [slots_of(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))

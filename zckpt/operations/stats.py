@@ -171,7 +171,7 @@ def stats(
     if dequantize:
         [found] = with_floats(found)
     checkpoint, _ = naming_of(shared).of(found)
-    wanted = Filter(tuple(slots), tuple(parameters))
+    wanted = Filter(slots, parameters)
     wanted.check(checkpoint)
     chosen = slots_of(checkpoint, wanted)
     if not chosen:

@@ -155,7 +155,7 @@ def diff(
         ours, theirs = with_floats(ours, theirs)
     if naming.changes:
         ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
-    chosen = Filter(tuple(slots), tuple(parameters))
+    chosen = Filter(slots, parameters)
     chosen.check(ours, theirs)
     matches = match(ours, theirs, chosen)
     there = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles

@@ -6,7 +6,7 @@ model file of the masters' type has no masters. Such a slot is held against what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -27,13 +27,13 @@ class Filter:
 
     Parameters
     ----------
-    slots : tuple of str
-    parameters : tuple of str
+    slots : sequence of str
+    parameters : sequence of str
         Shell patterns of names.
     """
 
-    slots: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
+    slots: Sequence[str] = ()
+    parameters: Sequence[str] = ()
 
     def check(self, *checkpoints: Checkpoint) -> None:
         """Raise UsageError if no checkpoint has one of the slots."""
