@@ -45,7 +45,8 @@ def called(
         def mounted(value: Any, *, missing: bool = False) -> Any:  # noqa: ANN401  # a path, or several
             if isinstance(value, list | tuple):
                 return [mounted(one) for one in value]
-            place, mount = place_of(value) if is_url(value) else value, None
+            place = place_of(value) if is_url(value) else value
+            mount: Mount | PackedMount | None = None
             if is_url(place):
                 mount = Mount(str(place), missing=missing)
             elif not missing:
