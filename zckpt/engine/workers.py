@@ -59,14 +59,17 @@ def running_on(executor: Executor | None) -> Iterator[None]:
 
 
 def batched(
-    items: Iterable[Item], nbytes_of: Callable[[Item], int], most: int | None = None
+    items: Iterable[Item],
+    nbytes_of: Callable[[Item], int],
+    most: int | None = None,
+    count: int | None = BATCH_ITEMS,
 ) -> Iterator[tuple[Item, ...]]:
     """Yield items in batches of at most `most` bytes, by default `BATCH_NBYTES`; one that is larger is a batch."""
     batch: list[Item] = []
     total = 0
     for item in items:
         nbytes = nbytes_of(item)
-        if batch and (total + nbytes > (most or BATCH_NBYTES) or len(batch) == BATCH_ITEMS):
+        if batch and (total + nbytes > (most or BATCH_NBYTES) or len(batch) == count):
             yield tuple(batch)
             batch, total = [], 0
         batch.append(item)

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from zckpt.engine.workers import batched
 from zckpt.optim.ranks import broadcast, wait_for
-from zckpt.optim.tensors import filled
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
 from zckpt.state.partition import FlatShare
 
@@ -103,9 +103,9 @@ class Bucket(NamedTuple):
     messages: list[Message]
 
 
-def fill(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
+def fill(members: Sequence[Member], size: int) -> Iterator[Sequence[Member]]:
     """Yield the members of each bucket: at most `size` elements, or one parameter that is larger."""
-    return filled(members, lambda member: member.numel, size)
+    return batched((one for one in members if one.numel), lambda one: one.numel, size, count=None)
 
 
 class Reducer:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zckpt.engine.workers import batched
 from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied_to_cpu
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
@@ -114,7 +115,7 @@ def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
             alone.append([parameter])
         else:
             small.append(parameter)
-    return [*alone, *tensors.filled(small, lambda one: one.nbytes, BUCKET_NBYTES)]
+    return [*alone, *map(list, batched(filter(torch.numel, small), lambda one: one.nbytes, BUCKET_NBYTES, count=None))]
 
 
 def bucket_view_exchange(shares: Shares, *, gather: bool) -> Exchange:
