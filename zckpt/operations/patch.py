@@ -14,8 +14,7 @@ import numpy as np
 
 from zckpt.compare.digests import changes
 from zckpt.engine import reporting
-from zckpt.engine.copy import pieces_of, read_piece
-from zckpt.engine.targets import Hole
+from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
 from zckpt.formats import open_checkpoint
 from zckpt.formats.safetensors.deltas import ENCODINGS, XOR, version_of
@@ -249,9 +248,6 @@ def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> B
     first, end = offset // size, -(-(offset + nbytes) // size)
     if end > slot.numel:
         raise SourceError("the patch needs elements that do not exist", path=slot.name)
-    data = np.empty((end - first) * size, np.uint8)
-    hole = Hole(0, slot.name, slot, Extent.flat(slot.shape, first, end - first), slot.dtype)
     with Sources() as sources:
-        for piece in pieces_of(hole, len(data)):
-            read_piece(piece, data.data, sources)
+        data = read_extent(slot, Extent.flat(slot.shape, first, end - first), sources).view(np.uint8)
     return data[offset - first * size : offset - first * size + nbytes]

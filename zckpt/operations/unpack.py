@@ -137,8 +137,8 @@ def write_files(
 def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:
     index = store.index(number)
     (path.parent if index.is_file else path).mkdir(parents=True, exist_ok=True)
-    for one in index.files:
-        at = path if index.is_file else path / one.name
+    places = [path if index.is_file else path / one.name for one in index.files]
+    for at, one in zip(places, index.files, strict=True):
         if one.kind == "folder":
             at.mkdir(exist_ok=True)
         elif one.kind == "link":
@@ -156,7 +156,7 @@ def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int],
         file, offset, nbytes = job
         data = bytearray(nbytes)
         store.read_into(number, file, offset, memoryview(data))
-        with (path if index.is_file else path / index.files[file].name).open("r+b") as out:
+        with places[file].open("r+b") as out:
             out.seek(offset)
             out.write(data)
         return nbytes
