@@ -57,6 +57,10 @@ def swapped(array: Array, dtype: str) -> Array:
     return numbers.view(array.dtype).reshape(array.shape)
 
 
+def _flat(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1)
+
+
 def resolved(array: Array, dtype: str, unresolved: Iterable[str]) -> Array:
     """Return the elements after what torch's lazy views leave to be done, bit for bit as torch does it.
 
@@ -67,7 +71,7 @@ def resolved(array: Array, dtype: str, unresolved: Iterable[str]) -> Array:
     if not is_negatable(dtype):
         raise UnsupportedError(f"elements of type {dtype} cannot be negated", expected="signed numbers")
     size = itemsize(dtype) // (2 if is_complex(dtype) else 1)
-    words: Array = np.ascontiguousarray(array).reshape(-1).view(f"u{size}").copy()
+    words: Array = _flat(array).view(f"u{size}").copy()
     for bit in unresolved:
         if bit == "conj" and not is_complex(dtype):
             continue
@@ -105,7 +109,7 @@ def cast(array: Array, target: str) -> Array:
 
 def _looked_up(array: Array, target: str) -> Array:
     """Return the cast of many elements of one or two bytes, in a fraction of the time that each takes by itself."""
-    table, flat = _every(array.dtype, target), np.ascontiguousarray(array).reshape(-1)
+    table, flat = _every(array.dtype, target), _flat(array)
     found: Array = np.empty(flat.size, numpy_dtype(target))
     together = flat.size if array.itemsize == 2 else flat.size & ~1
     np.take(table, flat[:together].view(np.uint16), out=found[:together].view(table.dtype), mode="wrap")
@@ -148,7 +152,7 @@ def is_finite(array: Array) -> bool:
     infinity, size = _INFINITY.get(array.dtype.name), array.itemsize
     if infinity is None:
         return bool(np.isfinite(array).all())
-    words, sign = np.ascontiguousarray(array).reshape(-1).view(f"u{size}"), 1 << (8 * size - 1)
+    words, sign = _flat(array).view(f"u{size}"), 1 << (8 * size - 1)
     blocks = (words[at : at + CACHED_NUMEL] for at in range(0, len(words), CACHED_NUMEL))  # each is looked at twice
     return all(one.view(f"i{size}").max() < infinity and one.max() < infinity | sign for one in blocks)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from zckpt.state import CutSpans, Extent, Slot
-from zckpt.state.dtypes import itemsize
+from zckpt.state import CutSpans, Extent, Slot, frozen, itemsize
 
 FEWEST_FILES = 4
 """What is in fewer files is read by itself."""
@@ -14,7 +11,7 @@ MOST_NBYTES = 1 << 14
 """Of what a file has: more is read by itself, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Cut:
     """Elements [start, start + numel) of a flattened tensor, and at which byte of some memory they are to be."""
 

@@ -13,19 +13,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.engine.cast import cast, numpy_dtype
+from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
-from zckpt.state import Extent, Slot
-from zckpt.state.dtypes import itemsize
-
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
+from zckpt.state import Extent, Slot, frozen, itemsize
 
 KEPT_NBYTES = 1 << 25
 """Of right factors that are kept: workers are at two or three tensors at once, whose factors have few rows each."""
@@ -57,7 +52,7 @@ class Kept:
         return values
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class LowRank:
     """What a slot is after a product of two matrices has been added to it.
 
@@ -159,7 +154,7 @@ class LowRank:
         return total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class Norms:
     """The norm of each column of what a slot is after a product has been added to it."""
 

@@ -9,19 +9,14 @@ Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.computed import Input, Inputs
-from zckpt.state import Slot
-from zckpt.state.dtypes import itemsize
-
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
+from zckpt.state import Slot, frozen, itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _OfSeveral:
     """A function of the same elements of several slots of one shape; `dtype`, float32 or float64, computes it."""
 
@@ -41,7 +36,7 @@ class _OfSeveral:
         return [Input(slot, slot.flat(start, numel), self.dtype) for slot in self.slots]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sum(_OfSeveral):
     """The sum of slots, in their order, each times its weight."""
 
@@ -56,7 +51,7 @@ class Sum(_OfSeveral):
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Mean(Sum):
     """The mean of slots, whose weights together are 1; of equal weights, the sum is divided by their number."""
 
@@ -77,7 +72,7 @@ def _weighted(weight: float, read: Callable[[], Array], number: Callable[[float]
     return values
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Decayed(_OfSeveral):
     """The exponential mean of slots: of what was there, `decay` stays, and 1 - `decay` of the next slot is added."""
 

@@ -23,18 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zckpt.engine.cast import cast
+from zckpt.engine.cast import Array, cast
 from zckpt.engine.computed import BLOCK_NBYTES, Computed
 from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, whole
 from zckpt.errors import UnsupportedError
 from zckpt.state import Slot
-
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
 
 LARGEST_FP8 = np.float32(448)
 """8-bit floats have no infinity."""
@@ -42,7 +38,7 @@ LARGEST_FP8 = np.float32(448)
 TOGETHER_NUMEL = 1 << 16
 """Elements, about, that are quantised at once: no more floats than these are in memory."""
 
-Rule = Callable[["Array", int, "Array | None", bool], "Array"]
+Rule = Callable[[Array, int, Array | None, bool], Array]
 """`by_bitsandbytes` or `by_torchao`."""
 
 

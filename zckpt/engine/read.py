@@ -17,9 +17,8 @@ from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import READERS, Workers, batched
 from zckpt.errors import about
-from zckpt.state import ZEROS
+from zckpt.state import ZEROS, itemsize
 from zckpt.state.boxes import SpanIndexes
-from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import reach_of
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import check_nbytes

@@ -11,28 +11,25 @@ import math
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from zckpt.engine.cast import cast
+from zckpt.engine.cast import Array, cast
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
-from zckpt.state import Shape, Slot
-
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
+from zckpt.state import Shape, Slot, frozen
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of e2m1."""
 
-Values = Callable[[list["Array"], int, int], "Array"]
+Values = Callable[[list[Array], int, int], Array]
 """Gets what some units need of each part, flat, and which units of these parts they are: the first, and one after."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Part:
     """A slot that units are computed from: `width` elements of it, flat, for each `per` units.
 
@@ -58,7 +55,7 @@ def whole(slot: Slot, dtype: str = "float32") -> Part:
     return Part(slot, sys.maxsize, slot.numel, dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Portion:
     """Units [start, start + count) of a slot, which are those from `position` on of what its parts are of."""
 
@@ -69,7 +66,7 @@ class Portion:
     values: Values
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scaled:
     """The elements of a slot.
 

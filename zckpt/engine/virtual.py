@@ -20,7 +20,7 @@ from zckpt.engine.packs import Pack
 from zckpt.engine.read import read_all, run_watched
 from zckpt.engine.targets import Hole, Literal, TargetFile, end_of, start_of
 from zckpt.engine.workers import batched
-from zckpt.state.dtypes import itemsize
+from zckpt.state import itemsize
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

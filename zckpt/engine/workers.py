@@ -14,11 +14,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.tasks import Portions, results_of, settled, tasks_of, worker_errors, workers_of
+from zckpt.state import frozen
 from zckpt.storage.memory import buffers_within, confine_threads, give_back
 
 if TYPE_CHECKING:
@@ -59,14 +59,17 @@ def running_on(executor: Executor | None) -> Iterator[None]:
 
 
 def batched(
-    items: Iterable[Item], nbytes_of: Callable[[Item], int], most: int | None = None
+    items: Iterable[Item],
+    nbytes_of: Callable[[Item], int],
+    most: int | None = None,
+    count: int | None = BATCH_ITEMS,
 ) -> Iterator[tuple[Item, ...]]:
     """Yield items in batches of at most `most` bytes, by default `BATCH_NBYTES`; one that is larger is a batch."""
     batch: list[Item] = []
     total = 0
     for item in items:
         nbytes = nbytes_of(item)
-        if batch and (total + nbytes > (most or BATCH_NBYTES) or len(batch) == BATCH_ITEMS):
+        if batch and (total + nbytes > (most or BATCH_NBYTES) or len(batch) == count):
             yield tuple(batch)
             batch, total = [], 0
         batch.append(item)
@@ -75,7 +78,7 @@ def batched(
         yield tuple(batch)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Budget:
     """What all workers together may hold, divided among them.
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
-from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state import frozen, is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
@@ -54,15 +54,6 @@ BUFFERS_PER_WORKER = 4
 
 BUFFERS_OF_DIRECT = 2
 """And what is read into past the page cache, and written from."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """What was written and read of a batch; and whether it was now."""
-
-    written: list[Seen]
-    read: list[Seen]
-    is_new: bool = True
 
 
 def write(
@@ -117,21 +108,21 @@ def write(
             found = _together(files, share.nbytes, large, checks, together)
             tasks = (_readied(bundle, checks, journaled, how) for bundle in found)
             portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, lambda task: (one.path for one in task))
-            run: Callable[[Sequence[Batch]], list[_Done]] = partial(run_task, write_batch)
+            run: Callable[[Sequence[Batch]], list[Ranges]] = partial(run_task, write_batch)
             if journaled is not None and workers.are_here:  # as soon as it is done, whatever comes before it
                 run = partial(journaled.run, run)
             for task, done in workers.run(run, tasks, portions):
                 if journaled is not None and not workers.are_here:
                     journaled.record(task, done)
-                for batch, one in zip(task, done, strict=True):
-                    checks.add(one.read)
-                    files.note(batch, one.written)
+                for batch, (written, read) in zip(task, done, strict=True):
+                    checks.add(read)
+                    files.note(batch, written)
                 progress.advance(_task_nbytes(task))
             files.finish()
             return checks.finish(workers.map)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Journaled:
     """A journal, and the paths of the sources by what they are called there."""
 
@@ -148,22 +139,22 @@ class _Journaled:
         read = [Seen(self.names[path], *one) for path, some in work.read.items() for one in some]
         return replace(batch, key=key, done=(written, read))
 
-    def run(self, run: Callable[[Sequence[Batch]], list[_Done]], task: Sequence[Batch]) -> list[_Done]:
+    def run(self, run: Callable[[Sequence[Batch]], list[Ranges]], task: Sequence[Batch]) -> list[Ranges]:
         """Run a task, and record it."""
         done = run(task)
         self.record(task, done)
         return done
 
-    def record(self, task: Sequence[Batch], done: Sequence[_Done]) -> None:
-        """Record what is new."""
-        if any(isinstance(each, Overflowed) for one in done for each in one.read):
+    def record(self, task: Sequence[Batch], done: Sequence[Ranges]) -> None:
+        """Record what no earlier run has."""
+        if any(isinstance(each, Overflowed) for _, read in done for each in read):
             return  # it is done again, and counted again
-        for batch, one in zip(task, done, strict=True):
-            if batch.key is not None and one.is_new:
+        for batch, (written, seen) in zip(task, done, strict=True):
+            if batch.key is not None and batch.done is None:
                 read: dict[str, list[Seen]] = {}
-                for each in one.read:
+                for each in seen:
                     read.setdefault(whole(each.path), []).append(each)
-                work = Work(_summed(one.written), {path: _summed(some) for path, some in read.items()})
+                work = Work(_summed(written), {path: _summed(some) for path, some in read.items()})
                 self.journal.record(batch.key, work)
 
 
@@ -171,14 +162,14 @@ def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
     return tuple((one.offset, one.nbytes, one.crc32) for one in seen)
 
 
-def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[_Done]:
+def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[Ranges]:
     """Write batches with `work`, but for what an earlier run wrote and is there. May run in another process."""
-    kept = {at: _Done(*one.done, is_new=False) for at, one in enumerate(task) if one.done and _is_there(one)}
+    kept = {at: one.done for at, one in enumerate(task) if one.done and _is_there(one)}
     left, read = _gathered([one for at, one in enumerate(task) if at not in kept])
-    made: list[_Done] = []
+    made: list[Ranges] = []
     for batch in left:
         written, also = work(batch)
-        made.append(_Done(written, [*also, *read]))
+        made.append((written, [*also, *read]))
         read = []
     remaining = iter(made)
     return [kept.get(at) or next(remaining) for at in range(len(task))]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.state import frozen
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
@@ -25,7 +26,7 @@ ROOTS, TAG, TP_RULES = "roots", "tag", "tp_rules"
 """What a search may be given beside a path, and only some formats have a use for."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Search:
     """What the user wants opened.
 
@@ -54,7 +55,7 @@ class Search:
         return frozenset(name for name in (ROOTS, TAG, TP_RULES) if getattr(self, name) not in (None, ()))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Found:
     """A checkpoint that a format recognises.
 
@@ -70,7 +71,7 @@ class Found:
     sure: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NearMiss:
     """Something that a format knows, but cannot open.
 
@@ -100,7 +101,7 @@ class NearMiss:
         return kind(self.message, path=path, expected=self.expected, advice=self.advice, code=self.code)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TargetFiles:
     """The files of a target, as `lay_out` and `recut` give them.
 
@@ -144,7 +145,7 @@ class TargetFiles:
     rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Job:
     """What is to be written.
 

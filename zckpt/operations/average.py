@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,14 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
-from zckpt.naming import Naming
 from zckpt.operations.combined import Combined, Rule, combined, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
+from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.pack import units_of_place
 from zckpt.operations.target import How, summary
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Document, frozen
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -32,7 +31,7 @@ LEAST_SUM = 1e-6
 cancel out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen(kw_only=True, repr=False)
 class Averaged(Consolidated):
     """What `average` wrote.
 
@@ -44,7 +43,7 @@ class Averaged(Consolidated):
         Tensors of the model that are means, that are equal in all sources, and that are the last source's.
     """
 
-    sources: tuple[dict[str, object], ...]
+    sources: tuple[Document, ...]
     num_averaged: int
     num_equal: int
     num_from_last: int
@@ -135,8 +134,7 @@ def average(
         if codes := codes_in(one):
             raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=named(one),
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
-    naming = Naming(**only(Renaming, shared))
-    alike, notes = naming.of_all(found)
+    alike, notes = naming_of(shared).of_all(found)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
     done, num_tensors = write_computed(

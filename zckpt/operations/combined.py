@@ -240,7 +240,7 @@ class _ModelProof(Proof):
     verify: bool
     verified: int = 0
 
-    def of(self, written: Path, _companions: Sequence[Path], files: Sequence[Path]) -> None:
+    def of(self, written: Path, files: Sequence[Path], _record: Path | None) -> None:
         """Open what was written; raise LayoutError unless all of the model is there."""
         holes = {hole.label: hole for one in self.laid.files for hole in one.holes}
         tensors = [one.name for one in self.checkpoint.tensors() if one.name in holes]

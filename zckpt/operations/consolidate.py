@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zckpt.engine.computed import Computed
@@ -29,13 +29,13 @@ from zckpt.formats.low_bit_codes import block_of, in_block_fp8
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
-from zckpt.naming import TRANSFORMERS, Naming
+from zckpt.naming import TRANSFORMERS
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Filled, Place, Renaming, Unpack, only, shares
+from zckpt.operations.options import Filled, Place, Unpack, naming_of, shares
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, check_choice, write_from
-from zckpt.state import WEIGHT, Checkpoint
+from zckpt.state import WEIGHT, Checkpoint, frozen
 from zckpt.storage.files import read_json
 from zckpt.storage.ownership import Owned, called
 
@@ -48,7 +48,7 @@ OWNED = Owned(called(OWN_MODEL))
 """The directories of models that are replaced."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chosen:
     """What is written of a model, and how; see `consolidate`.
 
@@ -77,7 +77,7 @@ class Chosen:
                 raise UsageError("a quantised model cannot be written with its optimizer", expected="no --slots")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen(kw_only=True, repr=False)
 class Consolidated(Written):
     """What `consolidate` wrote.
 
@@ -157,7 +157,7 @@ def consolidate(
     """
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, quantize)
     how = How.of("consolidate", shared, **asdict(chosen), dequantize=dequantize, hyperparameters=hyperparameters)
-    naming = Naming(**only(Renaming, shared))
+    naming = naming_of(shared)
     whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop, salvages=True))
@@ -197,8 +197,8 @@ def consolidate(
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
     done = write_from(found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
-                      sources=left.sources(found))  # fmt: skip
-    return replace(Consolidated(**done.fields(), num_tensors=num_tensors), missing=left.missing, filled=left.filled)
+                      sources=left.sources(found), missing=left.missing, filled=left.filled)  # fmt: skip
+    return Consolidated(**done.fields(), num_tensors=num_tensors)
 
 
 def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> dict[str, Path]:

@@ -17,7 +17,7 @@ from zckpt.naming import AS_IT_IS, Naming
 from zckpt.naming.inside import follow_names
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Converted, Filled, Place, Renaming, Unpack, only, others, shares
+from zckpt.operations.options import Converted, Filled, Place, Unpack, naming_of, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, write_from
@@ -81,7 +81,7 @@ def convert(
         expected = ", ".join(one.name for one in formats() if one.writes)
         raise UsageError(f"{to} can be read, but not written", expected=expected)
     chosen = choose(written.options, options, to)
-    naming = Naming(**only(Renaming, given))
+    naming = naming_of(given)
     whole = opened(source, **given)
     found, values, drop = without_rank_values(whole, given["drop"])
     dropped = (*values, *check_nothing_lost([whole], drop))
@@ -92,10 +92,7 @@ def convert(
     if dequantize:
         left_out = left_with_codes(found)
         [found] = with_floats(found)
-    if naming.changes or not written.keeps_ranks:
-        round_means(found)
-    checkpoint, notes = under_names(found, naming)
-    checkpoint = _as_expected(checkpoint, written)
+    checkpoint, notes = _as_expected(found, written, naming)
     path = Path(target)
     with about(checkpoint.source):
         laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
@@ -105,13 +102,14 @@ def convert(
                 advice="`zckpt consolidate --dequantize` writes a plain model, which you can then convert",
             )
     recorded = written.fingerprinted if fingerprint is None else fingerprint
-    proof = SlotsProof(checkpoint, path, laid, how, drop, verify, recorded)
+    laid = replace(laid, notes=(*notes, *left_out, *laid.notes))
+    proof = SlotsProof(checkpoint, laid, how, drop, verify, recorded)
     done = write_from(
         found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
-        sources=left.sources(found),
+        sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
-    notes = (*notes, *left_out, *done.notes, *_of_optimizers(checkpoint, written, getattr(chosen, "dtype", None)))
-    return replace(done, notes=notes, missing=left.missing, filled=left.filled)
+    notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))
+    return replace(done, notes=(*done.notes, *notes))
 
 
 def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) -> Checkpoint:
@@ -125,9 +123,7 @@ def as_converted(found: Checkpoint, written: Format, naming: Naming = AS_IT_IS) 
         It has what no other format can hold.
     """
     check_nothing_lost([found], ())
-    if naming.changes or not written.keeps_ranks:
-        round_means(found)
-    return _as_expected(under_names(found, naming)[0], written)
+    return _as_expected(found, written, naming)[0]
 
 
 def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -> tuple[str, ...]:
@@ -157,14 +153,20 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
     return tuple(notes)
 
 
-def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
-    """Return a checkpoint under the names that the target's programs look for; refuse what no other format can hold."""
+def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint under the names that the target's programs look for, and what to know about them.
+
+    Raises UnsupportedError: it has what no other format can hold.
+    """
+    if naming.changes or not written.keeps_ranks:
+        round_means(found)
+    checkpoint, notes = under_names(found, naming)
     own = find_format(checkpoint.format)
     if own is not None and own.family and own.family == written.family:
         checkpoint = as_filed(checkpoint)
     if written is not own:  # its own format knows when it can go along
         refuse_rank_values(checkpoint, expected=f"--to={checkpoint.format} at {checkpoint.topology.dp} ranks")
-    return checkpoint
+    return checkpoint, notes
 
 
 def under_names(checkpoint: Checkpoint, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,11 +27,14 @@ from zckpt.formats.safetensors.deltas import (
 )
 from zckpt.formats.safetensors.file import INDEX_NAME
 from zckpt.formats.safetensors.layout import header_of
-from zckpt.state import WEIGHT, Checkpoint, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Slot, Span, frozen
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.files import opened
 from zckpt.storage.ownership import Owned, called, check_target
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 ALGORITHM = "xxh3-128"
 
@@ -41,7 +44,7 @@ SHARD_NBYTES = 1 << 29
 _OWNED = Owned(called(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Change:
     """What is stored of a tensor, and the checksum of what it becomes."""
 
@@ -75,23 +78,12 @@ def publish(
         stored = encode(read_slot(before), new, encoding)
         return None if stored is None else _Change(name, stored, checksum(ALGORITHM)(new)), len(new)
 
-    def changes() -> Generator[_Change, None, None]:
-        with (
-            reporting(reporter, sum(after.nbytes for _, _, after in tensors)) as progress,
-            closing(ahead(change, tensors)) as every,
-        ):
-            for one, nbytes in every:
-                progress.advance(nbytes)
-                if one is not None:
-                    yield one
-
+    every = _made(change, tensors, sum(after.nbytes for _, _, after in tensors), reporter)
+    changes = (one for one in every if one is not None)
     if dry_run:
-        return sorted(one.name for one in changes()), 0
-    with (
-        written([target], overwrite=overwrite, owned=_OWNED) as [made],
-        closing(changes()) as some,
-    ):
-        where, total = _write_shards(some, made)
+        return sorted(one.name for one in changes), 0
+    with written([target], overwrite=overwrite, owned=_OWNED) as [made], closing(every):
+        where, total = _write_shards(changes, made)
         about = {
             "version": f"{int(match[1]):06d}",
             "base_version": f"{int(match[1]) - 1:06d}",
@@ -101,6 +93,16 @@ def publish(
         }
         index = {"metadata": about, "weight_map": where}
         return sorted(where), total + (made / INDEX_NAME).write_bytes(json.dumps(index).encode())
+
+
+def _made(
+    make: Callable[[Item], tuple[Made, int]], items: Iterable[Item], total: int, reporter: Reporter | None
+) -> Generator[Made, None, None]:
+    """Yield what is made of each item, some ahead, and report how many bytes that was of."""
+    with reporting(reporter, total) as progress, closing(ahead(make, items)) as every:
+        for one, nbytes in every:
+            progress.advance(nbytes)
+            yield one
 
 
 def _write_shards(changes: Iterator[_Change], folder: Path) -> tuple[dict[str, str], int]:
@@ -175,32 +177,23 @@ def apply_published(
     names = {one.name for one in files}
     owned = Owned(lambda name: name in names)
 
-    def change(name: str) -> tuple[Span, Bytes]:
+    def change(name: str) -> tuple[tuple[Span, Bytes], int]:
         [span] = slots[name].spans
         with opened(span.path) as file:
             data = np.frombuffer(file.read(span.offset, slots[name].nbytes), np.uint8).copy()
         for version in by_name[name]:
             version.apply(name, data)
-        return span, data
-
-    def changes() -> Generator[tuple[Span, Bytes], None, None]:
-        total = sum(slots[name].nbytes for name in by_name)
-        with reporting(reporter, total) as progress, closing(ahead(change, by_name)) as every:
-            for span, data in every:
-                progress.advance(len(data))
-                yield span, data
+        return (span, data), len(data)
 
     check_target(target, overwrite=overwrite, owned=owned)
+    changes = _made(change, by_name, sum(slots[name].nbytes for name in by_name), reporter)
     if dry_run:
-        deque(changes(), maxlen=0)
+        deque(changes, maxlen=0)
     else:
-        with (
-            written([target], overwrite=overwrite, owned=owned) as [made],
-            closing(changes()) as some,
-        ):
+        with written([target], overwrite=overwrite, owned=owned) as [made], closing(changes):
             for one in files:
                 shutil.copyfile(one, made / one.name)
-            for span, data in some:
+            for span, data in changes:
                 with (made / Path(span.path).name).open("r+b") as out:
                     out.seek(span.offset)
                     out.write(data.data)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
-from zckpt.naming import Naming
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Compared, Renaming, Unpack, how_read, only, shares
+from zckpt.operations.options import Compared, Unpack, how_read, naming_of, shares
 
 
 @shares(Compared)
@@ -33,11 +32,9 @@ def fingerprint(
     SourceError
         The checkpoint cannot be read.
     """
-    check_executor(shared["executor"])
-    naming = Naming(**only(Renaming, shared))
     found = opened(source, **shared)
     if dequantize:
         [found] = with_floats(found)
-    checkpoint, _ = naming.of(found)
+    checkpoint, _ = naming_of(shared).of(found)
     with using(shared["executor"]):
         return put_together([digest_share(checkpoint, **how_read(shared))])

@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from zckpt.formats.units import Unit, is_named, latest_of, units
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state.brief import Brief
+from zckpt.state import Document, Result, document, frozen
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -32,8 +32,8 @@ LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+@frozen
+class Recorded(Result):
     """A checkpoint of a run.
 
     Parameters
@@ -77,14 +77,14 @@ class Recorded:
     fingerprint: str | None = None
     equal: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data; `saved` is a date of ISO 8601, in UTC."""
         saved = datetime.fromtimestamp(self.saved, timezone.utc).isoformat(timespec="seconds")
-        return {**asdict(self), "saved": saved, "named_by": list(self.named_by), "equal": list(self.equal)}
+        return {**Result.as_dict(self), "saved": saved}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class History(Brief):
+@frozen(repr=False)
+class History(Result):
     """The checkpoints of a run; those in one directory are ordered by step.
 
     Parameters
@@ -99,11 +99,12 @@ class History(Brief):
     checkpoints: list[Recorded]
     leftovers: list[str]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         nbytes = sum(one.nbytes for one in self.checkpoints)
-        listed = [one.as_dict() for one in self.checkpoints]
-        return {"run": self.run, "checkpoints": listed, "nbytes": nbytes, "leftovers": self.leftovers}
+        return {
+            "run": self.run, "checkpoints": document(self.checkpoints), "nbytes": nbytes, "leftovers": self.leftovers,
+        }  # fmt: skip
 
 
 @shares(Copying)
@@ -206,7 +207,7 @@ def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield one, about
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Around:
     """What a run's directory has around its checkpoints: all links, and what interrupted writes and removals left."""
 

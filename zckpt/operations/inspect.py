@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import repeat
 from pathlib import Path
@@ -19,15 +19,14 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
-from zckpt.state.brief import Brief
+from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot, frozen
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Inspection(Brief):
+@frozen(repr=False)
+class Inspection(Result):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 
     Parameters
@@ -86,26 +85,26 @@ class Inspection(Brief):
     num_frozen: int
     num_tied: int
     num_buffers: int
-    slots: dict[str, object]
-    param_groups: list[dict[str, object]]
-    per_rank: list[dict[str, object]]
-    parameters: list[dict[str, object]]
-    buffers: list[dict[str, object]]
-    unnamed: list[dict[str, object]]
-    padding: dict[str, object]
-    files: list[dict[str, object]]
+    slots: Document
+    param_groups: list[Document]
+    per_rank: list[Document]
+    parameters: list[Document]
+    buffers: list[Document]
+    unnamed: list[Document]
+    padding: Document
+    files: list[Document]
     nbytes: int
     unreferenced_nbytes: int
     details: object
     metadata: list[str]
-    left_out: list[dict[str, object]]
-    missing: list[dict[str, object]]
+    left_out: list[Document]
+    missing: list[Document]
     warnings: list[str]
-    inventory: dict[str, object] | None = None
+    inventory: Document | None = None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
-        document = {one.name: getattr(self, one.name) for one in fields(self)}
+        document = Result.as_dict(self)
         if self.inventory is None:
             del document["inventory"]
         return document
@@ -207,7 +206,7 @@ def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
         yield {record: sorted(names) for record, names in found.items()}
 
 
-def _slots(checkpoint: Checkpoint) -> dict[str, object]:
+def _slots(checkpoint: Checkpoint) -> Document:
     found: dict[str, list[Slot]] = {name: [] for name in checkpoint.slot_names()}
     for parameter in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]:
         for name, slot in parameter.slots.items():
@@ -224,7 +223,7 @@ def _slots(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _groups(groups: Sequence[ParamGroup]) -> list[dict[str, object]]:
+def _groups(groups: Sequence[ParamGroup]) -> list[Document]:
     values = zip(jsonables([g.hyperparameters for g in groups]), jsonables([g.state for g in groups]), strict=True)
     return [
         {
@@ -237,13 +236,13 @@ def _groups(groups: Sequence[ParamGroup]) -> list[dict[str, object]]:
     ]
 
 
-def _parameter(parameter: Parameter) -> dict[str, object]:
+def _parameter(parameter: Parameter) -> Document:
     listed = {"shape": list(parameter.shape), "dtype": parameter.dtype, "slots": list(parameter.slots)}
     return {"name": parameter.name, **listed, **_values(parameter, ("group", "frozen", "tied_to"))}
 
 
-def _padding(paddings: Iterable[Padding]) -> dict[str, object]:
-    def sums(some: Sequence[Padding]) -> dict[str, object]:
+def _padding(paddings: Iterable[Padding]) -> Document:
+    def sums(some: Sequence[Padding]) -> Document:
         return {"num_elements": sum(one.numel for one in some), "nbytes": sum(one.nbytes for one in some)}
 
     ranks: dict[int, list[Padding]] = {}

@@ -6,9 +6,10 @@ from zckpt.formats.format import Format
 from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.naming.document import read_map, shipped
+from zckpt.state import Document
 
 
-def list_formats() -> dict[str, object]:
+def list_formats() -> Document:
     """Return what is known of each format, and the errors about formats of other packages that cannot be loaded.
 
     Returns
@@ -26,7 +27,7 @@ def list_formats() -> dict[str, object]:
     return {"formats": found, "broken": [str(error) for error in broken], "maps": maps}
 
 
-def _about(one: Format) -> dict[str, object]:
+def _about(one: Format) -> Document:
     options = [
         {
             "name": option.name,

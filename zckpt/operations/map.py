@@ -17,31 +17,37 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Salvaged, shares
-from zckpt.state import Checkpoint, CutSpans, Extent, Parameter, Shape, Slot, SourceFile
+from zckpt.operations.options import Salvaged, Unpack, shares
+from zckpt.state import (
+    Checkpoint,
+    CutFiles,
+    CutSpans,
+    Document,
+    Extent,
+    Parameter,
+    Result,
+    Shape,
+    Slot,
+    SourceFile,
+    frozen,
+    itemsize,
+)
 from zckpt.state.boxes import Box, bounds, row_major
-from zckpt.state.brief import Brief
-from zckpt.state.dtypes import itemsize
 from zckpt.state.spans import LOST
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from zckpt.state import CutFiles
 
 SEVERAL = -2
 NONE = -1
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Map(Brief):
+@frozen(repr=False)
+class Map(Result):
     """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 
     Parameters
@@ -75,14 +81,10 @@ class Map(Brief):
     dtypes: list[list[object]]
     root: str
     paths: list[str]
-    rows: list[dict[str, object]]
-    parameters: list[dict[str, object]]
+    rows: list[Document]
+    parameters: list[Document]
     boxes: list[list[object]]
     padding: list[list[int]]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the map as JSON-able data, the document of `--json`, and what pictures and pages are drawn from."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
 @shares(Salvaged)
@@ -137,7 +139,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     number = {path: index for index, path in enumerate(paths)}
     paths = [path.removeprefix(LOST) for path in paths]
     root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
-    lines: list[dict[str, object]] = []
+    lines: list[Document] = []
     for row in order:
         files = rows.files[row]
         held = (drawing.sources.get((row, slot), "") for slot in range(len(chosen)))  # None: of several files
@@ -181,7 +183,7 @@ class _Drawing:
     _cut: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     _rows_of_files: dict[int, tuple[CutFiles, list[int], list[int]]] = field(default_factory=dict)
 
-    def parameter(self, parameter: Parameter, kind: str) -> dict[str, object]:
+    def parameter(self, parameter: Parameter, kind: str) -> Document:
         if kind == "parameter" and (parameter.frozen or parameter.tied_to is not None):
             kind = "frozen" if parameter.tied_to is None else "tied"
         cuts: list[tuple[list[int], list[int], int, list[int]]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,18 @@ from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
-from zckpt.naming import Naming
 from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, Unpack, only, shares
+from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot, frozen
 from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen(kw_only=True, repr=False)
 class Merged(Consolidated):
     """What `merge_adapter` wrote.
 
@@ -45,8 +44,8 @@ class Merged(Consolidated):
         those that the base lacks.
     """
 
-    base: dict[str, object]
-    adapter: dict[str, object]
+    base: Document
+    adapter: Document
     num_merged: int
     num_replaced: int
     num_added: int
@@ -130,8 +129,7 @@ def merge_adapter(
     settings = None if adapter_config is None else Path(adapter_config)
     added = read_adapter(Path(adapter), read, settings, adapter_name)
     dropped = check_nothing_lost(sources, shared["drop"])
-    naming = Naming(**only(Renaming, shared))
-    model, notes = naming.of(plain)
+    model, notes = naming_of(shared).of(plain)
     stated = (config and read_json(Path(config) / MODEL_CONFIG)) or settings_of(model)[0]
     merging = _Merging(model, added, fan_in_fan_out, dtype, stated.get("text_config") or stated)
     result = merging.merged()
@@ -249,7 +247,7 @@ class _Merging:
             return None
         return None if differences([pair(found[0].name, slot, _values(found[0]))]) else found[0]
 
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> Document:
         """Return what config.json is to say otherwise: that an embedding or a head that was replaced is tied no more.
 
         Raises UnsupportedError: the other one is in no file.

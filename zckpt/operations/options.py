@@ -7,18 +7,19 @@ each in the verb's signature and docstring. `cli/options.py` makes flags of the 
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.errors import UsageError
+from zckpt.state import frozen
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from typing_extensions import Unpack as Unpack  # noqa: PLC0414  # for all verbs
 
-    from zckpt.naming import Config, MapSource
+    from zckpt.naming import Config, MapSource, Naming
 else:
     Unpack = None  # of annotations, which nothing evaluates
 
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 Place = str | os.PathLike[str]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shared:
     """One option that verbs share.
 
@@ -277,6 +278,25 @@ def others(given: Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in Filled.__annotations__}
 
 
+def naming_of(given: Mapping[str, object]) -> "Naming":
+    """Return what tensors are to be called, by the options given."""
+    from zckpt.naming import Naming
+
+    return Naming(**only(Renaming, given))
+
+
+def check_shared(given: Mapping[str, Any]) -> None:
+    """Raise UsageError if an option that verbs share cannot be used."""
+    if given.get("memory", 1) < 1:
+        raise UsageError("--memory and sizes must be positive", found=given["memory"])
+    if given.get("executor") is not None:
+        from zckpt.executors.using import check_executor
+
+        check_executor(given["executor"])
+    if given.get("resume") and given.get("restart"):
+        raise UsageError("--resume and --restart exclude each other", expected="one of them")
+
+
 def how_read(shared: Mapping[str, object]) -> dict[str, Any]:
     """Return how elements are read: with how much memory, who hears of it, and whether past the page cache."""
     return {name: shared[name] for name in ("memory", "reporter", "direct")}
@@ -316,7 +336,9 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
             from zckpt.operations.places import called
 
-            return called(function, verb, arguments, {**defaults, **given})
+            settled = {**defaults, **given}
+            check_shared(settled)
+            return called(function, verb, arguments, settled)
 
         verb.__signature__ = signature.replace(parameters=[*own, *shown, *[rest.replace(name="options")] * more])  # type: ignore[attr-defined]
         if verb.__doc__ is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import field
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
@@ -14,19 +14,19 @@ from zckpt.formats.units import Unit, is_named, latest_of
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, Document, Result, frozen
 from zckpt.storage.durable import written
-from zckpt.storage.packed.index import Filed, Index, is_inside
+from zckpt.storage.packed.index import Filed, is_inside
 from zckpt.storage.packed.mount import PackedMount
 from zckpt.storage.packed.store import PackedStore, is_store
-from zckpt.storage.packed.write import DEEPEST, Cut, Packing, files_of, writing
+from zckpt.storage.packed.write import DEEPEST, Packing, files_of, writing
 from zckpt.storage.packed.write import Known as Chunks
 from zckpt.storage.remote import is_url
 
 FULL_EVERY = DEEPEST + 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PackedOne:
     """A checkpoint that was packed: its name, the bytes of its files, and those that the store has grown by."""
 
@@ -35,8 +35,8 @@ class PackedOne:
     stored_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+@frozen
+class Packed(Result):
     """What `pack` did.
 
     Parameters
@@ -57,10 +57,10 @@ class Packed:
     dry_run: bool
     notes: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         total = sum(one.nbytes for one in self.packed), sum(one.stored_nbytes for one in self.packed)
-        return {**asdict(self), "nbytes": total[0], "stored_nbytes": total[1]}
+        return {**Result.as_dict(self), "nbytes": total[0], "stored_nbytes": total[1]}
 
 
 @shares(Copying)
@@ -101,13 +101,18 @@ def pack(
     TargetError
         The store cannot be written, or another run is packing into it.
     """
-    _check(store, full_every)
+    if is_url(store):
+        raise UsageError("a store of checkpoints must be a directory on a file system", path=store)
+    if not 1 <= full_every <= 200:
+        raise UsageError("--full-every must be a number from 1 to 200", found=full_every)
     run, place = Path(source), Path(store)
     every = units_of(run)
     if name is not None and (len(every) > 1 or not is_inside(name)):
         found = f"{len(every)} checkpoints" if len(every) > 1 else name
         raise UsageError("--name only applies to one checkpoint, and must lie within the store", path=run, found=found)
-    called = {one.path: name or _name(one, run) for one in every}
+    called = {
+        one.path: name or (run.name if one.path == run else one.path.relative_to(run).as_posix()) for one in every
+    }
     if dry_run:
         present = PackedStore(place).names()[0] if is_store(place) else {}
         would = [PackedOne(called[one.path], _nbytes(files_of(one.path)), 0) for one in every]
@@ -121,13 +126,6 @@ def pack(
     return done
 
 
-def _check(store: Place, full_every: int) -> None:
-    if is_url(store):
-        raise UsageError("a store of checkpoints must be a directory on a file system", path=store)
-    if not 1 <= full_every <= 200:
-        raise UsageError("--full-every must be a number from 1 to 200", found=full_every)
-
-
 def packed_into(
     store: PackedStore, every: list[tuple[str, Unit]], full_every: int, reporter: Reporter | None
 ) -> Packed:
@@ -135,53 +133,29 @@ def packed_into(
     names, wrong = store.names()
     files = {name: files_of(unit.path) for name, unit in every}
     for name, unit in every:
-        if name in names:
-            _check_same(store.index(names[name]), files[name], unit.path)
+        if name in names and store.index(names[name]).files != files[name]:
+            raise UsageError(
+                "the store already has another checkpoint with this name", path=unit.path,
+                expected="files with the packed sizes and times", advice="pack it into another store",
+            )  # fmt: skip
     new = [(name, unit) for name, unit in every if name not in names]
-    done, notes = list[PackedOne](), list[str]()
-    chunks, base = Chunks(store), _last(store, names)
-    number = max([*names.values(), *wrong, 0])
-    try:
-        with reporting(reporter, sum(_nbytes(files[name]) for name, _ in new)) as progress:
-            for name, unit in new:
-                number += 1
-                states = _states(unit, notes)
-                numbers = {str(_at(unit.path, one)): count for count, one in enumerate(files[name])}
-                own = Known.of(number, states, numbers)
-                cuts = cuts_of(own, base.known if base is not None else None)
-                packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance)
-                stored = packing.write(name, partial(_cut, cuts, unit.path), {})
-                done.append(PackedOne(name, _nbytes(files[name]), stored))
-                chunks.named(number)
-                store.originals = {number: unit.path}
-                if base is not None:
-                    base.close()
-                base = _Base(own)
-    finally:
-        if base is not None:
-            base.close()
+    done, notes, chunks = list[PackedOne](), list[str](), Chunks(store)
+    with ExitStack() as mounts, reporting(reporter, sum(_nbytes(files[name]) for name, _ in new)) as progress:
+        base = _last(store, names, mounts)
+        for number, (name, unit) in enumerate(new, max([*names.values(), *wrong, 0]) + 1):
+            own = Known.of(number, _states(unit, notes), unit.path, files[name])
+            packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance)
+            stored = packing.write(name, cuts_of(own, base), {})
+            done.append(PackedOne(name, _nbytes(files[name]), stored))
+            chunks.named(number)
+            store.originals = {number: unit.path}
+            mounts.close()  # the next one is predicted from this one's own files
+            base = own
     return Packed(str(store.path), done, [*names], dry_run=False, notes=notes)
-
-
-def _cut(cuts: Callable[[str], Sequence[Cut]], path: Path, file: str) -> Sequence[Cut]:
-    return cuts(str(file_at(path, file)))
-
-
-def _name(unit: Unit, run: Path) -> str:
-    return unit.path.name if unit.path == run else unit.path.relative_to(run).as_posix()
 
 
 def _nbytes(files: tuple[Filed, ...]) -> int:
     return sum(one.nbytes for one in files)
-
-
-def _at(path: Path, file: Filed) -> Path:
-    return file_at(path, file.name)
-
-
-def file_at(path: Path, name: str) -> Path:
-    """Return where a file of a checkpoint is, which may be that file."""
-    return path if path.is_file() else path / name
 
 
 def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
@@ -196,44 +170,15 @@ def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
     return found
 
 
-def _check_same(index: Index, files: tuple[Filed, ...], path: Path) -> None:
-    """Raise UsageError if a checkpoint is not the one of its name that is in the store."""
-    if index.files != files:
-        raise UsageError(
-            "the store already has another checkpoint with this name", path=path,
-            expected="files with the packed sizes and times", advice="pack it into another store",
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """What the next checkpoint is predicted from, and the mount that it is read in."""
-
-    known: Known
-    mount: PackedMount | None = None
-
-    def close(self) -> None:
-        """Let go of the mount."""
-        if self.mount is not None:
-            self.mount.close()
-
-
-def _last(store: PackedStore, names: Mapping[str, int]) -> _Base | None:
-    """Return the last checkpoint of a store, as what predicts the next."""
+def _last(store: PackedStore, names: Mapping[str, int], mounts: ExitStack) -> Known | None:
+    """Return the last checkpoint of a store, as what predicts the next; it is mounted until `mounts` is closed."""
     if not names:
         return None
-    name = max(names, key=lambda one: names[one])
-    index = store.index(names[name])
-    mount = PackedMount(store, name)
-    try:
-        states = dict[str, Checkpoint]()
-        for unit in [one for one in units_of_place(mount.path) if one.path == mount.path]:
-            states |= _states(unit, [])
-        numbers = {str(_at(mount.path, one)): count for count, one in enumerate(index.files)}
-        return _Base(Known.of(names[name], states, numbers), mount)
-    except BaseException:
-        mount.close()
-        raise
+    name = max(names, key=names.__getitem__)
+    path = mounts.enter_context(closing(PackedMount(store, name))).path
+    own = [one for one in units_of_place(path) if one.path == path]
+    states = {at: state for unit in own for at, state in _states(unit, []).items()}
+    return Known.of(names[name], states, path, store.index(names[name]).files)
 
 
 def units_of_place(path: Path) -> list[Unit]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zckpt.compare.digests import changes
@@ -16,14 +15,13 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.operations.target import number
-from zckpt.state.brief import Brief
+from zckpt.state import Document, Result, frozen, number
 from zckpt.storage.packed.mount import mounted_place
 from zckpt.storage.remote import is_url
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Parting(Brief):
+@frozen(repr=False)
+class Parting(Result):
     """Where two runs diverge.
 
     Parameters
@@ -49,11 +47,7 @@ class Parting(Brief):
     only_in_b: list[int]
     equal: int | None
     different: int | None
-    changed: list[dict[str, object]]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
+    changed: list[Document]
 
 
 def is_run(path: Place) -> bool:
@@ -92,11 +86,11 @@ def parting(
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise UsageError("the runs have no step in common", path=b, expected=_listed(ours), found=_listed(theirs))
-    chosen = Filter(tuple(slots), tuple(parameters))
+    chosen = Filter(slots, parameters)
 
-    def differences(step: int) -> list[dict[str, object]]:
+    def differences(step: int) -> list[Document]:
         mine, other = _states(ours[step]), _states(theirs[step])
-        found: list[dict[str, object]] = [{"name": model, "entry": None} for model in mine.keys() ^ other.keys()]
+        found: list[Document] = [{"name": model, "entry": None} for model in mine.keys() ^ other.keys()]
         for model in mine.keys() & other.keys():
             prints = (fingerprint(open_checkpoint(one[model]), **shared) for one in (mine, other))
             found += [
@@ -115,7 +109,7 @@ def parting(
             if one.difference is not None
         }
 
-    low, high, changed = 0, len(steps), list[dict[str, object]]()
+    low, high, changed = 0, len(steps), list[Document]()
     while low < high:
         middle = (low + high) // 2
         found = differences(steps[middle])

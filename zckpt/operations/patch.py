@@ -7,16 +7,14 @@ row-major order, read out of whatever format that is in. Both ends are proven by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from zckpt.compare.digests import changes
-from zckpt.engine import Reporter, reporting
-from zckpt.engine.copy import pieces_of, read_piece
-from zckpt.engine.targets import Hole
+from zckpt.engine import reporting
+from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, SourceError, UsageError, about
 from zckpt.formats import open_checkpoint
 from zckpt.formats.safetensors.deltas import ENCODINGS, XOR, version_of
@@ -25,18 +23,17 @@ from zckpt.operations.deltas import apply_published, pairs, publish
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, shares
-from zckpt.operations.pack import file_at
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
-from zckpt.operations.target import check_beside
+from zckpt.operations.target import check_apart
 from zckpt.operations.unpack import Unpacked, write_files
-from zckpt.state import Checkpoint, Extent, Slot
-from zckpt.state.dtypes import itemsize
+from zckpt.state import Checkpoint, Extent, Result, Slot, frozen, itemsize
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
 from zckpt.storage.ownership import Owned, called, check_target
 from zckpt.storage.packed.chunks import Bytes
 from zckpt.storage.packed.store import GIVEN, PATCH, PackedStore
 from zckpt.storage.packed.write import Packing, files_of, writing
+from zckpt.storage.stand_ins import place
 
 ZCKPT, SLIME = FORMS = ("zckpt", "slime")
 
@@ -48,8 +45,8 @@ DEEPEST = 2
 _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.store\.json.*"))
 
 
-@dataclass(frozen=True, slots=True)
-class Patched:
+@frozen
+class Patched(Result):
     """What `patch` wrote.
 
     Parameters
@@ -75,10 +72,6 @@ class Patched:
     nbytes: int
     stored_nbytes: int
     dry_run: bool = False
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 @shares(ReadCopied)
@@ -129,9 +122,15 @@ def patch(
     if to not in FORMS or encoding not in ENCODINGS or (to == ZCKPT and encoding != XOR):
         raise UsageError("unknown form of a patch", expected="zckpt; or slime, with xor or overwrite", found=to)
     base, result = opened(a, **shared), open_checkpoint(source)
-    check_beside(path, [Path(base.source), source])
+    _check_apart(path, base, b)
     if to == SLIME:
-        return _published(base, result, path, encoding, overwrite, dry_run, shared["reporter"])
+        tensors = pairs(base, result)
+        nbytes = sum(slot.nbytes for _, _, slot in tensors)
+        names, stored = publish(
+            tensors, _whole, path, encoding, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
+        )
+        before, after = (f"weight_v{number:06d}" for number in (version_of(path) - 1, version_of(path)))
+        return Patched(str(path), before, after, len(tensors) - len(names), len(names), names, nbytes, stored, dry_run)
     check_target(path, overwrite=overwrite, owned=_OWNED)
     copying = only(Copying, {**shared, "reporter": None})
     prints = fingerprint(base, **copying), fingerprint(result, **copying)
@@ -144,11 +143,8 @@ def patch(
     files = files_of(source)
     nbytes, stored = sum(one.nbytes for one in files), 0
     if not dry_run:
-        tensors, given = as_tensors({".": base}, GIVEN)
-        own = Known.of(
-            NUMBER, {".": result}, {str(file_at(source, one.name)): count for count, one in enumerate(files)}
-        )
-        cuts = cuts_of(own, tensors)
+        known, given = as_tensors({".": base}, GIVEN)
+        cuts = cuts_of(Known.of(NUMBER, {".": result}, source, files), known)
         details: dict[str, object] = {"base": prints[0].text, "result": prints[1].text}
         with (
             written([path], overwrite=overwrite, owned=_OWNED) as [made],
@@ -157,24 +153,9 @@ def patch(
         ):
             store.given = partial(_elements, given)
             packing = Packing(store, None, NUMBER, source, files, DEEPEST, progress.advance)
-            stored = packing.write(source.name, lambda name: cuts(str(file_at(source, name))), details)
+            stored = packing.write(source.name, cuts, details)
     return Patched(
         str(path), prints[0].text, prints[1].text, len(both - changed), len(changed), shown, nbytes, stored, dry_run
-    )
-
-
-def _published(
-    base: Checkpoint, result: Checkpoint, path: Path, encoding: str, overwrite: bool, dry_run: bool,
-    reporter: Reporter | None,
-) -> Patched:  # fmt: skip
-    """Write a version as slime does."""
-    tensors = pairs(base, result)
-    changed, stored = publish(tensors, _whole, path, encoding, overwrite=overwrite, dry_run=dry_run, reporter=reporter)
-    nbytes = sum(slot.nbytes for _, _, slot in tensors)
-    version = version_of(path)
-    before, after = (f"weight_v{number:06d}" for number in (version - 1, version))
-    return Patched(
-        str(path), before, after, len(tensors) - len(changed), len(changed), changed, nbytes, stored, dry_run
     )
 
 
@@ -216,7 +197,7 @@ def apply(
         The target exists or cannot be written.
     """
     base, path = opened(a, **shared), Path(target)
-    check_beside(path, [Path(base.source), Path(patch)])
+    _check_apart(path, base, patch)
     if is_delta(Path(patch)):
         done = apply_published(
             base, Path(patch), path, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
@@ -249,6 +230,11 @@ def apply(
     return Unpacked(str(path), [index.name], count, nbytes, dry_run)
 
 
+def _check_apart(target: Path, base: Checkpoint, other: Place) -> None:
+    sources = {place(one): one for one in (base.source, other)}
+    check_apart([target], sources, sources.values())
+
+
 def _whole(slot: Slot) -> Bytes:
     return _elements((slot,), 0, 0, slot.nbytes)
 
@@ -262,9 +248,6 @@ def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> B
     first, end = offset // size, -(-(offset + nbytes) // size)
     if end > slot.numel:
         raise SourceError("the patch needs elements that do not exist", path=slot.name)
-    data = np.empty((end - first) * size, np.uint8)
-    hole = Hole(0, slot.name, slot, Extent.flat(slot.shape, first, end - first), slot.dtype)
     with Sources() as sources:
-        for piece in pieces_of(hole, len(data)):
-            read_piece(piece, data.data, sources)
+        data = read_extent(slot, Extent.flat(slot.shape, first, end - first), sources).view(np.uint8)
     return data[offset - first * size : offset - first * size + nbytes]

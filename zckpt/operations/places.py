@@ -42,27 +42,22 @@ def called(
         bound = inspect.signature(verb).bind(*given, **named)
         mounts: list[Mount | PackedMount] = []
 
-        def packed(place: Any, *, missing: bool) -> Any:  # noqa: ANN401  # a path
-            if missing:
-                if place_in(place) is not None:
-                    raise UsageError("is in a store of checkpoints, which only `zckpt pack` writes to", path=place)
-                return place
-            mount = mounted_place(place)
+        def mounted(value: Any, *, missing: bool = False) -> Any:  # noqa: ANN401  # a path, or several
+            if isinstance(value, list | tuple):
+                return [mounted(one) for one in value]
+            place = place_of(value) if is_url(value) else value
+            mount: Mount | PackedMount | None = None
+            if is_url(place):
+                mount = Mount(str(place), missing=missing)
+            elif not missing:
+                mount = mounted_place(place)
+            elif place_in(place) is not None:
+                raise UsageError("is in a store of checkpoints, which only `zckpt pack` writes to", path=place)
             if mount is None:
                 return place
             mounts.append(mount)
             stack.callback(mount.close)
             return mount.path
-
-        def mounted(value: Any, *, missing: bool = False) -> Any:  # noqa: ANN401  # a path, or several
-            if isinstance(value, list | tuple):
-                return [mounted(one) for one in value]
-            place = place_of(value) if is_url(value) else value
-            if not is_url(place):
-                return packed(place, missing=missing)
-            mounts.append(Mount(str(place), missing=missing))
-            stack.callback(mounts[-1].close)
-            return mounts[-1].path
 
         for name, value in bound.arguments.items():
             if (name in SOURCES or name == "target") and _is_elsewhere(value):

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from zckpt.engine.plan import Copy, fill
 from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError
-from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span
+from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span, itemsize
 from zckpt.state.boxes import SpanIndexes
-from zckpt.state.dtypes import itemsize
 from zckpt.storage.packed.chunks import AS_IT_IS, TO_BFLOAT16, TO_FLOAT16
+from zckpt.storage.packed.index import Filed
 from zckpt.storage.packed.write import Cut, Prediction, Range
 
 CASTS = {"bfloat16": TO_BFLOAT16, "float16": TO_FLOAT16}
@@ -44,18 +45,21 @@ class Known:
     number: int
     slots: dict[Key, Slot]
     numbers: Mapping[str, int]
+    path: Path = Path()
     _indexes: SpanIndexes = field(default_factory=SpanIndexes)
 
     @classmethod
-    def of(cls, number: int, states: Mapping[str, Checkpoint], numbers: Mapping[str, int]) -> Known:
-        """Return the slots of what formats find in a checkpoint, by where they find it."""
+    def of(
+        cls, number: int, states: Mapping[str, Checkpoint], path: Path = Path(), files: Sequence[Filed] = ()
+    ) -> Known:
+        """Return the slots of what formats find in a checkpoint, by where they find it, and of which files."""
         slots = {
             (at, one.name, key): slot
             for at, state in states.items()
             for one in state.holders()
             for key, slot in one.slots.items()
         }
-        return cls(number, slots, numbers)
+        return cls(number, slots, {_file_at(path, one.name): count for count, one in enumerate(files)}, path)
 
     def ranges(self, key: Key, like: Slot, extent: Extent, dtype: str) -> tuple[Range, ...]:
         """Return where the elements of an extent lie, in their order; none: not there, or in too small pieces."""
@@ -89,8 +93,13 @@ class Known:
             yield to, self.numbers[source.path], offset, nbytes
 
 
+def _file_at(path: Path, name: str) -> str:
+    """Return where a file of a checkpoint is, which may be that file."""
+    return str(path if path.is_file() else path / name)
+
+
 def cuts_of(own: Known, base: Known | None) -> Callable[[str], Sequence[Cut]]:
-    """Return what tells how a file of a checkpoint is cut, by its path; `base`: the one that is in the store."""
+    """Return what tells how a file of a checkpoint is cut, by its name; `base`: the one that is in the store."""
     spans: dict[str, list[tuple[int, int, Key, Slot, Span]]] = {}
     for key, slot in own.slots.items():
         for every in slot.sets:
@@ -101,9 +110,9 @@ def cuts_of(own: Known, base: Known | None) -> Callable[[str], Sequence[Cut]]:
     for some in spans.values():
         some.sort(key=lambda one: one[:2])
 
-    def cuts(path: str) -> list[Cut]:
+    def cuts(name: str) -> list[Cut]:
         found, at = [], 0
-        for low, high, key, slot, span in spans.pop(path, []):
+        for low, high, key, slot, span in spans.pop(_file_at(own.path, name), []):
             if low >= at and itemsize(span.dtype) in WIDTHS:
                 found.append(Cut(low, high, itemsize(span.dtype), dict(_predictions(own, base, key, slot, span))))
                 at = high
@@ -132,7 +141,7 @@ def _predictions(own: Known, base: Known | None, key: Key, slot: Slot, span: Spa
 
 def as_tensors(states: Mapping[str, Checkpoint], number: int) -> tuple[Known, list[Slot]]:
     """Return the slots of a checkpoint as if each was a file of its elements in row-major order, and these slots."""
-    every = Known.of(number, states, {})
+    every = Known.of(number, states)
     slots, given = dict[Key, Slot](), list[Slot]()
     for key, slot in sorted(every.slots.items(), key=lambda one: one[0]):
         if itemsize(slot.dtype) in WIDTHS and slot.numel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,11 +14,9 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.target import How, Proof
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Shape, Slot, without
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, itemsize, without
 from zckpt.state.checkpoint import RankValue
-from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
-from zckpt.storage.ownership import FINGERPRINT_NAME
 from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:
@@ -27,36 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SlotsProof(Proof):
-    """All of a source is in the target; under `verify`, to the last byte, and under `fingerprint` with its record.
+    """All of a source is in the target; under `verify`, to the last byte, and under `records` with its fingerprint.
 
     `drop` is what may be lost, and `verified` the bytes that were compared.
     """
 
     checkpoint: Checkpoint
-    target: Path
     laid: TargetFiles
     how: How
     drop: Sequence[str]
     verify: bool
-    fingerprint: bool
+    records: bool
     verified: int = 0
 
-    @property
-    def companions(self) -> Sequence[Path]:
-        """The fingerprint of a target that is one file, if it is recorded."""
-        if not (self.fingerprint and self.laid.is_file):
-            return []
-        from zckpt.compare.digests import digests_path_of_file
-
-        return [digests_path_of_file(self.target)]
-
-    @property
-    def writes(self) -> Sequence[Path]:
-        """The fingerprint of a target, if it is recorded."""
-        in_it = [self.target / FINGERPRINT_NAME] if self.fingerprint and not self.laid.is_file else []
-        return self.companions or in_it
-
-    def of(self, written: Path, companions: Sequence[Path], _files: Sequence[Path]) -> None:
+    def of(self, written: Path, _files: Sequence[Path], record: Path | None) -> None:
         """Open what was written; raise LayoutError unless all is there."""
         laid = self.laid
         if isinstance(laid.files, list):
@@ -72,13 +54,13 @@ class SlotsProof(Proof):
         if self.verify:
             source, target = (_without(one, laid.rounded) for one in (source, target))
             self.verified = verify_bytes(source, target, self.how)
-        if self.fingerprint:
+        if record is not None:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
 
             how = self.how
             data = bytes_of(fingerprint(found, memory=how.memory, reporter=how.reporter, direct=how.direct))
-            (companions[0] if companions else written / FINGERPRINT_NAME).write_bytes(data)
+            record.write_bytes(data)
 
 
 def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> Checkpoint:
@@ -134,6 +116,18 @@ def check_arrived(what: str, copy: Slot | None, shape: Shape, dtype: str | None 
         expected, found = f"{dtype or copy.dtype} of shape {shape}", f"{copy.dtype} of shape {copy.shape}"
         raise broken(f"{what} arrived in another form", expected, found)
     check_covered(copy, what)
+
+
+def check_all_arrived(
+    checkpoint: Checkpoint, written: Checkpoint, needs: Callable[[str, Parameter], bool] = lambda *_: True
+) -> None:
+    """Raise LayoutError unless every slot that is needed was written as it is; `needs`: of a slot's name."""
+    for parameter in checkpoint.holders():
+        found = written.find(parameter.name)
+        for key, slot in parameter.slots.items():
+            if needs(key, parameter):
+                copy = None if found is None else found.slots.get(key)
+                check_arrived(f"{key} of {parameter.name}", copy, slot.shape, slot.dtype)
 
 
 def broken(what: str, expected: object = None, found: object = None) -> LayoutError:

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from zckpt.formats.units import Unit, is_of_training
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
-from zckpt.state import as_float
-from zckpt.state.brief import Brief
+from zckpt.state import Brief, Document, as_float, document, frozen
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.packed.store import is_store
@@ -34,7 +33,7 @@ from zckpt.storage.remote import is_url
 SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Judged:
     """A checkpoint, whether it goes (or is gone), and why it stays, or what it is not."""
 
@@ -42,12 +41,12 @@ class Judged:
     goes: bool
     why: str
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data."""
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Pruned(Brief):
     """What is removed from a run, and what stays.
 
@@ -74,19 +73,19 @@ class Pruned(Brief):
         """Bytes that are freed."""
         return sum(one.checkpoint.nbytes for one in self.checkpoints if one.goes)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "run": self.run,
             "deleted": self.deleted,
             "freed_nbytes": self.freed_nbytes,
-            "checkpoints": [one.as_dict() for one in self.checkpoints],
+            "checkpoints": document(self.checkpoints),
             "failed": self.failed,
             "leftovers": self.leftovers,
         }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Seen:
     """A checkpoint as it was found, and the inventories that were taken of it."""
 
@@ -213,7 +212,7 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
         raise UsageError(
             "it is unknown whether higher or lower is better", expected=f"{name}:min or {name}:max", found=metric
         )
-    values = {one.unit.path: value for one in sound if (value := _value(one, name)) is not None}
+    values = {one.unit.path: value for one in sound if not math.isnan(value := _metrics(one).get(name, math.nan))}
     if not values:
         known = sorted({key for one in sound for key in _metrics(one)})
         raise UsageError(f"no checkpoint has a value of {name} for its step", expected=listed(known) or "some metric")
@@ -225,11 +224,6 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
             best = min(members, key=lambda one: (sign * values[one.unit.path], -one.number))
             found[best.unit.path] = f"the best by {name}: {values[best.unit.path]:g}"
     return found
-
-
-def _value(one: _Seen, name: str) -> float | None:
-    value = _metrics(one).get(name, math.nan)
-    return None if math.isnan(value) else value
 
 
 def _metrics(one: _Seen) -> dict[str, float]:

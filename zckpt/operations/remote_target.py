@@ -22,7 +22,7 @@ from zckpt.engine.plan import Plan
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError, about
 from zckpt.operations.shared_target import StoredTarget, finished, shared_at
 from zckpt.storage.journal import Journal, Purpose, purpose_of
-from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
+from zckpt.storage.ownership import Owned, check_target
 from zckpt.storage.remote.mount import check_sources, mount_of
 from zckpt.storage.remote.uploads import Sent
 
@@ -53,6 +53,7 @@ def write_remote(
         The target's, below the tree of `mount`.
     """
     from zckpt.engine.upload import upload, whole
+    from zckpt.operations.target import record_of
 
     shared = shared_at(path)
     if isinstance(shared, StoredTarget):
@@ -64,8 +65,8 @@ def write_remote(
     keeps = journal is not None and journal.is_worth_it
     sent, resumes, objects = _left(uploads, journal, path) if journal is not None and keeps else (None, False, [])
     mount.forget(base, objects)
-    more = proof.companions if proof is not None else ()
-    for one in [path] if owned is not None else [*more, *(base / name for name in names)]:
+    record = record_of(path, owned, proof)
+    for one in [path] if owned is not None else [*filter(None, [record]), *(base / name for name in names)]:
         check_target(one, overwrite=overwrite, owned=owned)
     small = {
         name: whole(one)
@@ -89,7 +90,7 @@ def write_remote(
         if sent is None and journal is not None and keeps:
             uploads.note(json.dumps({**asdict(journal.purpose), "sent": uploads.sent()}).encode())
         uploads.finish(large, old)
-        extra = {} if proof is None else _proven(uploads, path, names, small, proof)
+        extra = {} if proof is None else _proven(uploads, path, record, names, small, proof)
         for name, data in {**extra, **small}.items():
             uploads.put(name, data)
         uploads.name([*extra, *large, *small], old)
@@ -111,18 +112,18 @@ def write_remote(
 def _proven(
     uploads: Uploads,
     path: Path,
+    record: Path | None,
     names: Sequence[str],
     small: Mapping[str, bytes],
     proof: Proof,
 ) -> dict[str, bytes]:
-    """Prove what has come, with the small files that have not; return further ones that the proof has written."""
+    """Prove what has come, with the small files that have not; return the record that the proof has written."""
     with finished(uploads, small) as (there, folder), about(path):
-        companions = [folder / one.name for one in proof.companions]
-        for companion in companions:
-            there.remove(companion)
-        proof.of(folder if uploads.is_directory else folder / path.name, companions, [folder / one for one in names])
-        written = [folder / FINGERPRINT_NAME] if uploads.is_directory else companions
-        return {one.name: one.read_bytes() for one in written if one.exists() and one.name not in small}
+        record = record and folder / record.name
+        if record is not None and not uploads.is_directory:
+            there.remove(record)
+        proof.of(folder if uploads.is_directory else folder / path.name, [folder / one for one in names], record)
+        return {} if record is None or record.name in small else {record.name: record.read_bytes()}
 
 
 def _left(uploads: Uploads, journal: Journal, target: Path) -> tuple[Sent | None, bool, list[str]]:

@@ -10,11 +10,10 @@ from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
-from zckpt.naming import Naming
 from zckpt.operations.convert import round_means, under_names
 from zckpt.operations.losses import check_nothing_lost, without_rank_values
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.options import Place, Renamed, Renaming, Resharded, Unpack, only, others, shares
+from zckpt.operations.options import Place, Renamed, Resharded, Unpack, naming_of, others, shares
 from zckpt.operations.proof import SlotsProof
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state.names import as_filed
@@ -70,7 +69,7 @@ def reshard(
     """
     options = others(given)
     how = How.of("reshard", given, world_size=world_size, dequantize=dequantize, **options)
-    naming = Naming(**only(Renaming, given))
+    naming = naming_of(given)
     if dequantize and options.get("requantize"):
         raise UsageError("--dequantize and --requantize exclude each other", expected="one of them")
     whole = opened(source, **given)
@@ -98,7 +97,7 @@ def reshard(
         laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
     if not naming.changes:
         dropped = (*values, *check_nothing_lost([whole], drop, copied=laid.copied))
-    proof = SlotsProof(checkpoint, path, laid, how, drop, verify, fingerprint)
+    laid = replace(laid, notes=(*notes, *laid.notes))
+    proof = SlotsProof(checkpoint, laid, how, drop, verify, fingerprint)
     inside = [checkpoint.source, str(origin), *checkpoint.roots]
-    done = write_from(checkpoint, laid, path, how, owns=own.owns, inside=inside, proof=proof, dropped=dropped)
-    return replace(done, notes=(*notes, *done.notes))
+    return write_from(checkpoint, laid, path, how, owns=own.owns, inside=inside, proof=proof, dropped=dropped)

@@ -13,15 +13,11 @@ from zckpt.errors import ShardError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.low_bit import codes_in
 from zckpt.operations.losses import refuse_rank_values
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot, Span, is_floating
 from zckpt.state.boxes import boxes_of
-from zckpt.state.dtypes import is_floating
 from zckpt.state.names import aligned
 from zckpt.state.spans import LOST
 from zckpt.state.views import narrow, plain
-
-Listed = dict[str, object]
-"""Elements of a slot, in a document."""
 
 
 @dataclass(slots=True)
@@ -29,8 +25,8 @@ class Left:
     """What is left of a checkpoint: `missing` is what it has not, and `filled` what it has from `base`."""
 
     checkpoint: Checkpoint
-    missing: tuple[Listed, ...] = ()
-    filled: tuple[Listed, ...] = ()
+    missing: tuple[Document, ...] = ()
+    filled: tuple[Document, ...] = ()
     base: Checkpoint | None = None
 
     def sources(self, checkpoint: Checkpoint) -> Sequence[Checkpoint]:
@@ -49,19 +45,18 @@ class Left:
             )
 
 
-def missing_from(checkpoint: Checkpoint) -> Iterator[Listed]:
+def missing_from(checkpoint: Checkpoint) -> Iterator[Document]:
     """Yield what lost files held of each slot, and the names of which nothing else is known."""
     if checkpoint.lost:
         for one in checkpoint.holders():
             yield from (_said(one.name, slot, slot.lost) for slot in one.slots.values() if slot.lost)
     for path, names in checkpoint.lost.items():
         yield from (
-            dict[str, object]({"name": name, "slot": WEIGHT, "shape": None, "ranges": [], "file": path})
-            for name in names
+            Document({"name": name, "slot": WEIGHT, "shape": None, "ranges": [], "file": path}) for name in names
         )
 
 
-def _said(name: str, slot: Slot, spans: Sequence[Span]) -> Listed:
+def _said(name: str, slot: Slot, spans: Sequence[Span]) -> Document:
     return {"name": name, "slot": slot.name, "shape": list(slot.shape), "ranges": [asdict(x.extent) for x in spans]}
 
 
@@ -121,8 +116,8 @@ class _Filling:
     base: Checkpoint | None
     masters: bool
     of_optimizer: bool
-    missing: list[Listed] = field(default_factory=list)
-    done: list[Listed] = field(default_factory=list)
+    missing: list[Document] = field(default_factory=list)
+    done: list[Document] = field(default_factory=list)
     codes: Collection[str] = ()
     theirs: Mapping[str, str] = field(default_factory=dict)
     """Names of BASE by ours."""

@@ -33,10 +33,10 @@ from zckpt.formats.torch_files.writer import lay_out
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
-from zckpt.operations.proof import check_arrived
+from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.scan import items_of, scan, scan_files
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, frozen
 from zckpt.storage.files import FileRange
 from zckpt.storage.files import opened as file_opened
 from zckpt.torchfile import (
@@ -61,7 +61,7 @@ NEEDED = {"parts", "tensor", "quantizer", "buffer", "sizes", "strides", "offsets
 """Fields without which a node is nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen(kw_only=True, repr=False)
 class Sanitized(Written):
     """What `sanitize` wrote.
 
@@ -289,7 +289,7 @@ class _SanitizeProof(Proof):
     checkpoint: Checkpoint
     reading: Mapping[str, Any]
 
-    def of(self, written: Path, _companions: Sequence[Path], _files: Sequence[Path]) -> None:
+    def of(self, written: Path, _files: Sequence[Path], _record: Path | None) -> None:
         """Scan what was written, and plan a read of all of it."""
         found = scan(written)
         left = next((one for one in found.findings if one["grade"] in BAD), None)
@@ -306,8 +306,4 @@ class _SanitizeProof(Proof):
             raise UnsupportedError(
                 "is no checkpoint without what would go", path=self.checkpoint.source, found=error.message
             ) from error
-        for parameter in self.checkpoint.holders():
-            copy = done.find(parameter.name)
-            for key, slot in parameter.slots.items():
-                held = None if copy is None else copy.slots.get(key)
-                check_arrived(f"{key} of {parameter.name}", held, slot.shape, slot.dtype)
+        check_all_arrived(self.checkpoint, done)

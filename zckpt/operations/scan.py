@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from zckpt.errors import SourceError, ZckptError
@@ -12,7 +12,7 @@ from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.operations.options import Place, Scanning, Unpack, shares
-from zckpt.state.brief import Brief
+from zckpt.state import Document, Result, frozen
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst
@@ -25,8 +25,8 @@ Items = Mapping[str, Sequence[tuple[int, int, str]]]
 """Where items lie, by the path of their file: offset, length, key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Scanned(Brief):
+@frozen(kw_only=True, repr=False)
+class Scanned(Result):
     """What pickles name.
 
     Parameters
@@ -45,11 +45,7 @@ class Scanned(Brief):
     grade: str
     files: int
     pickles: int
-    findings: list[dict[str, object]]
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
+    findings: list[Document]
 
 
 @shares(Scanning)
@@ -68,7 +64,7 @@ def scan(source: Place, **_shared: Unpack[Scanning]) -> Scanned:
         There is nothing, or a file cannot be read.
     """
     root = Path(source)
-    findings: list[dict[str, object]] = []
+    findings: list[Document] = []
     files = pickles = 0
     for path, found in scan_files(_files(root)):
         files, pickles = files + 1, pickles + len(found.pickles)
@@ -142,7 +138,7 @@ def items_of(directory: Path) -> Items:
     return found
 
 
-def _listed(file: str, found: Scanner) -> Iterator[dict[str, object]]:
+def _listed(file: str, found: Scanner) -> Iterator[Document]:
     for odd in found.oddities:
         yield {"file": file, **asdict(odd), "global": None, "program": None, "named": 0, "called": 0}
     for one in found.mentions:

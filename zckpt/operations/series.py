@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 
 from zckpt.compare.logical import named
 from zckpt.compare.slots import Figures, Tolerance, measure, pair
 from zckpt.engine import reporting
 from zckpt.errors import UsageError
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.operations.target import number, summary
-from zckpt.state import Checkpoint, Slot
-from zckpt.state.brief import Brief
+from zckpt.operations.target import summary
+from zckpt.state import Checkpoint, Document, Result, Slot, document, frozen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Moved:
     """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape.
 
@@ -37,27 +36,19 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Series(Brief):
+@frozen(repr=False)
+class Series(Result):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 
     checkpoints: list[Checkpoint]
     moved: list[Moved]
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "sources": [summary(one) for one in self.checkpoints],
             "steps": [one.step for one in self.checkpoints],
-            "series": [
-                {
-                    "name": one.name,
-                    "slot": one.slot,
-                    "norm": [number(value) for value in one.norm],
-                    "change": [number(value) for value in one.change],
-                }
-                for one in self.moved
-            ],
+            "series": document(self.moved),
         }
 
 
@@ -92,9 +83,8 @@ def series(
     """
     if len(sources) < 2:
         raise UsageError("a series needs two checkpoints or more", found=f"{len(sources)} given")
-    check_executor(shared["executor"])
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
-    chosen = Filter(tuple(slots), tuple(parameters))
+    chosen = Filter(slots, parameters)
     chosen.check(*checkpoints)
     held = [slots_of(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,10 +15,7 @@ from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.operations.target import number
-from zckpt.state import Extent, Shape, Slot
-from zckpt.state.brief import Brief
-from zckpt.state.dtypes import is_floating
+from zckpt.state import Document, Extent, Result, Shape, Slot, frozen, is_floating, number
 from zckpt.state.views import narrow
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
@@ -33,8 +29,8 @@ BLOCK_NUMEL = 1 << 20
 _INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Elements(Brief):
+@frozen(repr=False)
+class Elements(Result):
     """Elements of one slot.
 
     Parameters
@@ -57,11 +53,10 @@ class Elements(Brief):
     values: Array | None
     file: str | None = None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         values = None if self.values is None else _jsonable(_plain(self.values).tolist())
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {**own, "shape": list(self.shape), "values": values}
+        return {**Result.as_dict(self), "values": values}
 
 
 @shares(Salvaged)
@@ -107,16 +102,10 @@ def show(
     whole = found.slot(name, slot)
     part, shape = _part(whole, slice)
     refuse_endless(part, f"{whole.name} of {name}")
-    said: dict[str, Any] = {
-        "name": name,
-        "slot": whole.name,
-        "dtype": whole.dtype,
-        "shape": whole.shape,
-        "slice": slice,
-    }
+    elements = Elements(name, whole.name, whole.dtype, whole.shape, slice, None)
     if npy is not None:
         _write(Path(npy), part, shape, overwrite=overwrite)
-        return Elements(**said, values=None, file=str(npy))
+        return replace(elements, file=str(npy))
     if part.numel > MOST_SHOWN:
         raise UsageError(
             f"{whole.name} of {name} has too many elements to show",
@@ -127,7 +116,7 @@ def show(
     values = np.empty(part.numel, numpy_dtype(part.dtype))
     for start, block in _blocks(part):
         values[start : start + block.size] = block
-    return Elements(**said, values=values.reshape(shape))
+    return replace(elements, values=values.reshape(shape))
 
 
 def _part(whole: Slot, text: str | None) -> tuple[Slot, Shape]:

@@ -12,17 +12,14 @@ import numpy as np
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan, stored_once
 from zckpt.errors import UsageError
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
-from zckpt.naming import Naming
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Compared, Renaming, Unpack, only, shares
+from zckpt.operations.options import Compared, Unpack, naming_of, shares
 from zckpt.operations.series import slots_of
-from zckpt.operations.target import number, summary
-from zckpt.state import Checkpoint, Shape
-from zckpt.state.brief import Brief
-from zckpt.state.dtypes import is_floating
+from zckpt.operations.target import summary
+from zckpt.state import Brief, Checkpoint, Document, Shape, document, frozen, is_floating, number
 
 WIDER = 4
 """Bytes that figures take for each byte of a block: numbers of 8 bytes, twice, of elements of 4 at most as a rule."""
@@ -96,7 +93,7 @@ class Distribution(Brief):
         for power, count in other.magnitudes.items():
             self.magnitudes[power] = self.magnitudes.get(power, 0) + count
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data."""
         known = self.least is not None
         return {
@@ -117,7 +114,7 @@ class Distribution(Brief):
         }
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Statistics(Brief):
     """Statistics of a checkpoint's slots, in the model's order, and of its layers."""
 
@@ -134,12 +131,12 @@ class Statistics(Brief):
             layer.dtype = one.dtype if layer.dtype == one.dtype else "mixed"
         return list(found.values())
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": summary(self.checkpoint),
-            "slots": [one.as_dict() for one in self.distributions],
-            "layers": [one.as_dict() for one in self.layers()],
+            "slots": document(self.distributions),
+            "layers": document(self.layers()),
         }
 
 
@@ -170,12 +167,11 @@ def stats(
     SourceError
         The checkpoint cannot be read.
     """
-    check_executor(shared["executor"])
     found = opened(source, **shared)
     if dequantize:
         [found] = with_floats(found)
-    checkpoint, _ = Naming(**only(Renaming, shared)).of(found)
-    wanted = Filter(tuple(slots), tuple(parameters))
+    checkpoint, _ = naming_of(shared).of(found)
+    wanted = Filter(slots, parameters)
     wanted.check(checkpoint)
     chosen = slots_of(checkpoint, wanted)
     if not chosen:

@@ -14,9 +14,9 @@ from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
-from zckpt.operations.proof import check_arrived
+from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, frozen
 
 CHOICES = {
     "padding": Request(padding=True),
@@ -25,7 +25,7 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@frozen(kw_only=True, repr=False)
 class Stripped(Written):
     """What `strip` wrote.
 
@@ -132,12 +132,11 @@ class _StripProof(Proof):
     checkpoint: Checkpoint
     request: Request
 
-    def of(self, written: Path, _companions: Sequence[Path], _files: Sequence[Path]) -> None:
+    def of(self, written: Path, _files: Sequence[Path], _record: Path | None) -> None:
         """Plan a read of all that was written."""
         done = open_checkpoint(written, names=self.checkpoint.given_names)
-        for parameter in self.checkpoint.holders():
-            found = done.find(parameter.name)
-            for key, slot in parameter.slots.items():
-                if self.request.needs(key) or (key == MASTER and WEIGHT not in parameter.slots):
-                    copy = None if found is None else found.slots.get(key)
-                    check_arrived(f"{key} of {parameter.name}", copy, slot.shape, slot.dtype)
+        check_all_arrived(
+            self.checkpoint,
+            done,
+            lambda key, one: self.request.needs(key) or (key == MASTER and WEIGHT not in one.slots),
+        )

@@ -10,12 +10,11 @@ name        all is synced to disk and gets its name in one step
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,7 +24,7 @@ from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
 from zckpt.errors import TargetExistsError, UsageError, about, as_called, shown
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.format import TargetFiles
@@ -33,13 +32,12 @@ from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.brief import Brief
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Result, frozen
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written
 from zckpt.storage.journal import Journal, Purpose, check_remains, settle
-from zckpt.storage.ownership import Owned, check_replaceable, check_target
+from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_replaceable, check_target
 from zckpt.storage.room import write_errors
 from zckpt.storage.stand_ins import is_remote, place
 
@@ -54,22 +52,16 @@ class Copied(TypedDict, total=False):
 
 
 class Proof:
-    """What is done with a target before it gets its name, and what it leaves: `verified` bytes that were compared."""
+    """What is done with a target before it gets its name.
+
+    It leaves how many bytes it has compared, `verified`; and if `records`, the target's fingerprint.
+    """
 
     verified = 0
+    records = False
 
-    @property
-    def companions(self) -> Sequence[Path]:
-        """Files that it writes next to a target that is one."""
-        return ()
-
-    @property
-    def writes(self) -> Sequence[Path]:
-        """All files that it writes."""
-        return self.companions
-
-    def of(self, written: Path, companions: Sequence[Path], files: Sequence[Path]) -> None:
-        """Look at a target, and the files of its plan in their order, by their temporary names; write the companions.
+    def of(self, written: Path, files: Sequence[Path], record: Path | None) -> None:
+        """Look at a target, and the files of its plan in their order, by their temporary names; write the record.
 
         What it raises leaves no target.
         """
@@ -124,9 +116,8 @@ def write_target(
         from zckpt.operations.remote_target import write_remote
 
         return write_remote(plan, path, owned, overwrite, proof, journal, **how)
-    more, is_file = proof.companions if proof is not None else (), owned is None
-    names = names_in(plan.names, path, owned)
-    targets = [*more, *sorted(names, key=lambda name: name == path)] if is_file else [path]
+    is_file, names, record = owned is None, names_in(plan.names, path, owned), record_of(path, owned, proof)
+    targets = [*filter(None, [record]), *sorted(names, key=lambda name: name == path)] if is_file else [path]
     with nullcontext() if journal is None else journal.telling(), write_errors(path):
         settle(path)
         for one in targets:
@@ -135,11 +126,12 @@ def write_target(
         with written(targets, overwrite=overwrite, owned=owned, journal=journal) as partials:
             temporary = dict(zip(targets, partials, strict=True))
             if is_file:
-                for name in more:
-                    os.truncate(temporary[name], 0)  # of a run that is gone on with: `proof` writes it again
+                if record is not None:
+                    record = temporary[record]
+                    os.truncate(record, 0)  # of a run that is gone on with: `proof` writes it again
                 names = [temporary[name] for name in names]
             else:
-                names = names_in(plan.names, temporary[path], owned)
+                names, record = names_in(plan.names, temporary[path], owned), record_of(temporary[path], owned, proof)
                 if journal is not None and journal.resumes:
                     check_remains(temporary[path], frozenset(names))
                 for folder in {name.parent for name in names}:
@@ -152,7 +144,7 @@ def write_target(
                 if isinstance(plan.files, list):
                     plan.files.clear()
                 with about(path):
-                    proof.of(temporary[path], [temporary[name] for name in more], names)
+                    proof.of(temporary[path], names, record)
     return checked
 
 
@@ -163,10 +155,21 @@ def names_in(files: Sequence[str], target: Path, owned: Owned | None) -> list[Pa
     return [target] if len(files) == 1 else [target.parent / name for name in files]
 
 
+def record_of(target: Path, owned: Owned | None, proof: Proof | None) -> Path | None:
+    """Return where a target's fingerprint goes, into a directory or next to a file; None: it is not recorded."""
+    if proof is None or not proof.records:
+        return None
+    if owned is not None:
+        return target / FINGERPRINT_NAME
+    from zckpt.compare.digests import digests_path_of_file
+
+    return digests_path_of_file(target)
+
+
 # --- from a checkpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class How:
     """How a verb writes: options of `Writing`, as they are given, and what decides what is written, for the journal."""
 
@@ -193,11 +196,6 @@ class How:
 
     def __post_init__(self) -> None:
         check_choice("overflow", self.overflow, options_of(Renamed)["overflow"].choices)
-        if self.memory < 1:
-            raise UsageError("--memory and sizes must be positive", found=self.memory)
-        check_executor(self.executor)
-        if self.resume and self.restart:
-            raise UsageError("--resume and --restart exclude each other", expected="one of them")
 
     def journal(
         self, target: Path, planned: Plan, beside: Sequence[Path], origins: Sequence[Checkpoint]
@@ -233,6 +231,7 @@ def write_from(
     proof: Proof | None = None,
     dropped: tuple[str, ...] = (),
     sources: Sequence[Checkpoint] = (),
+    **more: Any,  # noqa: ANN401  # of the result
 ) -> Written:
     """Plan the files that were laid out for a target, check the source, write the target and what points to it.
 
@@ -252,6 +251,8 @@ def write_from(
         What of the source may be lost.
     sources : sequence of Checkpoint
         Where the elements come from, if the checkpoint is computed from others: these are checked in its stead.
+    **more
+        Of the result.
 
     Raises
     ------
@@ -262,33 +263,36 @@ def write_from(
     TargetError
         The target exists or cannot be written.
     """
-    more, recorded = (proof.companions, proof.writes) if proof is not None else ((), ())
     origins = sources or [checkpoint]
     own = owns or Owned(lambda _: False)
     others = Owned(lambda name: own.is_own(name) or name in laid.copied or laid.replaceable(name), own.is_marked)
     owned = None if laid.is_file else others
-    outside = [target.parent / one.name for one in laid.outside]
-    _check_apart(origins, laid, target, owned, more, inside, overwrite=how.overwrite)
+    outside, recorded = (
+        [target.parent / one.name for one in laid.outside],
+        [*filter(None, [record_of(target, owned, proof)])],
+    )
+    _check_replaces(origins, laid, target, owned, recorded, inside, overwrite=how.overwrite)
     left = [item for one in origins for item in take_inventory(one).left_out] if dropped else []
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
     if damaged:  # files that come lazily are not kept
         laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
     reads: dict[str, Reads] = {}
     planned = plan(laid.files, partial(note_reads, reads) if how.dry_run else None)
+    names = names_in(planned.names, target, owned)
+    every = (*names, *outside, *recorded)
     for origin in origins:
         casts = ((hole.slot, hole.dtype) for file in laid.files for hole in file.holes)
         refuse_casts(origin, casts, "--dtype=keep writes them unchanged, --dequantize as floats")
     compared, drifts = _compared(origins, laid) if how.weight_check else (0, [])
     checked, foresight = Checked(), None
     if how.dry_run:
-        every = [*names_in(planned.names, target, owned), *outside, *recorded]
         foresight = foresee(planned, reads, every, target, is_file=owned is None, memory=how.memory)
     else:
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else Checks()
         checks.allows_overflow = how.overflow == "allow"
-        beside = [*more, *names_in(planned.names, target, owned)] if owned is None else []
+        beside = [*recorded, *names] if owned is None else []
         with using(how.executor):
             checked = write_target(
                 planned,
@@ -306,7 +310,7 @@ def write_from(
             write_target(plan([one]), name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=(*names_in(planned.names, target, owned), *outside, *recorded),
+        files=every,
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,
@@ -317,20 +321,26 @@ def write_from(
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
         foresight=foresight,
+        **more,
     )
 
 
-def check_beside(target: Path, sources: Iterable[Path]) -> None:
-    """Raise UsageError if a target is what it is made of, contains it, or lies in it."""
-    for source in sources:
-        here, there = place(target), place(source)
-        if here == there or here in there.parents:
-            raise UsageError("the target is, or contains, the source", path=target, found=str(source))
-        if there in here.parents:
-            raise UsageError("the target is inside the source", path=target, found=str(source))
+def check_apart(targets: Iterable[Path], sources: Mapping[Path, Place], inside: Iterable[Place] = ()) -> None:
+    """Raise UsageError if a target is what it is made of, contains it, or lies in one of some directories.
+
+    `sources`: what each is called, by its place.
+    """
+    around = {parent for source in sources for parent in source.parents} | sources.keys()
+    for one in targets:
+        if (here := place(one)) in around:
+            found = next(source for source in sorted(sources) if here in (source, *source.parents))
+            raise UsageError("the target is, or contains, the source", path=one, found=str(sources[found]))
+        for root in inside:
+            if place(root) in here.parents:
+                raise UsageError("the target is inside the source", path=one, found=str(root))
 
 
-def _check_apart(
+def _check_replaces(
     origins: Sequence[Checkpoint],
     laid: TargetFiles,
     target: Path,
@@ -345,14 +355,7 @@ def _check_apart(
     if owned is not None:
         check_directory(target)
     sources = {place(file.path) for one in origins for file in one.files}
-    around = {parent for source in sources for parent in source.parents} | sources
-    for one in files:
-        if (whole := place(one)) in around:
-            found = next(source for source in sorted(sources) if whole in (source, *source.parents))
-            raise UsageError("the target is, or contains, the source", path=one, found=str(found))
-    for root in inside if owned is not None else ():
-        if place(root) in place(target).parents:
-            raise UsageError("the target is inside the source", path=target, found=root)
+    check_apart(files, dict(zip(sources, sources, strict=True)), inside if owned is not None else ())
     for one in [*(files if overwrite else ()), *(target.parent / one.name for one in laid.outside)]:
         check_replaceable(one, owned if one == target else None)
     if overwrite and owned is None and target.is_file():
@@ -401,8 +404,8 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
     return compared, drifts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Written(Brief):
+@frozen(kw_only=True, repr=False)
+class Written(Result):
     """What a verb wrote, or with `dry_run` would write.
 
     Parameters
@@ -441,8 +444,8 @@ class Written(Brief):
     verified: int = 0
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
-    missing: tuple[dict[str, object], ...] = ()
-    filled: tuple[dict[str, object], ...] = ()
+    missing: tuple[Document, ...] = ()
+    filled: tuple[Document, ...] = ()
     warnings: tuple[str, ...] = ()
     foresight: Foresight | None = None
 
@@ -454,13 +457,9 @@ class Written(Brief):
         """Return all parameters, for a result that has more."""
         return {one.name: getattr(self, one.name) for one in fields(Written)}
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        values["files"] = map(str, self.files)
-        values["foresight"] = None if self.foresight is None else self.foresight.as_dict()
-        listed = {key: list(value) if isinstance(value, (tuple, map)) else value for key, value in values.items()}
-        return {_KEYS.get(key, key): value for key, value in listed.items()}
+        return {_KEYS.get(key, key): value for key, value in Result.as_dict(self).items()}
 
 
 _KEYS = {
@@ -479,13 +478,8 @@ def check_choice(option: str, value: str | None, choices: Sequence[str | None]) 
         raise UsageError(f"unusable --{option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
 
 
-def summary(checkpoint: Checkpoint) -> dict[str, object]:
+def summary(checkpoint: Checkpoint) -> Document:
     """Return what a document says of one of several checkpoints."""
     keys = ("source", "format", "step", "world_size", "zero_stage")
     found = {key: getattr(checkpoint, key) for key in keys}
     return {**found, "source": shown(checkpoint.source)}
-
-
-def number(value: float | None) -> float | str | None:
-    """Return a float as JSON can say it."""
-    return str(value) if value is not None and not math.isfinite(value) else value

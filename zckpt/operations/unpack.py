@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,6 +12,7 @@ from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
 from zckpt.formats.units import TRACKERS
 from zckpt.operations.options import Place
+from zckpt.state import Result, frozen
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target
@@ -23,8 +23,8 @@ from zckpt.storage.packed.store import PackedStore
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked:
+@frozen
+class Unpacked(Result):
     """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 
     target: str
@@ -32,10 +32,6 @@ class Unpacked:
     files: int
     nbytes: int
     dry_run: bool
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 def unpack(
@@ -129,20 +125,20 @@ def write_files(
         reporting(reporter, nbytes) as progress,
     ):
         for front, number in numbers.items():
-            _write(store, number, partial / front if front else partial, progress.advance)
+            _write(store, number, partial / front, progress.advance)
         for name, data in beside.items():
             (partial / name).write_bytes(data)
         if prove is not None:
             prove(partial)
         for front, number in numbers.items():
-            _mark(store, number, partial / front if front else partial)
+            _mark(store, number, partial / front)
 
 
 def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:
     index = store.index(number)
     (path.parent if index.is_file else path).mkdir(parents=True, exist_ok=True)
-    for one in index.files:
-        at = path if index.is_file else path / one.name
+    places = [path if index.is_file else path / one.name for one in index.files]
+    for at, one in zip(places, index.files, strict=True):
         if one.kind == "folder":
             at.mkdir(exist_ok=True)
         elif one.kind == "link":
@@ -160,7 +156,7 @@ def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int],
         file, offset, nbytes = job
         data = bytearray(nbytes)
         store.read_into(number, file, offset, memoryview(data))
-        with (path if index.is_file else path / index.files[file].name).open("r+b") as out:
+        with places[file].open("r+b") as out:
             out.seek(offset)
             out.write(data)
         return nbytes

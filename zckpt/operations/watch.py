@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from zckpt.operations.open import open as opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.series import measured, slots_of
 from zckpt.operations.verify import Finding
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, document, frozen
 from zckpt.storage.remote import is_url
 
 POLL_S = 5.0
@@ -44,7 +44,7 @@ SHARE = 0.01
 SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Appeared:
     """A checkpoint that appeared in a run.
 
@@ -61,10 +61,9 @@ class Appeared:
     findings: list[Finding]
     before: str | None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return it as JSON-able data: a line of what `verify --watch` prints."""
-        found = [one.as_dict() for one in self.findings]
-        return {**self.checkpoint.as_dict(), "before": self.before, "findings": found}
+        return {**self.checkpoint.as_dict(), "before": self.before, "findings": document(self.findings)}
 
 
 @shares(Copying)

@@ -134,7 +134,7 @@ class DistributedOptimizer(Optimizer):
             What a worker raised, when all workers have answered; an error for the user as it was.
         """
         dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
-        hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
+        hyperparameters = list(map(hyperparameters_of, self.param_groups))
         for theirs in self.call(LocalOptimizer.step, context_id, hyperparameters)[:1]:
             sync(theirs, self.param_groups)
 
@@ -165,7 +165,7 @@ class DistributedOptimizer(Optimizer):
         state = {numbers[number]: values for number, values in state_dict["state"].items()}
         held = [self._groups_of(one.owner()) for one in self.remote_optimizers]
         shares = [{n: state[n] for group in its for n in group["numbers"] if n in state} for its in held]
-        hyperparameters = [hyperparameters_of(group) for group in state_dict["param_groups"]]
+        hyperparameters = list(map(hyperparameters_of, state_dict["param_groups"]))
         for function in (LocalOptimizer.check, LocalOptimizer.load):
             self.call_each(function, [(share, hyperparameters) for share in shares])
         sync(hyperparameters, self.param_groups)
@@ -205,11 +205,11 @@ class LocalOptimizer:
             sync(hyperparameters, self.optimizer.param_groups)
             with with_gradients({parameter: gradients.get(parameter) for parameter in self.by_number().values()}):
                 self.optimizer.step()
-            return [hyperparameters_of(group) for group in self.optimizer.param_groups]
+            return list(map(hyperparameters_of, self.optimizer.param_groups))
 
     def hyperparameters(self) -> tuple[Group, list[Group]]:
         """Return the defaults, and what the param groups say besides their parameters."""
-        return dict(self.optimizer.defaults), [hyperparameters_of(group) for group in self.optimizer.param_groups]
+        return dict(self.optimizer.defaults), list(map(hyperparameters_of, self.optimizer.param_groups))
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear `grad` of this worker's parameters."""

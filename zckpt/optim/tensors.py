@@ -5,11 +5,11 @@ A fused optimizer needs state to lie in memory as its parameter does, or steps i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.optim.flat_parameters import EXTRA_STATE, Bare, Member, Members, flat_model, is_flat
-from zckpt.state import WEIGHT, Extent, Shape
+from zckpt.state import WEIGHT, Extent, Shape, frozen
 from zckpt.state.names import INNER, plain_name
 
 Model = torch.nn.Module | Sequence[torch.nn.Module] | None
@@ -184,7 +184,7 @@ def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
 # --- what this rank has
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Share:
     """What this rank has of a tensor.
 
@@ -304,26 +304,6 @@ def copied_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if value.shape != like.shape or value.stride() == like.stride():
         return value.detach().clone()
     return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value.detach())
-
-
-T = TypeVar("T")
-
-
-def filled(every: Iterable[T], size_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield lots of what follows each other, of at most so much together, or one that is larger; empty ones in none."""
-    lot: list[T] = []
-    total = 0
-    for one in every:
-        size = size_of(one)
-        if not size:
-            continue
-        if lot and total + size > most:
-            yield lot
-            lot, total = [], 0
-        lot.append(one)
-        total += size
-    if lot:
-        yield lot
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Data and arithmetic only. Nothing here opens a file, and nothing here knows a fo
 
 from __future__ import annotations
 
+from zckpt.state.brief import Brief, Document, Result, document, number
 from zckpt.state.checkpoint import (
     MASTER,
     WEIGHT,
@@ -20,6 +21,8 @@ from zckpt.state.checkpoint import (
     most_steps,
     number_of,
 )
+from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state.frozen import frozen
 from zckpt.state.mappings import dict_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
@@ -39,9 +42,11 @@ __all__ = [
     "MASTER",
     "WEIGHT",
     "ZEROS",
+    "Brief",
     "Checkpoint",
     "CutFiles",
     "CutSpans",
+    "Document",
     "Duplicate",
     "Extent",
     "Padding",
@@ -50,6 +55,7 @@ __all__ = [
     "ParamGroup",
     "Parameter",
     "RankValue",
+    "Result",
     "Scalar",
     "Shape",
     "Slot",
@@ -59,7 +65,12 @@ __all__ = [
     "Topology",
     "as_float",
     "dict_of",
+    "document",
+    "frozen",
+    "is_floating",
+    "itemsize",
     "most_steps",
+    "number",
     "number_of",
     "stated",
     "without",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Mapping, Sized
-from dataclasses import fields
-from typing import TypeVar
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
 
 from zckpt.errors import shortened, without_controls
 
 Value = TypeVar("Value")
+
+Document = dict[str, object]
+"""JSON-able data."""
 
 MOST_LINES = 10
 MOST_WIDTH = 100
@@ -29,6 +34,34 @@ class Brief:
         if len(lines) >= MOST_LINES:
             lines = [*lines[: MOST_LINES - 2], f" ... and {len(lines) - MOST_LINES + 2} more"]
         return "\n".join([f"<{type(self).__name__}", *lines]) + ">"
+
+
+class Result(Brief):
+    """What a verb returns; its document has its fields, where it does not say otherwise."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> Document:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {one.name: document(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
+
+
+def document(value: Any) -> Any:  # noqa: ANN401  # data of any kind
+    """Return what a result holds as JSON-able data; what is a dict is that already."""
+    if hasattr(value, "as_dict"):
+        return value.as_dict()
+    if is_dataclass(value):
+        return {one.name: document(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [document(one) for one in value]
+    if isinstance(value, os.PathLike):
+        return str(value)
+    return number(value) if isinstance(value, float) else value
+
+
+def number(value: float | None) -> float | str | None:
+    """Return a float as JSON can say it."""
+    return str(value) if value is not None and not math.isfinite(value) else value
 
 
 class Named(dict[str, Value]):

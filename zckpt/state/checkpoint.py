@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
+from zckpt.state.frozen import frozen
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.mappings import dict_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
@@ -29,7 +30,7 @@ SHOWN_KEYS = 6
 """Of optimizer state in a message; more are counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Scalar:
     """A single number that a file holds as a 0-d tensor, such as AdamW's `step`."""
 
@@ -130,7 +131,7 @@ class ParamGroup:
     optimizer: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RankValue:
     """One such value.
 
@@ -177,7 +178,7 @@ def keys_listed(values: Iterable[RankValue]) -> str:
     return listed(list(dict.fromkeys(value.key for value in values)), most=SHOWN_KEYS)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Topology:
     """Data-, tensor-, pipeline- and expert-parallel degrees."""
 
@@ -187,7 +188,7 @@ class Topology:
     ep: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Duplicate:
     """A further copy of a slot, which nothing is read from: it should be equal, or its rounding.
 
@@ -329,7 +330,7 @@ class Checkpoint:
     param_groups: list[ParamGroup] = field(default_factory=list)
     per_rank: list[RankValue] = field(default_factory=list)
     zero_stage: int | None = None
-    topology: Topology = Topology()
+    topology: Topology = Topology()  # noqa: RUF009  # which is frozen
     world_size: int = 1
     step: int | None = None
     loss_scale: float | None = None

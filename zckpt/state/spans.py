@@ -16,11 +16,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zckpt.errors import LayoutError
 from zckpt.state.dtypes import itemsize
+from zckpt.state.frozen import frozen
 from zckpt.state.numbered import Numbered
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def reach_of(shape: Iterable[int], strides: Iterable[int], size: int = 1) -> int
     return size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Extent:
     """A box of a tensor, and a flattened range within that box.
 
@@ -75,7 +76,7 @@ class Extent:
         return cls((0,) * len(shape), shape, start, numel)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Span:
     """An extent and where its bytes are.
 
@@ -142,7 +143,7 @@ class Spans(Numbered[Span]):
         return hash(tuple(self))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CutFiles:
     """The tensors, one in each rank's file, that together hold a line of elements.
 
@@ -168,7 +169,7 @@ class CutFiles:
         return self._indexes.get(path)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@frozen(eq=False)
 class CutSpans(Spans):
     """The spans of a parameter on a line that is cut every `width` elements.
 
@@ -268,7 +269,7 @@ class CutSpans(Spans):
         return self.shape, self.origin, self.width, self.at
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Slot:
     """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
 
@@ -330,7 +331,7 @@ class Slot:
         return Extent.flat(self.shape, start, numel)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PaddingSpan:
     """Contiguous bytes of a file that are padding of one slot."""
 
@@ -355,7 +356,7 @@ class PaddingRule(Protocol):
         """Yield where in one file it is, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Padding:
     """Elements of one rank's partition of one param group that belong to no parameter.
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.state import frozen
 from zckpt.state.numbered import Numbered
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import FileRange
@@ -307,7 +308,7 @@ def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]
     return offsets
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class NewRecord:
     """A record to write, its name with the archive's root: its bytes, or for tensor data only their number.
 
@@ -320,7 +321,7 @@ class NewRecord:
     start: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Placed:
     """Where a record's data lies, and where its CRC-32 is to be written (byte offsets in the file)."""
 
@@ -329,7 +330,7 @@ class Placed:
     checksum_offsets: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ArchiveLayout:
     """All bytes of an archive but those of tensors, and where each record lies, in their order."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
+from zckpt.engine.workers import batched
 from zckpt.errors import NotRestoredError, UnsupportedError, UsageError, listed, shown
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import place_of
@@ -24,9 +24,9 @@ from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import Asked, OptimizerState, owner_of
 from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.optim.tensors import Model, Share, Stateful, filled
+from zckpt.optim.tensors import Model, Share, Stateful
 from zckpt.optim.values import read_numbers, refuse_lossy
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, frozen, number_of
 from zckpt.training.live import TpRules
 from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
 from zckpt.training.other_state import read_other_state
@@ -140,7 +140,7 @@ def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class _Pair:
     """Elements of a slot, and the live ones that they should be; `may_round`: to the type that these are kept in."""
 
@@ -334,7 +334,8 @@ class _Held(Meeting):
 
     def compare(self) -> None:
         """Read elements, some at a time, and compare them."""
-        for pairs in filled(self.pairs, lambda one: one.tensor.nbytes, ROUND_NBYTES):
+        every = (one for one in self.pairs if one.tensor.nbytes)
+        for pairs in batched(every, lambda one: one.tensor.nbytes, ROUND_NBYTES, count=None):
             reads = [one.read() for one in pairs]
             read_tensors(reads)
             found = (one.difference(its.tensor) for one, its in zip(pairs, reads, strict=True))

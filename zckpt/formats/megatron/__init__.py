@@ -39,7 +39,7 @@ own           what a directory that zckpt wrote has besides
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
+from zckpt.state import frozen
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Ranks:
     """What legacy files are for."""
 
@@ -80,7 +81,7 @@ class Ranks:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Options(Ranks):
     """What `convert --to megatron` can be given."""
 
@@ -121,7 +122,7 @@ class Options(Ranks):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RecutOptions(Ranks):
     """What `reshard` of legacy files can be given."""
 

@@ -24,7 +24,19 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
-from zckpt.state import MASTER, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Slot, Topology, dict_of, without
+from zckpt.state import (
+    MASTER,
+    Checkpoint,
+    Duplicate,
+    Parameter,
+    ParamGroup,
+    Shape,
+    Slot,
+    Topology,
+    dict_of,
+    frozen,
+    without,
+)
 from zckpt.state.boxes import overlap
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, IMPLIED, Claim, Rule
 from zckpt.state.views import narrow, placed, plain, reshape
@@ -48,7 +60,7 @@ Part = tuple[int, int | None]
 """The tensor- and the expert-parallel rank that has a part; the second None: experts are not what it is cut by."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Boxes:
     """Where a rank's part lies in the whole.
 
@@ -94,7 +106,7 @@ class Weight:
         return plain(placed(boxes))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rank:
     """An optimizer file, and the ranks that it is of; `dp` is None without ZeRO."""
 

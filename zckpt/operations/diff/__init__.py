@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.errors import UsageError
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
-from zckpt.naming import Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import ComparedTwo, ReadingB, Renaming, Unpack, how_read, only, shares
-from zckpt.operations.target import number, summary
-from zckpt.state import Checkpoint
-from zckpt.state.brief import Brief
+from zckpt.operations.options import ComparedTwo, ReadingB, Unpack, how_read, naming_of, only, shares
+from zckpt.operations.target import summary
+from zckpt.state import Brief, Checkpoint, Document, document, frozen, number
 from zckpt.state.names import canonical_names, renamed
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Changed:
     """A slot that differs; without a difference in numbers where the shapes do."""
 
     match: Match
     difference: Difference | None
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the slot and its figures as JSON-able data; None where there is no figure."""
         match, figures = self.match, self.difference.figures if self.difference is not None else None
         counts = ("num_different", "max_ulp", "nan_a", "nan_b", "inf_a", "inf_b", "first")
@@ -48,7 +46,7 @@ class Changed:
         }
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Compared(Brief):
     """What `diff` found.
 
@@ -84,7 +82,7 @@ class Compared(Brief):
         """Whether nothing differs."""
         return not (self.changed or self.only_in_a or self.only_in_b or self.settings)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "a": summary(self.a),
@@ -98,10 +96,10 @@ class Compared(Brief):
             },
             "only_in_a": [{"name": name, "slot": slot} for name, slot in self.only_in_a],
             "only_in_b": [{"name": name, "slot": slot} for name, slot in self.only_in_b],
-            "different": [one.as_dict() for one in self.changed],
+            "different": document(self.changed),
             "equal_slots": [{"name": one.name, "slot": one.slot, "numel": one.a.numel} for one in self.equal_slots],
             "metadata": [{"key": one.key, "a": one.a, "b": one.b} for one in self.settings],
-            "warnings": list(self.warnings),
+            "warnings": self.warnings,
         }
 
 
@@ -149,16 +147,15 @@ def diff(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
             raise UsageError(f"--{name} is not a tolerance", expected="0 or more", found=value)
-    check_executor(shared["executor"])
     ours = opened(a, **shared)
     theirs = opened(b, **{key[:-2]: value for key, value in only(ReadingB, shared).items()})
-    naming = Naming(**only(Renaming, shared))
+    naming = naming_of(shared)
     notes: tuple[str, ...] = ()
     if dequantize:
         ours, theirs = with_floats(ours, theirs)
     if naming.changes:
         ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
-    chosen = Filter(tuple(slots), tuple(parameters))
+    chosen = Filter(slots, parameters)
     chosen.check(ours, theirs)
     matches = match(ours, theirs, chosen)
     there = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles

@@ -6,7 +6,7 @@ model file of the masters' type has no masters. Such a slot is held against what
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -14,27 +14,26 @@ from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.compare.slots import pair
 from zckpt.engine.scan import SlotSet
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
-from zckpt.state.dtypes import is_floating
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, frozen, is_floating
 from zckpt.torchfile import Tensor
 
 State = dict[str, object]
 """What an optimizer has of a parameter, by key: slots and single values."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Filter:
     """What is compared; empty means everything.
 
     Parameters
     ----------
-    slots : tuple of str
-    parameters : tuple of str
+    slots : sequence of str
+    parameters : sequence of str
         Shell patterns of names.
     """
 
-    slots: tuple[str, ...] = ()
-    parameters: tuple[str, ...] = ()
+    slots: Sequence[str] = ()
+    parameters: Sequence[str] = ()
 
     def check(self, *checkpoints: Checkpoint) -> None:
         """Raise UsageError if no checkpoint has one of the slots."""
@@ -146,7 +145,7 @@ def _held(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State
         return {**{key: one for key, one in group.items() if not isinstance(one, Tensor)}, **parameter.state, **own}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Match:
     """A slot that both checkpoints have; `dtype` is what both are read as, or None: as they are."""
 

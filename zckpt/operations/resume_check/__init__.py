@@ -7,7 +7,7 @@ against the other, and commands are sought that make what the program resumes fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -25,8 +25,18 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
 from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts
-from zckpt.operations.resume_check.programs import CORE, OWN_NAMES, PROGRAMS, Make, Program, Way, same_ranks, takes
-from zckpt.state import MASTER, Checkpoint
+from zckpt.operations.resume_check.programs import (
+    CORE,
+    OWN_NAMES,
+    PROGRAMS,
+    Make,
+    Program,
+    Way,
+    of_few_bits,
+    same_ranks,
+    takes,
+)
+from zckpt.state import MASTER, Checkpoint, Document, Result, frozen
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
 from zckpt.storage.remote.mount import PACKED
@@ -43,8 +53,8 @@ SHOWN = 3
 Shapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeCheck:
+@frozen
+class ResumeCheck(Result):
     """Whether a program can resume a checkpoint.
 
     Parameters
@@ -85,11 +95,11 @@ class ResumeCheck:
     verdict: str
     call: str | None = None
     given: str | None = None
-    comes_back: list[dict[str, object]] = field(default_factory=list)
-    not_back: list[dict[str, object]] = field(default_factory=list)
+    comes_back: list[Document] = field(default_factory=list)
+    not_back: list[Document] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
-    not_back_after: list[dict[str, object]] = field(default_factory=list)
+    not_back_after: list[Document] = field(default_factory=list)
     advice: str | None = None
     yours: str | None = None
 
@@ -97,10 +107,6 @@ class ResumeCheck:
     def resumes(self) -> bool:
         """Whether everything comes back."""
         return self.verdict == WHOLE
-
-    def as_dict(self) -> dict[str, object]:
-        """Return the result as JSON-able data, the document of `--json`."""
-        return asdict(self)
 
 
 @shares(Reading)
@@ -140,9 +146,7 @@ def resume_check(
         raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
     config = _config_of(model)
-    facts = Facts(
-        checkpoint, world_size or 1, None if model is None else _shapes(model), read_json(config) if config else None
-    )
+    facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model, config), config)
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
     found = replace(found, yours=about.yours or None)
@@ -153,11 +157,11 @@ def resume_check(
     lacks = [said for need in about.holds if (said := need(facts)) is not None]
     if way is None:
         why = [f"{about.title} looks for {about.looks_for}", *lacks, *_of_model(facts, strict=True)]
-        return _with_commands(replace(found, why=why), about, facts, config)
+        return _with_commands(replace(found, why=why), about, facts)
     reasons = [said for need in way.needs if (said := need(facts)) is not None] + lacks
     mismatch = _of_model(facts, strict=way.strict)
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
-    doubts = [said for need in (*way.doubts, _lost) if (said := need(facts)) is not None]
+    doubts = [said for need in (of_few_bits, *way.doubts, _lost) if (said := need(facts)) is not None]
     if program != "zckpt" and _scheme(checkpoint) is not None:
         doubts.append(
             "it is not on a file system, and it is unknown whether the program can read it there: copy it first"
@@ -166,12 +170,12 @@ def resume_check(
     found = replace(found, call=way.call.format(**words), given=way.given.format(**words) or None)
     if reasons:
         only_size = reasons == [same_ranks(facts)] and not doubts
-        return _with_commands(replace(found, why=reasons, call=None), about, facts, config, only_size=only_size)
+        return _with_commands(replace(found, why=reasons, call=None), about, facts, only_size=only_size)
     back, gone = _divided(facts, about, way)
     verdict = UNKNOWN if doubts else PARTLY if gone else WHOLE
     found = replace(found, verdict=verdict, comes_back=back, not_back=gone, why=doubts)
     may_help = verdict == PARTLY and any(one["part"] in CORE for one in gone)
-    return _with_commands(found, about, facts, config) if may_help else found
+    return _with_commands(found, about, facts) if may_help else found
 
 
 def _scheme(checkpoint: Checkpoint) -> str | None:
@@ -189,7 +193,7 @@ def _lost(facts: Facts) -> str | None:
     return f"the contents of {listed(left, most=SHOWN)} are unknown" if left else None
 
 
-def _words(facts: Facts) -> dict[str, object]:
+def _words(facts: Facts) -> Document:
     """Return what a call and its conditions are filled in with."""
     within = Path(facts.checkpoint.source)
     stage = facts.checkpoint.zero_stage
@@ -202,10 +206,10 @@ def _words(facts: Facts) -> dict[str, object]:
     }
 
 
-def _divided(facts: Facts, program: Program, way: Way) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+def _divided(facts: Facts, program: Program, way: Way) -> tuple[list[Document], list[Document]]:
     """Return what of a checkpoint comes back, and what does not, or begins anew."""
-    back: list[dict[str, object]] = []
-    gone: list[dict[str, object]] = []
+    back: list[Document] = []
+    gone: list[Document] = []
     files = {Path(name).stem: name for name in facts.names}
     if not way.strict and (mismatch := _of_model(facts, strict=False)):
         gone.append({"part": WEIGHTS, "why": f"{mismatch[0]}, and stay as the model was made"})
@@ -231,14 +235,12 @@ def _divided(facts: Facts, program: Program, way: Way) -> tuple[list[dict[str, o
 # Commands that make what resumes
 
 
-def _with_commands(
-    found: ResumeCheck, program: Program, facts: Facts, config: Path | None, *, only_size: bool = False
-) -> ResumeCheck:
+def _with_commands(found: ResumeCheck, program: Program, facts: Facts, *, only_size: bool = False) -> ResumeCheck:
     """Add the first command that would be accepted and better, and what it loses; else why there is none."""
     refused: list[str] = []
     form = facts.checkpoint.format
     strange = form in OWN_NAMES and form not in {make.to for make in program.makes}
-    better = iter(()) if strange else _commands(found, program, facts, config, refused, only_size=only_size)
+    better = iter(()) if strange else _commands(found, program, facts, refused, only_size=only_size)
     command, lost, advice = next(better, (None, [], None))
     if command is not None:
         if MASTERS in {one["part"] for one in found.not_back}:
@@ -257,12 +259,12 @@ def _with_commands(
 
 
 def _commands(
-    found: ResumeCheck, program: Program, facts: Facts, config: Path | None, refused: list[str], *, only_size: bool
-) -> Iterator[tuple[str, list[dict[str, object]], str | None]]:
+    found: ResumeCheck, program: Program, facts: Facts, refused: list[str], *, only_size: bool
+) -> Iterator[tuple[str, list[Document], str | None]]:
     """Yield commands that would be accepted and better, what they lose, and advice; note what is said of others."""
     one = facts.checkpoint
     gone = {part["part"] for part in found.not_back}
-    for naming, named in _named(facts, config, refused):
+    for naming, named in _named(facts, refused):
         strict = all(way.strict for way in program.ways)
         if any(need(named) for need in program.holds) or _of_model(named, strict=strict):
             continue
@@ -290,7 +292,7 @@ def _commands(
             yield " ".join(["zckpt", make.verb, quote(one.named), "TARGET", *flags]), lost, kept
 
 
-def _named(facts: Facts, config: Path | None, refused: list[str]) -> Iterator[tuple[dict[str, Any], Facts]]:
+def _named(facts: Facts, refused: list[str]) -> Iterator[tuple[dict[str, Any], Facts]]:
     """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
     if not facts.in_files:
         yield {}, facts
@@ -299,7 +301,7 @@ def _named(facts: Facts, config: Path | None, refused: list[str]) -> Iterator[tu
     if strange and isinstance((facts.config or {}).get("model_type"), str):
         naming: dict[str, Any] = {"map": TRANSFORMERS}
         if facts.config is facts.model_config:
-            naming["map_config"] = str(config)
+            naming["map_config"] = str(facts.given_config)
         try:
             yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
         except ZckptError as error:
@@ -322,7 +324,7 @@ def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any], naming: Namin
     return written.lay_out(Job(as_converted(checkpoint, written, naming), facts.place, target, chosen))
 
 
-def _after(make: Make, laid: TargetFiles, facts: Facts, program: Program) -> list[dict[str, object]]:
+def _after(make: Make, laid: TargetFiles, facts: Facts, program: Program) -> list[Document]:
     """Return what does not come back from a target that is not written."""
     names = frozenset(file.name.partition("/")[0] for file in (*laid.files, *laid.outside))
     beside = [Path(name).stem for name in names if CARRIED.fullmatch(name) or name == TRAINER_STATE]
@@ -366,11 +368,11 @@ def _config_of(model: object) -> Path | None:
     return config if config.suffix == ".json" and is_file(config) else None
 
 
-def _shapes(model: object) -> Shapes:
+def _shapes(model: object, config: Path | None) -> Shapes:
     """Return the shapes of a model's tensors by all the names of each, with a NUL between them."""
     if hasattr(model, "state_dict"):
         return _live_shapes(model)
-    if (config := _config_of(model)) is not None:
+    if config is not None:
         return _live_shapes(_from_config(config))
     one = open(Path(str(model)))
     aliases: dict[str, list[str]] = {}

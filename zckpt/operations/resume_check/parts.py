@@ -13,8 +13,7 @@ from zckpt.formats.dcp.directory import find as find_dcp
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.naming.numbered import has_names_of_files
-from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.dtypes import itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, itemsize
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.torchfile import FromFile
 
@@ -64,8 +63,8 @@ class Facts:
         That will resume it.
     shapes : mapping of str to tuple, or None
         Of the tensors that the model has, by name, where it was given.
-    model_config : mapping or None
-        Of that model.
+    given_config : Path or None
+        The config.json by which that model was given.
     planned : frozenset of str or None
         What would lie in the directory of a target that is not written; None: it is there.
     """
@@ -73,7 +72,7 @@ class Facts:
     checkpoint: Checkpoint
     ranks: int
     shapes: Mapping[str, tuple[int, ...]] | None = None
-    model_config: dict[str, object] | None = None
+    given_config: Path | None = None
     planned: frozenset[str] | None = None
 
     @cached_property
@@ -99,6 +98,11 @@ class Facts:
         """How many ranks have saved it, as far as a program asks for as many again."""
         one = self.checkpoint
         return one.topology.dp if one.format in ("deepspeed", "universal", "megatron") else one.world_size
+
+    @cached_property
+    def model_config(self) -> dict[str, object] | None:
+        """The config.json that the model was given by."""
+        return None if self.given_config is None else read_json(self.given_config)
 
     @cached_property
     def config(self) -> dict[str, object] | None:

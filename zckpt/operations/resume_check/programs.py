@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from zckpt.operations.resume_check.parts import (
     WEIGHTS,
     Facts,
 )
-from zckpt.state import MASTER, WEIGHT
+from zckpt.state import MASTER, WEIGHT, frozen
 from zckpt.state.partition import flat_partition_numel
 
 Need = Callable[[Facts], str | None]
@@ -43,7 +43,7 @@ CORE = {WEIGHTS: ANY, FROZEN: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP
 """What every load of a model and its optimizer takes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Way:
     """One way in which a program resumes.
 
@@ -81,7 +81,7 @@ class Way:
     returns: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Make:
     """A command that makes what a program resumes from.
 
@@ -111,7 +111,7 @@ class Make:
     of_masters: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen(kw_only=True)
 class Program:
     """What is known of a program.
 
@@ -140,6 +140,16 @@ class Program:
     yours: str = ""
 
 
+def unless(holds: Callable[[Facts], object], said: str) -> Need:
+    """Return a need, by what is to hold, and what is said where it does not."""
+    return lambda facts: None if holds(facts) else said
+
+
+def one_of(*names: str) -> Need:
+    """Return a need: one of some files in the directory."""
+    return unless(lambda facts: facts.names & {*names}, f"{names[0]} is not there")
+
+
 def lies(*names: str) -> Need:
     """Return a need: files in the directory."""
     return lambda facts: (
@@ -154,14 +164,14 @@ def same_ranks(facts: Facts) -> str | None:
     return None
 
 
-def has_optimizer(facts: Facts) -> str | None:
-    """Say that there is no optimizer's state."""
-    return None if STATE in facts.parts or facts.checkpoint.param_groups else "no state of an optimizer is in it"
+has_optimizer = unless(
+    lambda facts: STATE in facts.parts or facts.checkpoint.param_groups, "no state of an optimizer is in it"
+)
 
-
-def of_few_bits(facts: Facts) -> str | None:
-    """Doubt weights of few bits."""
-    return "its weights are low-bit codes, for which this is unknown" if codes_in(facts.checkpoint) else None
+of_few_bits = unless(
+    lambda facts: not codes_in(facts.checkpoint), "its weights are low-bit codes, for which this is unknown"
+)
+"""Doubted of every program."""
 
 
 def masters_beside(facts: Facts) -> str | None:
@@ -189,9 +199,10 @@ def _of_zero(facts: Facts) -> str | None:
     return same_ranks(facts) if (facts.checkpoint.zero_stage or 0) > 0 else None
 
 
-def _elastic(facts: Facts) -> str | None:
-    elastic = facts.checkpoint.details.get("optimizer_form") == "elastic"
-    return "its optimizer is in the elastic form, which DeepSpeed 0.19 fails to load with AdamW" if elastic else None
+_elastic = unless(
+    lambda facts: facts.checkpoint.details.get("optimizer_form") != "elastic",
+    "its optimizer is in the elastic form, which DeepSpeed 0.19 fails to load with AdamW",
+)
 
 
 def _lacks_frozen(facts: Facts) -> str | None:
@@ -216,8 +227,9 @@ def _universal_slots(facts: Facts) -> str | None:
     return f"DeepSpeed's universal loader knows Adam's moments, and {', '.join(odd)} is none" if odd else None
 
 
-def _universal_experts(facts: Facts) -> str | None:
-    return "of experts in universal form this is not known" if facts.checkpoint.topology.ep > 1 else None
+_universal_experts = unless(
+    lambda facts: facts.checkpoint.topology.ep == 1, "of experts in universal form this is not known"
+)
 
 
 def _groups_of_first(facts: Facts) -> str | None:
@@ -226,24 +238,21 @@ def _groups_of_first(facts: Facts) -> str | None:
     return None if one.zero_stage != 3 or alike else "each param group gets the settings of the first"
 
 
-def _frozen_universal(_: Facts) -> str | None:
-    return "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
+_frozen_universal = unless(
+    lambda _: False, "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
+)
 
 
 _ENGINE: dict[str, Any] = {
     "needs": (_of_zero,),
-    "doubts": (_elastic, of_few_bits, odd_shapes),
+    "doubts": (_elastic, odd_shapes),
     "takes": CORE | {SCALE: "loss_scaler", SCHEDULER: "lr_scheduler", DATA: "data_sampler", OTHER: ANY},
 }
 """What DeepSpeed's engine does, whoever calls it; what it does not know goes to the caller."""
 
 _STAGE = "ZeRO stage {stage}, as its files are"
 
-_OF_DEEPSPEED = (
-    Make(verb="reshard", sized=True, of=("deepspeed",)),
-    Make(to="deepspeed", sized=True),
-    Make(to="deepspeed", sized=True, options={"stage": 2}),
-)
+_RESHARD = Make(verb="reshard", sized=True, of=("deepspeed",))
 
 DEEPSPEED = Program(
     title="DeepSpeed",
@@ -253,9 +262,7 @@ DEEPSPEED = Program(
             mark=lambda facts: facts.checkpoint.format == "deepspeed",
             call='engine.load_checkpoint("{run}", tag="{tag}")',
             given=_STAGE,
-            needs=_ENGINE["needs"],
-            doubts=_ENGINE["doubts"],
-            takes=_ENGINE["takes"],
+            **_ENGINE,
             returns="client_state",
         ),
         Way(
@@ -263,14 +270,18 @@ DEEPSPEED = Program(
             call='engine.load_checkpoint("{run}", tag="{tag}")',
             given='"checkpoint": {{"load_universal": true}} in the configuration, ZeRO stage {stage}',
             needs=(_universal_empty, _universal_slots),
-            doubts=(_universal_experts, of_few_bits),
+            doubts=(_universal_experts,),
             takes=_ENGINE["takes"],
             returns="client_state",
             lacks=((FROZEN, _frozen_universal), (SETTINGS, _groups_of_first)),
         ),
     ),
     holds=(has_optimizer, _lacks_frozen),
-    makes=_OF_DEEPSPEED,
+    makes=(
+        _RESHARD,
+        Make(to="deepspeed", sized=True),
+        Make(to="deepspeed", sized=True, options={"stage": 2}),
+    ),
     advice="zckpt.deepspeed.load_checkpoint reads any of zckpt's formats into a live engine",
     yours="random states and the position in the data, except what the script gives as client_state",
 )
@@ -310,12 +321,8 @@ _CONVERTED = (
 )
 
 
-def _in_files(facts: Facts) -> str | None:
-    return _CONVERTED if facts.shapes is None and facts.in_files else None
-
-
-def _maybe_in_files(facts: Facts) -> str | None:
-    return _CONVERTED if facts.shapes is None and facts.in_files is None else None
+_in_files = unless(lambda facts: facts.shapes is not None or not facts.in_files, _CONVERTED)
+_maybe_in_files = unless(lambda facts: facts.shapes is not None or facts.in_files is not None, _CONVERTED)
 
 
 _TRAINER_REST = {SCHEDULER: "scheduler", RANDOM: "rng_state(_[0-9]+)?", DATA: "trainer_state", SCALE: "scaler"}
@@ -353,7 +360,7 @@ TRAINER = Program(
             call='trainer.train(resume_from_checkpoint="{path}")',
             given="fsdp= of the same version and state_dict_type",
             needs=(_ACCOUNT,),
-            doubts=(of_few_bits, lambda facts: None if facts.has("scheduler.pt") else "scheduler.pt is not there"),
+            doubts=(one_of("scheduler.pt"),),
             takes=CORE | _TRAINER_REST,
             lacks=((RANDOM, _rng), (DATA, _batches)),
             keeps=_TRAINER_KEEPS,
@@ -363,7 +370,7 @@ TRAINER = Program(
             call='trainer.train(resume_from_checkpoint="{path}")',
             given="no deepspeed= and no fsdp=",
             needs=(_ACCOUNT,),
-            doubts=(of_few_bits, _maybe_in_files),
+            doubts=(_maybe_in_files,),
             takes=CORE | _TRAINER_REST,
             lacks=((WEIGHTS, _in_files), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair),
                    (RANDOM, _rng), (DATA, _batches)),
@@ -373,7 +380,7 @@ TRAINER = Program(
     ),
     holds=(_lacks_frozen,),
     makes=(
-        Make(verb="reshard", sized=True, of=("deepspeed",)),
+        _RESHARD,
         Make(to="transformers-trainer"),
         Make(to="transformers-trainer", asked={"train_batch_size": (1, "SAMPLES")}),
     ),
@@ -397,12 +404,6 @@ _ACCELERATE_REST = {
 _ACCELERATE_KEEPS = (STATE, SETTINGS, RANDOM)
 
 
-def _sharded_index(facts: Facts) -> str | None:
-    return (
-        None if facts.has("model.safetensors") or facts.has("pytorch_model.bin") else "model.safetensors is not there"
-    )
-
-
 ACCELERATE = Program(
     title="Accelerate",
     looks_for="model.safetensors and optimizer.bin, FSDP's pytorch_model_fsdp_0 and optimizer_0, or DeepSpeed's tag "
@@ -423,9 +424,7 @@ ACCELERATE = Program(
             mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
             call='accelerator.load_state("{path}")',
             given="a FullyShardedDataParallelPlugin of the same version and state_dict_type",
-            needs=(lambda facts: None if facts.has("optimizer_0") or facts.has("optimizer.bin")
-                   else "optimizer_0 is missing",),
-            doubts=(of_few_bits,),
+            needs=(unless(lambda facts: facts.names & {"optimizer_0", "optimizer.bin"}, "optimizer_0 is missing"),),
             takes=CORE | _ACCELERATE_REST,
             lacks=((RANDOM, _states),),
             keeps=_ACCELERATE_KEEPS,
@@ -434,15 +433,14 @@ ACCELERATE = Program(
             mark=lambda facts: facts.checkpoint.format != "deepspeed" and bool(facts.names & {*_TRAINER_WEIGHTS[:4]}),
             call='accelerator.load_state("{path}")',
             given="no plugin for DeepSpeed or FSDP",
-            needs=(_sharded_index, lies("optimizer.bin")),
-            doubts=(of_few_bits,),
+            needs=(one_of("model.safetensors", "pytorch_model.bin"), lies("optimizer.bin")),
             takes=CORE | _ACCELERATE_REST,
             lacks=(BESIDE, (RANDOM, _states)),
             keeps=_ACCELERATE_KEEPS,
         ),
     ),
     holds=(has_optimizer, _lacks_frozen),
-    makes=(Make(verb="reshard", sized=True, of=("deepspeed",)), Make(to="accelerate")),
+    makes=(_RESHARD, Make(to="accelerate")),
     advice="zckpt.accelerate.Accelerator and zckpt.load read it",
 )  # fmt: skip
 
@@ -495,7 +493,6 @@ FSDP2 = Program(
             mark=_dcp(flat=flat),
             call='dcp.load({{"model": model, "optimizer": optimizer}}, checkpoint_id="{path}"), then set_state_dict',
             given=options + "the dicts of get_state_dict, at any number of ranks",
-            doubts=(of_few_bits,),
             lacks=(BESIDE,),
         )
         for flat, options in ((False, ""), (True, "flatten_optimizer_state_dict=True, "))
@@ -517,9 +514,10 @@ def _buckets(facts: Facts) -> str | None:
     return None
 
 
-def _legacy(facts: Facts) -> str | None:
-    odd = facts.checkpoint.format_version == "legacy" and facts.ranks != facts.saved_ranks
-    return "of legacy files at another number of ranks this is not known" if odd else None
+_legacy = unless(
+    lambda facts: facts.checkpoint.format_version != "legacy" or facts.ranks == facts.saved_ranks,
+    "of legacy files at another number of ranks this is not known",
+)
 
 
 def _torch_dist(facts: Facts) -> str | None:
@@ -537,7 +535,7 @@ MEGATRON = Program(
             given="the same tensor- and pipeline-parallel sizes, {ranks} data-parallel ranks",
             needs=(lambda facts: None if facts.checkpoint.format_version == "legacy" else _buckets(facts),
                    ),
-            doubts=(_legacy, _torch_dist, of_few_bits),
+            doubts=(_legacy, _torch_dist),
             takes=CORE | {SCHEDULER: "opt_param_scheduler", RANDOM: ANY, SCALE: ANY, OTHER: ANY},
         ),
     ),
@@ -568,7 +566,6 @@ VERL = Program(
             call='trainer.resume_from_path="{path}"',
             given="{ranks} ranks of the same FSDP version",
             needs=(same_ranks, _rank_files),
-            doubts=(of_few_bits,),
             takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data|dataloader"},
             keeps=(SCHEDULER, RANDOM),
         ),
@@ -600,7 +597,7 @@ ZCKPT = Program(
             call='zckpt.load("{path}", model=model, optimizer=optimizer)',
             given="scheduler= and grad_scaler=, if there are any; an optimizer with the same order, if files only "
             "number its parameters",
-            doubts=(_each_ranks_own, of_few_bits),
+            doubts=(_each_ranks_own,),
             takes=CORE
             | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler|scaler|grad_scaler", RANDOM: ANY, OTHER: ANY},
             lacks=((RANDOM, _random_of_others),),
@@ -621,9 +618,9 @@ _LIGHTNING_REST = {SCHEDULER: "lr_schedulers", SCALE: ANY, DATA: "loops", CUSTOM
 
 
 def _of_lightning(mark: Callable[[Facts], bool], given: str, **more: Any) -> Way:  # noqa: ANN401  # fields of a way
-    usual: dict[str, Any] = {"doubts": (of_few_bits,), "takes": CORE | _LIGHTNING_REST}
     call = 'trainer.fit(module, ckpt_path="{path}")'
-    return Way(mark=lambda facts: _lightning(facts) and mark(facts), call=call, given=given, **usual | more)
+    its: dict[str, Any] = {"takes": CORE | _LIGHTNING_REST, **more}
+    return Way(mark=lambda facts: _lightning(facts) and mark(facts), call=call, given=given, **its)
 
 
 LIGHTNING = Program(
@@ -647,7 +644,7 @@ LIGHTNING = Program(
         ),
     ),
     holds=(has_optimizer,),
-    makes=(Make(verb="reshard", sized=True, of=("deepspeed",)),),
+    makes=(_RESHARD,),
     advice="nothing writes Lightning's files; zckpt.load reads it in on_fit_start, and zckpt.lightning has strategies "
     "that save and resume through zckpt",
     yours="random states",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import field, replace
 
 from zckpt.codes import (
     BAD_PICKLE,
@@ -28,8 +28,7 @@ from zckpt.errors import (
     UnsupportedError,
     WeightMismatchError,
 )
-from zckpt.state import Checkpoint, SourceFile
-from zckpt.state.brief import Brief
+from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document, frozen
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -42,7 +41,7 @@ _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Finding:
     """Something that is wrong, or worth knowing.
 
@@ -80,7 +79,7 @@ class Finding:
         """What the code means, in a few words."""
         return CODES[self.code].title
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the finding as JSON-able data."""
         return {
             **{key: getattr(self, key) for key in ("code", "severity", "title", "message", "file")},
@@ -92,8 +91,8 @@ class Finding:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
+@frozen
+class Checked(Result):
     """How much was looked at.
 
     Parameters
@@ -115,12 +114,8 @@ class Checked:
     nbytes: int = 0
     checksums: int = 0
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the counts as JSON-able data."""
-        return asdict(self)
 
-
-@dataclass(frozen=True, slots=True, repr=False)
+@frozen(repr=False)
 class Verification(Brief):
     """What `verify` found.
 
@@ -156,7 +151,7 @@ class Verification(Brief):
         """Whether no finding is an error."""
         return all(finding.severity != ERROR for finding in self.findings)
 
-    def as_dict(self) -> dict[str, object]:
+    def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": self.source,
@@ -166,7 +161,7 @@ class Verification(Brief):
             "deep": self.deep,
             "checked": self.checked.as_dict(),
             "fingerprint": self.fingerprint,
-            "findings": [finding.as_dict() for finding in self.findings],
+            "findings": document(self.findings),
         }
 
 

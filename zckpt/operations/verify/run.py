@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import ADDED, CHANGED, GONE
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
-from zckpt.executors.using import check_executor, using
+from zckpt.executors.using import using
 from zckpt.formats.format import Format, Search
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import survey
@@ -60,11 +60,8 @@ def verify(
         There is nothing to verify (no such path, or no checkpoint), or the digests cannot be read.
     """
     executor, how = shared["executor"], how_read(shared)
-    if how["memory"] < 1:
-        raise UsageError("--memory and sizes must be positive", found=how["memory"])
     if how["direct"] and not deep and against is None:
         raise UsageError("--direct does not apply to a sample", expected="--deep or --against with it")
-    check_executor(executor)
     from zckpt.compare.twice import files_twice
 
     expected = None

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from zckpt.engine.workers import batched
 from zckpt.optim.ranks import broadcast, wait_for
-from zckpt.optim.tensors import filled
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
 from zckpt.state.partition import FlatShare
 
@@ -35,6 +35,10 @@ class Extent(NamedTuple):
     owner: int
     share: FlatShare
     offset: int = 0
+
+
+Kind = tuple[int, torch.dtype, torch.device]
+"""What messages have in common that can be sent from the same memory; the first is the id of a process group."""
 
 
 class Message:
@@ -75,7 +79,7 @@ class Message:
         self.own = [one for one in self.extents if one.owner == self.group.rank]
 
     @property
-    def kind(self) -> tuple[int, torch.dtype, torch.device]:
+    def kind(self) -> Kind:
         """What messages have in common that can be sent from the same memory."""
         return id(self.group.process_group), self.dtype, self.device
 
@@ -99,9 +103,9 @@ class Bucket(NamedTuple):
     messages: list[Message]
 
 
-def fill(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
+def fill(members: Sequence[Member], size: int) -> Iterator[Sequence[Member]]:
     """Yield the members of each bucket: at most `size` elements, or one parameter that is larger."""
-    return filled(members, lambda member: member.numel, size)
+    return batched((one for one in members if one.numel), lambda one: one.numel, size, count=None)
 
 
 class Reducer:
@@ -123,7 +127,7 @@ class Reducer:
         whole_till_then = optimizer.stage == 1 and optimizer.gradient_accumulation_steps > 1 and not optimizer.offload
         self._held: deque[tuple[Extent, torch.Tensor]] | None = deque() if whole_till_then else None
         self._pins = optimizer.offload and any(group.flat.is_cuda for group in self.groups)
-        self._buffers: dict[tuple[int, tuple[int, torch.dtype, torch.device]], torch.Tensor] = {}
+        self._buffers: dict[tuple[int, Kind], torch.Tensor] = {}
         self._deliveries = Deliveries()
         self._accumulated: set[torch.Tensor] = set()
         self._flights: deque[tuple[Bucket, list[tuple[Message, torch.Tensor]], list[dist.Work]]] = deque()
@@ -224,7 +228,7 @@ class Reducer:
     def bucket_of(self, members: Sequence[Member]) -> Bucket:
         """Return a bucket of these parameters."""
         by_owner, sent = self.optimizer.reduce_scatter, self.optimizer.communication_data_type
-        kinds: dict[tuple[int, torch.dtype, torch.device], list[Member]] = {}
+        kinds: dict[Kind, list[Member]] = {}
         for member in members:
             parameter = member.parameter
             kind = (id(member.group.process_group), sent or parameter.dtype, parameter.device)

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zckpt.engine.workers import batched
 from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied_to_cpu
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
 from zckpt.optim.tensors import flat, is_dense
+from zckpt.state import frozen
 
 DIRECT_NBYTES = 1 << 20
 """A contiguous parameter of this size is sent by itself: packing it would cost more than a message."""
@@ -35,6 +37,9 @@ EVEN = 1.1
 """One all-gather serves where padding all shares to the largest one costs at most this factor."""
 
 Kind = tuple[torch.device, torch.dtype]
+
+Shares = Sequence[Sequence[torch.Tensor]]
+"""The parameters of each rank."""
 
 
 @dataclass(slots=True)
@@ -82,7 +87,7 @@ class Exchange:
         return all(is_flat(elements, parameters) for elements, parameters in self.views)
 
 
-def by_kind(shares: Sequence[Sequence[torch.Tensor]]) -> dict[Kind, list[list[torch.Tensor]]]:
+def by_kind(shares: Shares) -> dict[Kind, list[list[torch.Tensor]]]:
     """Return for each device and element type the parameters of each rank, in an order that all ranks agree on."""
     kinds: dict[Kind, list[list[torch.Tensor]]] = {}
     for rank, parameters in enumerate(shares):
@@ -92,7 +97,7 @@ def by_kind(shares: Sequence[Sequence[torch.Tensor]]) -> dict[Kind, list[list[to
     return kinds
 
 
-def plain_exchange(shares: Sequence[Sequence[torch.Tensor]]) -> Exchange:
+def plain_exchange(shares: Shares) -> Exchange:
     """Return the exchange of parameters that stay where they are."""
     exchange = Exchange()
     for ranks in by_kind(shares).values():
@@ -110,10 +115,10 @@ def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
             alone.append([parameter])
         else:
             small.append(parameter)
-    return [*alone, *tensors.filled(small, lambda one: one.nbytes, BUCKET_NBYTES)]
+    return [*alone, *map(list, batched(filter(torch.numel, small), lambda one: one.nbytes, BUCKET_NBYTES, count=None))]
 
 
-def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bool) -> Exchange:
+def bucket_view_exchange(shares: Shares, *, gather: bool) -> Exchange:
     """Return the exchange of parameters, given by rank, that become views of buckets; their `data` is moved there.
 
     With `gather`, shares that are nearly equal are gathered at once.
@@ -183,7 +188,7 @@ State = dict[int, dict[str, Any]]
 # --- state and gradients
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Described:
     """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU.
 

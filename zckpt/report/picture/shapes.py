@@ -8,6 +8,7 @@ from os.path import commonprefix
 from pathlib import PurePath
 
 from zckpt.report.text import Document, count, size
+from zckpt.state import frozen
 
 WIDTH = 1280
 LEFT, RIGHT, TOP, BOTTOM = 130, 150, 96, 24
@@ -38,7 +39,7 @@ CHARACTER = 0.58
 """Width of a character relative to the font's size, for cutting labels."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Shape:
     """A rectangle, or a text whose left end (right end: `right`) and middle are at (x, y)."""
 
