@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from zckpt.cli.streams import check_file, json_text, paint, reporter, width, wri
 from zckpt.cli.verbs import Near, verb
 from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
-from zckpt.state import frozen
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PICTURES = (".svg", ".png")
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Shown:
     """What a verb has found, how it is shown, and what the command ends with."""
 

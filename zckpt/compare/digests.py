@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, dict_of, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, dict_of
 from zckpt.state.brief import Brief
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
@@ -52,7 +53,7 @@ Entries = dict[str, dict[str, str]]
 """For each name its entries: digests with type and shape, and single values as text."""
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Fingerprint(Brief):
     """A fingerprint and what it is of.
 
@@ -68,7 +69,7 @@ class Fingerprint(Brief):
         return {"fingerprint": self.text, "leaf_numel": LEAF_NUMEL, "entries": self.entries}
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Change:
     """An entry that two fingerprints have differently; None where one has none. Entry None: the whole name."""
 
@@ -217,7 +218,7 @@ def put_together(shares: Iterable[Entries]) -> Fingerprint:
     return Fingerprint(root(entries), {name: dict(sorted(entries[name].items())) for name in sorted(entries)})
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Digested:
     """A slot that is read, and the entry that it becomes.
 

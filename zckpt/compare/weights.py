@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import read_extent
 from zckpt.errors import WeightMismatchError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.views import reshape
 from zckpt.storage.files import Sources
@@ -138,7 +139,7 @@ def check_weights(checkpoint: Checkpoint) -> int:
     return compared
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Elements of a master that were held against its weight.
 

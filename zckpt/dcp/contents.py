@@ -24,7 +24,7 @@ from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.torch_files.tensors import TensorItem, encode
 from zckpt.optim.values import Values, as_stored
-from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, frozen, most_steps, without
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, most_steps, without
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.directory import Piece, entries
@@ -40,7 +40,7 @@ _MEMORY = TorchFile(IN_MEMORY, 0, "zip", "little", None, {}, {}, 2)
 """What stands for the file of nodes that are in memory."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Held:
     """A tensor of a state dict.
 
@@ -52,7 +52,7 @@ class Held:
     node: Tensor | None = None
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Contents:
     """The logical state.
 

@@ -8,7 +8,7 @@ coordinator     writes the first file, which has tensors beside the model and th
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -25,7 +25,7 @@ from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values
-from zckpt.state import Topology, frozen
+from zckpt.state import Topology
 from zckpt.training.directory import Where, new_identity, storage_entries, write_document, write_rank
 from zckpt.version import __version__
 
@@ -33,7 +33,7 @@ _WRITING: WeakValueDictionary[Place, Writer] = WeakValueDictionary()
 """By target, who has a partial directory of it: DCP does not tell a coordinator that another rank has failed."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Place:
     """Which file a rank writes, of how many."""
 

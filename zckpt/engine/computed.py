@@ -7,11 +7,11 @@ of a block is cast to the hole's type, once. A function sees flat elements, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from zckpt.errors import LayoutError
-from zckpt.state import Extent, Slot, frozen
+from zckpt.state import Extent, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.spans import position
 
@@ -22,7 +22,7 @@ BLOCK_NBYTES = 1 << 20
 """Computed at once where a function leaves it open: what it needs of several inputs stays in the cache of a core."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Input:
     """What a block needs: an extent of a slot, read as `dtype`."""
 
@@ -63,14 +63,14 @@ class Function(Protocol):
         """
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Computed(Slot):
     """A slot whose elements a function computes; it has no spans of its own."""
 
     function: Function = field(kw_only=True)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Block:
     """Elements of a computed slot that are computed at once; of them [skipped, skipped + kept) are used."""
 

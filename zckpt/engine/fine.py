@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zckpt.state import CutSpans, Extent, Slot, frozen, itemsize
+from dataclasses import dataclass
+
+from zckpt.state import CutSpans, Extent, Slot, itemsize
 
 FEWEST_FILES = 4
 """What is in fewer files is read by itself."""
@@ -11,7 +13,7 @@ MOST_NBYTES = 1 << 14
 """Of what a file has: more is read by itself, too."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Elements [start, start + numel) of a flattened tensor, and at which byte of some memory they are to be."""
 

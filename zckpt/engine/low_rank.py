@@ -13,14 +13,14 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
-from zckpt.state import Extent, Slot, frozen, itemsize
+from zckpt.state import Extent, Slot, itemsize
 
 KEPT_NBYTES = 1 << 25
 """Of right factors that are kept: workers are at two or three tensors at once, whose factors have few rows each."""
@@ -52,7 +52,7 @@ class Kept:
         return values
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
     """What a slot is after a product of two matrices has been added to it.
 
@@ -154,7 +154,7 @@ class LowRank:
         return total
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Norms:
     """The norm of each column of what a slot is after a product has been added to it."""
 

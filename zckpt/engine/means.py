@@ -9,14 +9,15 @@ Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.computed import Input, Inputs
-from zckpt.state import Slot, frozen, itemsize
+from zckpt.state import Slot, itemsize
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _OfSeveral:
     """A function of the same elements of several slots of one shape; `dtype`, float32 or float64, computes it."""
 
@@ -36,7 +37,7 @@ class _OfSeveral:
         return [Input(slot, slot.flat(start, numel), self.dtype) for slot in self.slots]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Sum(_OfSeveral):
     """The sum of slots, in their order, each times its weight."""
 
@@ -51,7 +52,7 @@ class Sum(_OfSeveral):
         return total
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Mean(Sum):
     """The mean of slots, whose weights together are 1; of equal weights, the sum is divided by their number."""
 
@@ -72,7 +73,7 @@ def _weighted(weight: float, read: Callable[[], Array], number: Callable[[float]
     return values
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Decayed(_OfSeveral):
     """The exponential mean of slots: of what was there, `decay` stays, and 1 - `decay` of the next slot is added."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
@@ -20,7 +21,6 @@ from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal, end_of
 from zckpt.engine.together import GAP_NBYTES
 from zckpt.engine.workers import batched
-from zckpt.state import frozen
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.distant import found
@@ -44,7 +44,7 @@ class Target(Protocol):
         """Write bytes at an offset; `phase` is how far behind a page of memory they begin, where that is known."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class BufferedTarget:
     """A file that is written through the page cache."""
 
@@ -55,7 +55,7 @@ class BufferedTarget:
         write_all(self.descriptor, data, offset)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Mover:
     """Writes pieces of one file.
 

@@ -11,7 +11,7 @@ import math
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ import numpy as np
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
-from zckpt.state import Shape, Slot, frozen
+from zckpt.state import Shape, Slot
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of e2m1."""
@@ -29,7 +29,7 @@ Values = Callable[[list[Array], int, int], Array]
 """Gets what some units need of each part, flat, and which units of these parts they are: the first, and one after."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Part:
     """A slot that units are computed from: `width` elements of it, flat, for each `per` units.
 
@@ -55,7 +55,7 @@ def whole(slot: Slot, dtype: str = "float32") -> Part:
     return Part(slot, sys.maxsize, slot.numel, dtype)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Portion:
     """Units [start, start + count) of a slot, which are those from `position` on of what its parts are of."""
 
@@ -66,7 +66,7 @@ class Portion:
     values: Values
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Scaled:
     """The elements of a slot.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -30,7 +30,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
-from zckpt.state import Extent, Shape, Slot, frozen, itemsize
+from zckpt.state import Extent, Shape, Slot, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import PAGE_NBYTES, Sources
@@ -65,7 +65,7 @@ What it returns, if anything, is yielded with the index. The arrays are used aga
 """
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class SlotSet:
     """Slots that are looked at together.
 
@@ -99,7 +99,7 @@ class SlotSet:
         return max(itemsize(dtype) for dtype in [*self.dtypes, *(slot.dtype for slot in self.slots)])
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Block:
     """As many elements of each slot of a set.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
-from zckpt.state import Extent, Shape, Slot, frozen, itemsize
+from zckpt.state import Extent, Shape, Slot, itemsize
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import Pack
@@ -36,7 +36,7 @@ def end_of(one: Bytes) -> int:
     return one.offset + one.nbytes
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Literal:
     """Bytes known before any tensor is read, at byte `offset` of a target file."""
 
@@ -56,7 +56,7 @@ class Literal:
         return ()
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Hole:
     """Bytes of a target file for an extent of a slot.
 
@@ -75,7 +75,7 @@ class Hole:
         return self.extent.numel * itemsize(self.dtype)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Checksum:
     """A CRC-32 of bytes [start, end) that is to be written, little-endian, at each of `offsets` once they are there."""
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Generic, TypeVar
 
 from zckpt.errors import WorkerError, ZckptError
-from zckpt.state import frozen
 from zckpt.storage.stand_ins import MARK
 from zckpt.version import __version__
 
@@ -53,7 +53,7 @@ def while_wanted(wanted: Callable[[], bool]) -> Iterator[None]:
         _WANTED.reset(token)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Portions(Generic[Item]):
     """What batches mean to the task that they are in.
 
@@ -73,7 +73,7 @@ class Portions(Generic[Item]):
     writes: Callable[[Item], Iterable[str]] = lambda _: ()
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Known:
     """A file as the driver sees it: its size in bytes, and of one that is read when it was changed last, in seconds.
 
@@ -123,7 +123,7 @@ def _looked_at(path: str, *, is_written: bool) -> os.stat_result | None:
         return None
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Task(Generic[Item, Result]):
     """Batches that one worker runs in order.
 

@@ -9,7 +9,7 @@ One parameter by itself would take as many reads as it has files, and thousands 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.engine.workers import batched
-from zckpt.state import CutFiles, frozen, itemsize
+from zckpt.state import CutFiles, itemsize
 from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import Sources
 
@@ -25,7 +25,7 @@ GAP_NBYTES = 1 << 14
 """Bytes between two spans of a file below which one read is cheaper than two."""
 
 
-@frozen(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CutPiece(Cut):
     """Bytes of a target that a rule cuts finely: read together with others, of other targets too.
 

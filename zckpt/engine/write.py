@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
-from zckpt.state import frozen, is_floating, itemsize
+from zckpt.state import is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
@@ -122,7 +122,7 @@ def write(
             return checks.finish(workers.map)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Journaled:
     """A journal, and the paths of the sources by what they are called there."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.state import frozen
 from zckpt.state.names import is_number
 
 MOST_DEPTH = 64
@@ -92,7 +91,7 @@ def tree_of(group_of: Mapping[str, int], num_groups: int, places: Mapping[str, i
     return root
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Item:
     """A parameter or a module among its siblings."""
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.state import MASTER, Checkpoint, Parameter, Shape, frozen
+from zckpt.state import MASTER, Checkpoint, Parameter, Shape
 from zckpt.state.dtypes import is_complex, is_floating
 from zckpt.state.names import aligned
 
@@ -35,7 +35,7 @@ def in_order_or_sorted(_group: int, names: Sequence[str]) -> list[Sequence[str]]
     return [names, sorted(names)]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Evidence(Generic[Number]):
     """What speaks for a number being a parameter.
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.patterns import Patterns
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.names import PEFT
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
@@ -83,7 +83,7 @@ _OF_BASE = re.compile(
 _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera_|boft_|trainable_tokens_)\w*)")
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Product:
     """What is added to the weight of a module: scale * B @ A; of an embedding its transpose.
 

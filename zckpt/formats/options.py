@@ -1,6 +1,6 @@
 """What a format leaves to choose of a target: the fields of a frozen dataclass, from which all else is derived.
 
-    @frozen
+    @dataclass(frozen=True, slots=True)
     class Options:
         world_size: int = option(int, 1, "Files to spread it over.", metavar="N")
 
@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from zckpt.errors import UsageError
-from zckpt.state import frozen
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Option:
     """What a format leaves to choose.
 

@@ -29,7 +29,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
-from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, frozen
+from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
 from zckpt.storage.files import is_file
@@ -103,7 +103,7 @@ def _swap_below(node: object, swapped: dict[int, object]) -> None:
             setattr(node, name, value)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Kept:
     """The bytes of a storage that are kept.
 
@@ -183,7 +183,7 @@ PACKED = ("quint4x2", "quint2x4")
 """Types with several elements in a byte: their reach is not a multiple of an element."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Request:
     """What is to go.
 
@@ -257,7 +257,7 @@ class Edited:
 Edit = Callable[[TorchFile], Edited]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Rewritten:
     """A file of the source and what becomes of it.
 
@@ -279,7 +279,7 @@ class Rewritten:
     saved: dict[str, int]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Stripping:
     """What becomes of a checkpoint.
 

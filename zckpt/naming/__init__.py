@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError, about
 from zckpt.naming.renames import names_of, new_names
-from zckpt.state import Checkpoint, frozen
+from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ Config = str | os.PathLike[str] | Mapping[str, object]
 """A JSON file with the numbers of a model (`config.json`, `params.json`), a directory of such, or what it holds."""
 
 
-@frozen(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
     """What the user wants a checkpoint's tensors to be called, and how they are to be arranged.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from zckpt.compare.logical import single
@@ -26,13 +26,13 @@ from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.naming.taken import take
-from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, frozen
+from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot
 from zckpt.state.boxes import intersection, overlap
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Instance:
     """A rule for one set of tensors.
 
@@ -49,7 +49,7 @@ class Instance:
     shared: dict[str, int]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Fit:
     """How the names of a checkpoint follow a map_.
 
@@ -153,7 +153,7 @@ def _is_complete(templates: Sequence[Template], shared: Sequence[str], tensors: 
     return True
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Arrangement:
     """A tensor as a box of all letters of a rule.
 
@@ -325,7 +325,7 @@ MAXIMUM_TENSORS = 1 << 17
 """That one tensor is taken apart into: experts of all layers. A file may say any shape."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Mapped:
     """What a map makes of a checkpoint.
 
@@ -420,7 +420,7 @@ def _check_arrangeable(checkpoint: Checkpoint, map_: Map) -> None:
         )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Made:
     """A tensor of the other side, where among the source's its first part was, and whether it is just that."""
 

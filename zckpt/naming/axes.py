@@ -12,11 +12,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, floordiv, mul, sub
 
 from zckpt.errors import UsageError
-from zckpt.state import frozen
 
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:\[([^\]]*)\])?|(1))")
 
@@ -30,7 +30,7 @@ MAXIMUM_CHARACTERS = 1000
 """Of axes or an expression: a map is written by hand."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Factor:
     """A letter of an axis, or its values from `low` to below `high`: expressions, and None for its end."""
 

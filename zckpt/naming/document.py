@@ -26,7 +26,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import reduce
 from importlib import resources
@@ -36,7 +36,7 @@ from typing import NoReturn, TypeGuard
 from zckpt.errors import UsageError
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes
 from zckpt.naming.taken import Taken, parse_taken
-from zckpt.state import frozen, without
+from zckpt.state import without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
@@ -52,7 +52,7 @@ KEYS = frozenset({
 LIKE, MORE, AGAIN = "like", "more", "again"
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Template:
     """The names of like tensors, `model.layers.{l}.mlp.up_proj.weight`, and how their elements are arranged.
 
@@ -104,7 +104,7 @@ class Template:
 Templates = tuple[Template, ...]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Rule:
     """Tensors of one side that are the same elements as those of the other.
 
@@ -136,7 +136,7 @@ class Rule:
         return [factor for side in self.sides for template in side for factor in template.factors]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Side:
     """One of the two ways.
 
@@ -170,7 +170,7 @@ class Side:
     copies: dict[Template, Template]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Map:
     """Two ways to name and arrange the same weights.
 

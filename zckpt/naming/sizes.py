@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
@@ -12,7 +13,7 @@ from zckpt.formats.deepspeed.axes.gpt_model import JOINED
 from zckpt.formats.torch_files.tensors import arguments_of as attributes_of
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
-from zckpt.state import Checkpoint, Shape, frozen
+from zckpt.state import Checkpoint, Shape
 
 FILES = ("config.json", "params.json", "huggingface/config.json", "hf_config/config.json")
 """Where programs keep a model's numbers, in a checkpoint's folder."""
@@ -76,7 +77,7 @@ def check_settings(map_: Map, config: Mapping[str, object]) -> None:
                 )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor of one side of a rule: its template, the numbers in its name, its name, and its shape if it is there."""
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.state import Checkpoint, Parameter, Slot, frozen
+from zckpt.state import Checkpoint, Parameter, Slot
 from zckpt.state.views import concat, narrow, zeros
 
 _ITEM = re.compile(r"(zero|[0-9]{1,9})(-(?P<last>[0-9]{0,9}))?(\*(?P<times>[1-9][0-9]{0,8}))?")
@@ -25,7 +25,7 @@ Ranges = list[tuple[int | None, int]]
 """The first index and how many follow, itself included; None: zeros."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Taken:
     """Beginnings of names with a number, or whole names of tensors whose rows are taken, and what is taken."""
 

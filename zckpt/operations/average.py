@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.pack import units_of_place
 from zckpt.operations.target import How, summary
-from zckpt.state import Checkpoint, Document, frozen
+from zckpt.state import Checkpoint, Document
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -31,7 +31,7 @@ LEAST_SUM = 1e-6
 cancel out."""
 
 
-@frozen(kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Averaged(Consolidated):
     """What `average` wrote.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from zckpt.engine.computed import Computed
@@ -35,7 +35,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Filled, Place, Unpack, naming_of, shares
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, check_choice, write_from
-from zckpt.state import WEIGHT, Checkpoint, frozen
+from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.files import read_json
 from zckpt.storage.ownership import Owned, called
 
@@ -48,7 +48,7 @@ OWNED = Owned(called(OWN_MODEL))
 """The directories of models that are replaced."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Chosen:
     """What is written of a model, and how; see `consolidate`.
 
@@ -77,7 +77,7 @@ class Chosen:
                 raise UsageError("a quantised model cannot be written with its optimizer", expected="no --slots")
 
 
-@frozen(kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Consolidated(Written):
     """What `consolidate` wrote.
 

@@ -15,7 +15,7 @@ from zckpt.engine.plan import Copy, FilePlan, Plan
 from zckpt.engine.together import GAP_NBYTES, ranges_of
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, shown
-from zckpt.state import ZEROS, Document, frozen, itemsize
+from zckpt.state import ZEROS, Document, itemsize
 from zckpt.state.spans import reach_of
 from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
@@ -68,7 +68,7 @@ class Reads:
         self._last = offset, end
 
 
-@frozen(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Foresight:
     """What a run will take, and what there is of it.
 

@@ -11,7 +11,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from zckpt.formats.units import Unit, is_named, latest_of, units
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
-from zckpt.state import Document, Result, document, frozen
+from zckpt.state import Document, Result, document
 
 SETTLE_S = 60.0
 """Seconds without a write after which a checkpoint is taken for finished, unless said otherwise."""
@@ -32,7 +32,7 @@ LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Recorded(Result):
     """A checkpoint of a run.
 
@@ -83,7 +83,7 @@ class Recorded(Result):
         return {**Result.as_dict(self), "saved": saved}
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class History(Result):
     """The checkpoints of a run; those in one directory are ordered by step.
 
@@ -207,7 +207,7 @@ def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
                 yield one, about
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Around:
     """What a run's directory has around its checkpoints: all links, and what interrupted writes and removals left."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import repeat
 from pathlib import Path
@@ -19,13 +19,13 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot, frozen
+from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Inspection(Result):
     """What is in a checkpoint. Lists and mappings are JSON-able.
 

@@ -36,7 +36,6 @@ from zckpt.state import (
     Shape,
     Slot,
     SourceFile,
-    frozen,
     itemsize,
 )
 from zckpt.state.boxes import Box, bounds, row_major
@@ -46,7 +45,7 @@ SEVERAL = -2
 NONE = -1
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Map(Result):
     """Which elements of every slot lie on which rank, or in which file if there are no ranks; JSON-able.
 

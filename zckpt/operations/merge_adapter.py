@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape, transpose
 from zckpt.storage.files import read_json
 
 
-@frozen(kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Merged(Consolidated):
     """What `merge_adapter` wrote.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
@@ -14,7 +14,7 @@ from zckpt.formats.units import Unit, is_named, latest_of
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
-from zckpt.state import Checkpoint, Document, Result, frozen
+from zckpt.state import Checkpoint, Document, Result
 from zckpt.storage.durable import written
 from zckpt.storage.packed.index import Filed, is_inside
 from zckpt.storage.packed.mount import PackedMount
@@ -26,7 +26,7 @@ from zckpt.storage.remote import is_url
 FULL_EVERY = DEEPEST + 1
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class PackedOne:
     """A checkpoint that was packed: its name, the bytes of its files, and those that the store has grown by."""
 
@@ -35,7 +35,7 @@ class PackedOne:
     stored_nbytes: int
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Packed(Result):
     """What `pack` did.
 

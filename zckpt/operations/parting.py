@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.compare.digests import changes
@@ -15,12 +16,12 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
-from zckpt.state import Document, Result, frozen, number
+from zckpt.state import Document, Result, number
 from zckpt.storage.packed.mount import mounted_place
 from zckpt.storage.remote import is_url
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Parting(Result):
     """Where two runs diverge.
 

@@ -7,6 +7,7 @@ row-major order, read out of whatever format that is in. Both ends are proven by
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from zckpt.operations.options import Copying, Place, ReadCopied, Unpack, only, s
 from zckpt.operations.prediction import Known, as_tensors, cuts_of
 from zckpt.operations.target import check_apart
 from zckpt.operations.unpack import Unpacked, write_files
-from zckpt.state import Checkpoint, Extent, Result, Slot, frozen, itemsize
+from zckpt.state import Checkpoint, Extent, Result, Slot, itemsize
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
 from zckpt.storage.ownership import Owned, called, check_target
@@ -45,7 +46,7 @@ DEEPEST = 2
 _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.store\.json.*"))
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Patched(Result):
     """What `patch` wrote.
 

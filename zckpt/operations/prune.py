@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from zckpt.formats.units import Unit, is_of_training
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
-from zckpt.state import Brief, Document, as_float, document, frozen
+from zckpt.state import Brief, Document, as_float, document
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.packed.store import is_store
@@ -33,7 +33,7 @@ from zckpt.storage.remote import is_url
 SHOWN = 3
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Judged:
     """A checkpoint, whether it goes (or is gone), and why it stays, or what it is not."""
 
@@ -46,7 +46,7 @@ class Judged:
         return {**self.checkpoint.as_dict(), "goes": self.goes, "because": self.why}
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Pruned(Brief):
     """What is removed from a run, and what stays.
 
@@ -85,7 +85,7 @@ class Pruned(Brief):
         }
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Seen:
     """A checkpoint as it was found, and the inventories that were taken of it."""
 

@@ -36,7 +36,7 @@ from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.scan import items_of, scan, scan_files
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import Checkpoint, frozen
+from zckpt.state import Checkpoint
 from zckpt.storage.files import FileRange
 from zckpt.storage.files import opened as file_opened
 from zckpt.torchfile import (
@@ -61,7 +61,7 @@ NEEDED = {"parts", "tensor", "quantizer", "buffer", "sizes", "strides", "offsets
 """Fields without which a node is nothing."""
 
 
-@frozen(kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sanitized(Written):
     """What `sanitize` wrote.
 

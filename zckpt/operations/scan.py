@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zckpt.errors import SourceError, ZckptError
@@ -12,7 +12,7 @@ from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.operations.options import Place, Scanning, Unpack, shares
-from zckpt.state import Document, Result, frozen
+from zckpt.state import Document, Result
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import FileRange, is_file, opened
 from zckpt.torchfile.grades import UNKNOWN, worst
@@ -25,7 +25,7 @@ Items = Mapping[str, Sequence[tuple[int, int, str]]]
 """Where items lie, by the path of their file: offset, length, key."""
 
 
-@frozen(kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Scanned(Result):
     """What pickles name.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from zckpt.compare.logical import named
@@ -15,10 +15,10 @@ from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.target import summary
-from zckpt.state import Checkpoint, Document, Result, Slot, document, frozen
+from zckpt.state import Checkpoint, Document, Result, Slot, document
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Moved:
     """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape.
 
@@ -36,7 +36,7 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Series(Result):
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 

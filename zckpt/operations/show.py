@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint, Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
-from zckpt.state import Document, Extent, Result, Shape, Slot, frozen, is_floating, number
+from zckpt.state import Document, Extent, Result, Shape, Slot, is_floating, number
 from zckpt.state.views import narrow
 from zckpt.storage.durable import written
 from zckpt.storage.files import Sources
@@ -29,7 +29,7 @@ BLOCK_NUMEL = 1 << 20
 _INDEX = re.compile(r"([+-]?[0-9]{1,18})|([+-]?[0-9]{1,18})?:([+-]?[0-9]{1,18})?")
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Elements(Result):
     """Elements of one slot.
 

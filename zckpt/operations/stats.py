@@ -19,7 +19,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Compared, Unpack, naming_of, shares
 from zckpt.operations.series import slots_of
 from zckpt.operations.target import summary
-from zckpt.state import Brief, Checkpoint, Document, Shape, document, frozen, is_floating, number
+from zckpt.state import Brief, Checkpoint, Document, Shape, document, is_floating, number
 
 WIDER = 4
 """Bytes that figures take for each byte of a block: numbers of 8 bytes, twice, of elements of 4 at most as a rule."""
@@ -114,7 +114,7 @@ class Distribution(Brief):
         }
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Statistics(Brief):
     """Statistics of a checkpoint's slots, in the model's order, and of its layers."""
 

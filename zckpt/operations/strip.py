@@ -16,7 +16,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import MASTER, WEIGHT, Checkpoint, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 
 CHOICES = {
     "padding": Request(padding=True),
@@ -25,7 +25,7 @@ CHOICES = {
 }
 
 
-@frozen(kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Stripped(Written):
     """What `strip` wrote.
 

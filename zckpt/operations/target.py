@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
@@ -32,7 +32,7 @@ from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Result, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Result
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written
@@ -169,7 +169,7 @@ def record_of(target: Path, owned: Owned | None, proof: Proof | None) -> Path | 
 # --- from a checkpoint
 
 
-@frozen(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class How:
     """How a verb writes: options of `Writing`, as they are given, and what decides what is written, for the journal."""
 
@@ -404,7 +404,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
     return compared, drifts
 
 
-@frozen(kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Written(Result):
     """What a verb wrote, or with `dry_run` would write.
 

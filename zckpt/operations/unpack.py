@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
 from zckpt.formats.units import TRACKERS
 from zckpt.operations.options import Place
-from zckpt.state import Result, frozen
+from zckpt.state import Result
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, check_target
@@ -23,7 +24,7 @@ from zckpt.storage.packed.store import PackedStore
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Unpacked(Result):
     """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from zckpt.operations.open import open as opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.series import measured, slots_of
 from zckpt.operations.verify import Finding
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, document, frozen
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, document
 from zckpt.storage.remote import is_url
 
 POLL_S = 5.0
@@ -44,7 +44,7 @@ SHARE = 0.01
 SHOWN = 4
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Appeared:
     """A checkpoint that appeared in a run.
 

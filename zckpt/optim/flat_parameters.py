@@ -20,14 +20,14 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.state import Extent, frozen
+from zckpt.state import Extent
 from zckpt.state.names import bare_names
 
 EXTRA_STATE = "_extra_state"
 """The end of the key under which a module keeps what is no tensor."""
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Member:
     """A parameter of a unit, as this rank has it.
 
@@ -68,7 +68,7 @@ class Member:
         return self.requires_grad and self.shape.numel() > 0
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Members:
     """What each tensor that an optimizer steps has the elements of, with names; and all names in the model's order."""
 

@@ -22,7 +22,6 @@ from zckpt.state.checkpoint import (
     number_of,
 )
 from zckpt.state.dtypes import is_floating, itemsize
-from zckpt.state.frozen import frozen
 from zckpt.state.mappings import dict_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
@@ -66,7 +65,6 @@ __all__ = [
     "as_float",
     "dict_of",
     "document",
-    "frozen",
     "is_floating",
     "itemsize",
     "most_steps",

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
-from zckpt.state.frozen import frozen
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.mappings import dict_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
@@ -30,7 +29,7 @@ SHOWN_KEYS = 6
 """Of optimizer state in a message; more are counted."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Scalar:
     """A single number that a file holds as a 0-d tensor, such as AdamW's `step`."""
 
@@ -131,7 +130,7 @@ class ParamGroup:
     optimizer: str | None = None
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class RankValue:
     """One such value.
 
@@ -178,7 +177,7 @@ def keys_listed(values: Iterable[RankValue]) -> str:
     return listed(list(dict.fromkeys(value.key for value in values)), most=SHOWN_KEYS)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Data-, tensor-, pipeline- and expert-parallel degrees."""
 
@@ -188,7 +187,7 @@ class Topology:
     ep: int = 1
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Duplicate:
     """A further copy of a slot, which nothing is read from: it should be equal, or its rounding.
 
@@ -330,7 +329,7 @@ class Checkpoint:
     param_groups: list[ParamGroup] = field(default_factory=list)
     per_rank: list[RankValue] = field(default_factory=list)
     zero_stage: int | None = None
-    topology: Topology = Topology()  # noqa: RUF009  # which is frozen
+    topology: Topology = Topology()  # which is frozen
     world_size: int = 1
     step: int | None = None
     loss_scale: float | None = None

@@ -6,11 +6,12 @@ This table needs neither torch nor numpy.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from zckpt.errors import UnsupportedError
-from zckpt.state.frozen import frozen
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class DTypeInfo:
     """What is known about one element type.
 

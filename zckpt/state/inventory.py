@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from zckpt.errors import SourceError
-from zckpt.state.frozen import frozen
 
 STATE = "state"
 CARRIED = "carried"
@@ -38,7 +37,7 @@ NUMBER = "#"
 REST = "**"
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Rule:
     """What the values at some steps of a file's tree are. It never speaks for tensors with elements: their bytes do.
 
@@ -69,7 +68,7 @@ class Rule:
     tensors: bool = False
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Claim:
     """What a file as a whole is, where no tree of it is looked through.
 
@@ -83,7 +82,7 @@ class Claim:
     about: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Item:
     """One thing that has a fate, or several of one file that have it for the same reason.
 

@@ -16,12 +16,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zckpt.errors import LayoutError
 from zckpt.state.dtypes import itemsize
-from zckpt.state.frozen import frozen
 from zckpt.state.numbered import Numbered
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def reach_of(shape: Iterable[int], strides: Iterable[int], size: int = 1) -> int
     return size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Extent:
     """A box of a tensor, and a flattened range within that box.
 
@@ -76,7 +75,7 @@ class Extent:
         return cls((0,) * len(shape), shape, start, numel)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Span:
     """An extent and where its bytes are.
 
@@ -143,7 +142,7 @@ class Spans(Numbered[Span]):
         return hash(tuple(self))
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class CutFiles:
     """The tensors, one in each rank's file, that together hold a line of elements.
 
@@ -169,7 +168,7 @@ class CutFiles:
         return self._indexes.get(path)
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class CutSpans(Spans):
     """The spans of a parameter on a line that is cut every `width` elements.
 
@@ -269,7 +268,7 @@ class CutSpans(Spans):
         return self.shape, self.origin, self.width, self.at
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Slot:
     """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
 
@@ -331,7 +330,7 @@ class Slot:
         return Extent.flat(self.shape, start, numel)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class PaddingSpan:
     """Contiguous bytes of a file that are padding of one slot."""
 
@@ -356,7 +355,7 @@ class PaddingRule(Protocol):
         """Yield where in one file it is, in bytes."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Padding:
     """Elements of one rank's partition of one param group that belong to no parameter.
 

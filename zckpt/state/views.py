@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise, product
 from operator import add, mul, sub
 
@@ -32,11 +32,10 @@ from zckpt.state.boxes import (
     row_major,
 )
 from zckpt.state.dtypes import itemsize
-from zckpt.state.frozen import frozen
 from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans, position, reach_of
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Move:
     """Where elements of one slot are in another. Both are seen as boxes of the finer shapes that their spans are of.
 
@@ -107,7 +106,7 @@ def _strided(span: Span, offsets: Shape, sizes: Shape, first: int, strides: Shap
     return replace(span, extent=extent, offset=offset, strides=None if is_dense else strides)
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ViewSpans(Spans):
     """The spans of a view of slots, some of whose spans are a rule.
 

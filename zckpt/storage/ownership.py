@@ -19,10 +19,10 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
-from zckpt.state import frozen
 from zckpt.storage.disk import sync
 
 try:
@@ -66,7 +66,7 @@ def _any(_: Path) -> bool:
     return True
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Owned:
     """What tells a directory that may be replaced as a whole.
 

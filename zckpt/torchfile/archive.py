@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.state import frozen
 from zckpt.state.numbered import Numbered
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import FileRange
@@ -308,7 +307,7 @@ def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]
     return offsets
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class NewRecord:
     """A record to write, its name with the archive's root: its bytes, or for tensor data only their number.
 
@@ -321,7 +320,7 @@ class NewRecord:
     start: int | None = None
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where a record's data lies, and where its CRC-32 is to be written (byte offsets in the file)."""
 
@@ -330,7 +329,7 @@ class Placed:
     checksum_offsets: tuple[int, int]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class ArchiveLayout:
     """All bytes of an archive but those of tensors, and where each record lies, in their order."""
 

@@ -21,7 +21,6 @@ from struct import unpack
 from typing import Any
 
 from zckpt.errors import PickleError
-from zckpt.state import frozen
 from zckpt.state.boxes import is_row_major
 from zckpt.state.dtypes import itemsize as itemsize_of
 from zckpt.state.spans import Shape, reach_of
@@ -30,7 +29,7 @@ Args = tuple[object, ...]
 """What a call passes."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Global:
     """A class or function that a pickle names; it is never imported.
 
@@ -122,28 +121,28 @@ class Object:
         return f"Object({self.qualified}, how={self.how!r})"
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class DType:
     """A torch dtype, `torch.float32`, by its name without `torch.`."""
 
     name: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Layout:
     """A torch layout by its full name, `torch.sparse_coo`."""
 
     name: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class MemoryFormat:
     """A torch memory format by its name without `torch.`, `channels_last`."""
 
     name: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Device:
     """A torch device, `cuda:1`."""
 
@@ -190,7 +189,7 @@ class Namespace(dict[object, object]):
     __slots__ = ()
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Storage:
     """A byte range of the file that tensors are views of.
 
@@ -411,7 +410,7 @@ class NumpyDType:
         return size if size <= ITEM_CODES[kind] else None
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class NumpyScalar:
     """A numpy scalar.
 

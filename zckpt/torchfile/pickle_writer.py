@@ -12,8 +12,9 @@ parameter                _rebuild_parameter(plain, gradient, hooks)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from zckpt.errors import UnsupportedError
-from zckpt.state import frozen
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import Args, NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Parts, StandFor, Writer, appended, entered, nested
@@ -281,7 +282,7 @@ CALLS |= {
 }
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Pickled:
     """A pickle and the storages it mentions.
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from zckpt.errors import PickleError, UnsupportedError
-from zckpt.state import frozen
 from zckpt.state.dtypes import DTYPES, FROM_STORAGE, itemsize
 from zckpt.torchfile.archive import Record
 from zckpt.torchfile.nodes import Global, Storage
@@ -185,7 +184,7 @@ class PickleFile:
     protocol: int
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class FromFile:
     """A part of a tree that was read from a file: plain storages below it have their bytes there.
 

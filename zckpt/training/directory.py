@@ -33,7 +33,7 @@ from zckpt.optim.states.by_parameter import Snapshot
 from zckpt.optim.states.several import ALONE, Optimizers
 from zckpt.optim.tensors import ModelState, Share
 from zckpt.optim.values import Values
-from zckpt.state import Checkpoint, Extent, Parameter, Shape, Slot, Span, Topology, frozen
+from zckpt.state import Checkpoint, Extent, Parameter, Shape, Slot, Span, Topology
 from zckpt.state.partition import even_extents
 from zckpt.storage.durable import written
 from zckpt.training.live import Part
@@ -47,7 +47,7 @@ ALIGNMENT = 64
 """Bytes at multiples of which tensors start in staging memory."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Elements of a slot that one rank writes. `shape`: of the whole slot."""
 
@@ -159,7 +159,7 @@ class Staging:
         return views
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """What this rank writes; `part`: of the first, all but what other ranks tell it."""
 

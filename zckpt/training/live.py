@@ -30,7 +30,7 @@ from zckpt.optim.tensors import (
     digest_of,
     model_state,
 )
-from zckpt.state import WEIGHT, Checkpoint, Parameter, frozen
+from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
     return read_slices(ranks, given, every)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Live:
     """A model and its optimizers on this rank; `slices`: parameters are slices."""
 
@@ -205,7 +205,7 @@ def _key(name: str, slot: str, share: Share) -> bytes:
 # --- loading
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Everywhere:
     """What some rank has; empty where all ranks have the same model.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +27,7 @@ from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Share, Stateful
 from zckpt.optim.values import read_numbers, refuse_lossy
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, frozen, number_of
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
 from zckpt.training.live import TpRules
 from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
 from zckpt.training.other_state import read_other_state
@@ -140,7 +141,7 @@ def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Pair:
     """Elements of a slot, and the live ones that they should be; `may_round`: to the type that these are kept in."""
 

@@ -20,6 +20,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import at_path
 from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
-from zckpt.state import frozen
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import recover, remove_leftovers, target_of_old
 from zckpt.storage.files import read_whole
@@ -55,7 +55,7 @@ NAME_MAX = 255
 """Bytes of a file's name."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Written:
     """A checkpoint that was written: the name of its directory, and the id in its document."""
 
@@ -73,7 +73,7 @@ class Written:
         return path.is_dir() and not path.is_symlink() and identity_of(path) == self.identity
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Record:
     """What a Checkpointer has written.
 

@@ -32,7 +32,7 @@ from zckpt.optim.tensors import SAMPLE_NBYTES, ModelState, Share, digest_of, wor
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
-from zckpt.state import WEIGHT, Extent, Parameter, Shape, frozen
+from zckpt.state import WEIGHT, Extent, Parameter, Shape
 from zckpt.state.boxes import Box, boxes_of, row_major
 from zckpt.state.spans import position
 
@@ -76,7 +76,7 @@ class Sliced:
     apart: dict[str, bytes] = field(default_factory=dict)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Slices:
     """The slices that a rank has of the parameters of a model.
 

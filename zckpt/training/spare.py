@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
-from zckpt.state import frozen
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import new_identity, record_fingerprint, write_all
 from zckpt.training.run_directory import RunPlace, document, document_text
@@ -63,7 +62,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108  # what is made there is this user's alo
 IDENTITY = re.compile(r"[0-9a-f]{1,64}")
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class About:
     """What a `spare.json` says of a spare.
 
@@ -88,7 +87,7 @@ _POOL = ThreadPoolExecutor(1, thread_name_prefix="zckpt-spare")
 """The thread that sends, of all spares of this process: two would talk at once in the same group."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Found:
     """A spare that is whole, and the rank that each of its files is copied by."""
 

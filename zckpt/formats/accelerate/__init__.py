@@ -13,6 +13,7 @@ DIR/zckpt.pt                                                    what none of the
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,14 +22,13 @@ from zckpt.formats.dcp.directory import is_own as is_dcps
 from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.state import frozen
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Options:
     """What `convert --to accelerate` can be given."""
 

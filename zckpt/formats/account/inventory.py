@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.account.ranges import Coverage, Known, shares, whole
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
-from zckpt.state import Checkpoint, SourceFile, frozen
+from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
 from zckpt.storage.files import collector_paused, entries_of, opened, read_head
 from zckpt.storage.ownership import REMOVED
@@ -129,7 +129,7 @@ MAXIMUM_JSON_NBYTES = 1 << 20
 """Of a text that is read as a whole; of a longer one that much of its end is looked at."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Foreign:
     """A rule: files whose names fit are not of a checkpoint; one that is `written` with it is whole, if that was."""
 

@@ -6,6 +6,7 @@ optimizer    the optimizer as one file
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
@@ -13,14 +14,13 @@ from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option
 from zckpt.formats.suffixes import OWN_MODEL
 from zckpt.formats.torch_files import TorchDirectory
-from zckpt.state import frozen
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class ModelOptions:
     """What `convert --to consolidated` can be given."""
 

@@ -11,7 +11,7 @@ that FSDP, tensor parallelism and both are read in the same way.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, Targ
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import LastStep, last_folder
-from zckpt.state import frozen
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Options:
     """What `convert --to dcp` can be given."""
 

@@ -17,13 +17,13 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from zckpt.formats.torch_files.tensors import span_of
-from zckpt.state import Extent, Shape, Span, Spans, frozen
+from zckpt.state import Extent, Shape, Span, Spans
 from zckpt.state.boxes import Box, bounds
 from zckpt.torchfile import Tensor
 
@@ -36,7 +36,7 @@ OBJECT, UNUSED = "object", "unused"
 """In the place of an element type: an entry is no tensor; it is of a chunk that no tensor has any elements in."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor: its element type, whole shape, and the chunks of it that have elements; or an object, of one item.
 
@@ -191,7 +191,7 @@ class ChunkSpans(Spans):
         return self._bounds
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Each(Generic[T]):
     """What is to be known of each of some items, which is found when it is asked for."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +22,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.torch_files.tensors import as_mapping
-from zckpt.state import Shape, dict_of, frozen
+from zckpt.state import Shape, dict_of
 from zckpt.state.boxes import Box, is_within
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
@@ -41,7 +42,7 @@ Keys = tuple[str | int, ...]
 Offsets = Shape
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Metadata:
     """What a `.metadata` says.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
-from zckpt.state import WEIGHT, Checkpoint, SourceFile, dict_of, frozen
+from zckpt.state import WEIGHT, Checkpoint, SourceFile, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
@@ -216,7 +216,7 @@ def _states(
     return states
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Folder:
     """Of a folder: the path in the saved dict of each key, its own name included, and tensors of several chunks."""
 

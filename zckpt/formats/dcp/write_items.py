@@ -17,7 +17,7 @@ Source: `_traverse.traverse_state_dict` of torch 2.4 to 2.15, `state_dict._flatt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError
@@ -26,7 +26,7 @@ from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.torch_files.optimizer import flattened, with_names
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
-from zckpt.state import Checkpoint, frozen
+from zckpt.state import Checkpoint
 from zckpt.torchfile import (
     DefaultMapping,
     Device,
@@ -55,7 +55,7 @@ MAXIMUM_NODES = 100_000
 """Of one value besides the model and the optimizer: a file may repeat one part of a tree in itself without end."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Item:
     """A leaf of the state dict: a SlotTensor or ValueTensor, or anything else, which becomes bytes.
 

@@ -39,7 +39,7 @@ own           what a directory that zckpt wrote has besides
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,6 @@ from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
-from zckpt.state import frozen
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Ranks:
     """What legacy files are for."""
 
@@ -81,7 +80,7 @@ class Ranks:
     )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Options(Ranks):
     """What `convert --to megatron` can be given."""
 
@@ -122,7 +121,7 @@ class Options(Ranks):
     )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class RecutOptions(Ranks):
     """What `reshard` of legacy files can be given."""
 

@@ -10,6 +10,7 @@ DIR/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     legacy: the directories of ran
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
@@ -19,7 +20,6 @@ from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
 from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.state import frozen
 from zckpt.storage.files import is_file, json_object, read_head
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -62,7 +62,7 @@ _WRITTEN = re.compile(
 )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a checkpoint is.
 

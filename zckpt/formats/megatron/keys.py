@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.megatron.names import Name
-from zckpt.state import Shape, frozen
+from zckpt.state import Shape
 
 LAYER, EXPERT = "layer", "expert"
 """What the first axes of a tensor on disk may count."""
@@ -63,7 +64,7 @@ _UNWRITTEN = re.compile(r".*\.(?:in_proj|conv1d)\.(?:weight|bias)|.*\.experts\.w
 # --- from keys to names
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor on disk, or several that are one of the model's.
 
@@ -115,7 +116,7 @@ def stored(keys: Iterable[str]) -> list[Stored]:
 # --- from names to keys
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Placed:
     """Where a tensor is. `index`: along the axes that its key has before the tensor's own; `sizes`: of these axes."""
 

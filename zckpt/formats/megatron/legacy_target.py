@@ -7,7 +7,7 @@ that came with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError
@@ -20,11 +20,11 @@ from zckpt.formats.megatron.objects import ARGUMENTS, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.formats.torch_files.tensors import arguments_of
-from zckpt.state import Checkpoint, Topology, frozen, stated
+from zckpt.state import Checkpoint, Topology, stated
 from zckpt.torchfile import Namespace, Object, node_of, put_back
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Target:
     """What the ranks are.
 

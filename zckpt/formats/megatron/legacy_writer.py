@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
-from zckpt.state import MASTER, Checkpoint, Slot, frozen
+from zckpt.state import MASTER, Checkpoint, Slot
 from zckpt.torchfile import DType
 
 RNG = "rng_state"
@@ -49,7 +50,7 @@ _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))")
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Model:
     """The whole model by the names of its module, in its order.
 
@@ -104,7 +105,7 @@ class Model:
         yield from (one for chunk in chunks for one in chunk if self.given[one.name] in own)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Rank:
     """One model-parallel rank: its numbers, its directory's name, and what each chunk of its model has."""
 

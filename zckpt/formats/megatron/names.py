@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-
-from zckpt.state import frozen
+from dataclasses import dataclass
 
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,9})\.(.+)")
 _EXPERT = re.compile(r"((?:.*\.)?experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,9})((?:\..+)?)")
@@ -33,7 +32,7 @@ _FIRST = ("embedding", "encoder", "decoder", "mtp")
 _LAST = ("output_layer",)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Name:
     """A name in parts: BLOCK.LAYER.FRONT EXPERT REST, of which the numbers may be missing."""
 

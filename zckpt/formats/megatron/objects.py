@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, by_name, carried
-from zckpt.state import Checkpoint, Topology, frozen
+from zckpt.state import Checkpoint, Topology
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import TorchFile, read_torchfile
 
@@ -42,7 +43,7 @@ RANKS = (
 )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Common:
     """What `common.pt` holds. `content`: by key."""
 

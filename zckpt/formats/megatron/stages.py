@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.megatron.cut import Cut, Shapes
 from zckpt.formats.megatron.fused import ONE, apart, is_fused, shape_of_all, together
 from zckpt.formats.megatron.names import BLOCK, Name
-from zckpt.state import Shape, Slot, frozen
+from zckpt.state import Shape, Slot
 
 _FRONT = re.compile(r"(?:language_model\.)?embedding\..+")
 _BACK = re.compile(r"(?:(?:language_model\.)?(?:decoder|encoder|transformer)\.final_(?:layernorm|norm)|"
@@ -37,7 +37,7 @@ _IMAGES = re.compile(r"vision_(?:model|projection)\..+")
 Bounds = tuple[int, ...]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Dealt:
     """A tensor of a chunk: its name in the whole model, and that on the rank.
 
@@ -54,7 +54,7 @@ class Dealt:
         return self.names[0]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Sliced:
     """What tensor-parallel ranks have of tensors, which a chunk has.
 

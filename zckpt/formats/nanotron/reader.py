@@ -34,7 +34,6 @@ from zckpt.state import (
     Slot,
     Topology,
     dict_of,
-    frozen,
     without,
 )
 from zckpt.state.boxes import overlap
@@ -60,7 +59,7 @@ Part = tuple[int, int | None]
 """The tensor- and the expert-parallel rank that has a part; the second None: experts are not what it is cut by."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Boxes:
     """Where a rank's part lies in the whole.
 
@@ -106,7 +105,7 @@ class Weight:
         return plain(placed(boxes))
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Rank:
     """An optimizer file, and the ranks that it is of; `dp` is None without ZeRO."""
 

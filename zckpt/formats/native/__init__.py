@@ -11,6 +11,7 @@ ranges as ZeRO cuts them, or boxes as tensor parallelism does.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, Targ
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, RANK_ROLE, is_native
 from zckpt.formats.options import option
-from zckpt.state import frozen
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint, SourceFile
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Options:
     """What `convert --to zckpt` can be given."""
 

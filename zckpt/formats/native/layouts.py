@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Form, Json, formed, record, wrong
@@ -25,7 +26,7 @@ from zckpt.formats.native.rank_file import (
     shape_of,
     stored_as,
 )
-from zckpt.state import Extent, Shape, Span, Spans, frozen
+from zckpt.state import Extent, Shape, Span, Spans
 from zckpt.state.boxes import ByPlace, is_within
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
@@ -42,7 +43,7 @@ PIECE = {
 """What a piece leaves out depends on the slot's shape."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Cut:
     """A slot as the document has it: `key` is the name of its tensors in the files."""
 

@@ -24,7 +24,7 @@ from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile, end_of
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import METADATA_KEY, read_header
 from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
-from zckpt.state import Extent, Shape, Slot, frozen
+from zckpt.state import Extent, Shape, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import Sources, is_file, opened, read_head
@@ -44,7 +44,7 @@ AS_BYTES = frozenset({"complex64", "float8_e8m0fnu"})
 """Types that only newer versions of safetensors have: to others a single unknown code makes the file unreadable."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor that is to be written.
 
@@ -77,7 +77,7 @@ class Entry:
         return self.extent.numel * itemsize(self.slot.dtype)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Listed:
     """What a document says of a rank's file as a whole.
 

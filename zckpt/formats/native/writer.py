@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zckpt.engine.plan import check_covered
@@ -19,7 +19,7 @@ from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, st
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span, frozen, stated
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span, stated
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -60,7 +60,7 @@ def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetF
     return _lay_out(checkpoint, len(paths), as_they_are)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class ByRank:
     """What ranks write who have the files of a checkpoint among them.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import zstandard
 from zckpt.codes import CHECKSUM
 from zckpt.errors import DamagedFileError, MissingPackageError, SourceError, UnsupportedError
 from zckpt.formats.safetensors.file import INDEX_NAME, MAXIMUM_INDEX_NBYTES, indexed_files, is_delta, read_header
-from zckpt.state import Slot, frozen
+from zckpt.state import Slot
 from zckpt.storage.files import is_file, json_object, opened
 
 XOR, OVERWRITE = "xor", "overwrite"
@@ -43,7 +44,7 @@ MOST_POSITIONS = 1 << 32
 Bytes = npt.NDArray[np.uint8]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What makes one version of another: of each tensor that changed, where its change lies, and its checksum after."""
 

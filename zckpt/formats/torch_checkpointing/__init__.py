@@ -14,19 +14,19 @@ directory       which files those are            writer          the files, and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
-from zckpt.state import frozen
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Options:
     """What `convert --to torch-checkpointing` can be given."""
 

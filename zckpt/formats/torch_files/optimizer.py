@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -28,7 +28,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, frozen, number_of, without
+from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
@@ -43,7 +43,7 @@ FORM_KEY = "_optimizer_state_format_version"
 """Of torch-checkpointing, where groups have `param_names` and no `params`."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class OptimizerState:
     """A torch optimizer's state dict.
 

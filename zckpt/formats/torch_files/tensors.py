@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of, frozen
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
@@ -106,7 +106,7 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
     )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class TensorItem:
     """A tensor of the saved dict.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.formats.torch_files.tensors import encode, slot_of_storage
-from zckpt.state import Extent, Scalar, Shape, Slot, frozen
+from zckpt.state import Extent, Scalar, Shape, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.state.spans import reach_of
@@ -54,7 +54,7 @@ ZEROS = bytes(1 << 20)
 """Written where a storage has no content: its checksum then follows from those of the rest, without reading it back."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class SlotContent:
     """An extent of a slot from element `start` of a new storage; by default the whole slot."""
 
@@ -69,7 +69,7 @@ class SlotContent:
         return self.slot.whole if self.extent is None else self.extent
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class ValueContent:
     """Known bytes from element `start` of a new storage; those of a memoryview are not copied."""
 
@@ -77,7 +77,7 @@ class ValueContent:
     data: bytes | memoryview
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class PackContent:
     """Shares of many parameters from element `start` of a new storage of their type: see `engine.packs`."""
 
@@ -88,7 +88,7 @@ class PackContent:
 Content = SlotContent | ValueContent | PackContent
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class NewStorage(Storage):
     """A storage that is to be written: `contents` in their order, and zeros elsewhere. `new_storage` returns one.
 
@@ -99,7 +99,7 @@ class NewStorage(Storage):
     start: int | None = None
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class SlotTensor:
     """A slot that is to be a tensor of the file. The same object twice in a tree is one storage, shared."""
 
@@ -108,7 +108,7 @@ class SlotTensor:
     label: str
 
 
-@frozen(eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ValueTensor:
     """A tensor of which the bytes are known, such as a step count."""
 

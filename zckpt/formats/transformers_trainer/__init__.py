@@ -19,20 +19,20 @@ writer          what the Trainer resumes from
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
 from zckpt.formats.torch_files import TorchDirectory
-from zckpt.state import frozen
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Options:
     """What `convert --to transformers-trainer` can be given."""
 

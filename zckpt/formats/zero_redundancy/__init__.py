@@ -16,6 +16,7 @@ in a file next to them or in each of them. A consolidated file by itself is any 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +24,12 @@ from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.torch_files import TorchDirectory
 from zckpt.formats.zero_redundancy.directory import OWNED, find
-from zckpt.state import frozen
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Options:
     """What `convert --to zero-redundancy` can be given."""
 

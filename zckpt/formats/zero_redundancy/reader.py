@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import OTHER_WORLD_SIZE, WRONG_RANK
@@ -39,7 +40,7 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Topology, frozen
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
@@ -52,7 +53,7 @@ Shares = list[list[list[int]]]
 """For each rank and each group, indices of the group's parameters."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class RankFile:
     """One rank's file: the state of its local optimizer, and what else there is, where that is not the whole file."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.errors import UsageError
@@ -14,13 +14,13 @@ from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import ComparedTwo, ReadingB, Unpack, how_read, naming_of, only, shares
 from zckpt.operations.target import summary
-from zckpt.state import Brief, Checkpoint, Document, document, frozen, number
+from zckpt.state import Brief, Checkpoint, Document, document, number
 from zckpt.state.names import canonical_names, renamed
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Changed:
     """A slot that differs; without a difference in numbers where the shapes do."""
 
@@ -46,7 +46,7 @@ class Changed:
         }
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Compared(Brief):
     """What `diff` found.
 

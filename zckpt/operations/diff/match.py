@@ -14,14 +14,14 @@ from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.compare.slots import pair
 from zckpt.engine.scan import SlotSet
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, frozen, is_floating
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, is_floating
 from zckpt.torchfile import Tensor
 
 State = dict[str, object]
 """What an optimizer has of a parameter, by key: slots and single values."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Filter:
     """What is compared; empty means everything.
 
@@ -145,7 +145,7 @@ def _held(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State
         return {**{key: one for key, one in group.items() if not isinstance(one, Tensor)}, **parameter.state, **own}
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Match:
     """A slot that both checkpoints have; `dtype` is what both are read as, or None: as they are."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from zckpt.compare.logical import single
 from zckpt.compare.slots import differences, pair
@@ -15,7 +16,7 @@ from zckpt.errors import listed
 from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.diff.match import Matches
-from zckpt.state import Checkpoint, Scalar, Slot, frozen, without
+from zckpt.state import Checkpoint, Scalar, Slot, without
 from zckpt.torchfile import LEAVES, PARTS, Below, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
 
 MAXIMUM_LEAVES = 1 << 14
@@ -25,7 +26,7 @@ SHOWN_CHARACTERS = 200
 """A longer value is shown by its beginning and a digest, by which it is compared."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Leaf:
     """A value with nothing below it.
 
@@ -156,7 +157,7 @@ def _shown(node: object) -> object:
 SHOWN_NAMES = 3
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Setting:
     """Something that is no tensor and differs; JSON-able values, None where a side has none."""
 

@@ -7,7 +7,7 @@ against the other, and commands are sought that make what the program resumes fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from zckpt.operations.resume_check.programs import (
     same_ranks,
     takes,
 )
-from zckpt.state import MASTER, Checkpoint, Document, Result, frozen
+from zckpt.state import MASTER, Checkpoint, Document, Result
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
 from zckpt.storage.remote.mount import PACKED
@@ -53,7 +53,7 @@ SHOWN = 3
 Shapes = dict[str, tuple[int, ...]]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class ResumeCheck(Result):
     """Whether a program can resume a checkpoint.
 

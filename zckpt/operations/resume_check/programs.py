@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from zckpt.operations.resume_check.parts import (
     WEIGHTS,
     Facts,
 )
-from zckpt.state import MASTER, WEIGHT, frozen
+from zckpt.state import MASTER, WEIGHT
 from zckpt.state.partition import flat_partition_numel
 
 Need = Callable[[Facts], str | None]
@@ -43,7 +43,7 @@ CORE = {WEIGHTS: ANY, FROZEN: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP
 """What every load of a model and its optimizer takes."""
 
 
-@frozen(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way in which a program resumes.
 
@@ -81,7 +81,7 @@ class Way:
     returns: str = ""
 
 
-@frozen(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Make:
     """A command that makes what a program resumes from.
 
@@ -111,7 +111,7 @@ class Make:
     of_masters: bool = False
 
 
-@frozen(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """What is known of a program.
 

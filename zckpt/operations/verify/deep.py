@@ -35,7 +35,7 @@ from zckpt.operations.verify.inventory import (
     Work,
     blocks,
 )
-from zckpt.state import Extent, frozen, is_floating, itemsize
+from zckpt.state import Extent, is_floating, itemsize
 from zckpt.state.boxes import SpanIndex
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import Sources
@@ -61,7 +61,7 @@ _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Tally:
     """What is wrong with some elements of one subject.
 
@@ -141,7 +141,7 @@ def typed(data: Array, dtype: str, byteorder: str) -> Array:
     return values if byteorder == "little" else swapped(values, dtype)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Unequal:
     """Of elements that were compared, how many differ, and the first of them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from zckpt.codes import (
     BAD_PICKLE,
@@ -28,7 +28,7 @@ from zckpt.errors import (
     UnsupportedError,
     WeightMismatchError,
 )
-from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document, frozen
+from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -41,7 +41,7 @@ _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
 )
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Finding:
     """Something that is wrong, or worth knowing.
 
@@ -91,7 +91,7 @@ class Finding:
         }
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Checked(Result):
     """How much was looked at.
 
@@ -115,7 +115,7 @@ class Checked(Result):
     checksums: int = 0
 
 
-@frozen(repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Verification(Brief):
     """What `verify` found.
 

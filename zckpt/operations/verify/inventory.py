@@ -26,7 +26,7 @@ import numpy.typing as npt
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span, frozen, itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span, itemsize
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
 from zckpt.state.ranges import Range, merge, without
@@ -44,7 +44,7 @@ class Subject(NamedTuple):
     slot: str
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Many:
     """Subjects of one kind and slot that are cut alike: a file has them as one piece."""
 
@@ -57,7 +57,7 @@ class Many:
         return self.cuts.within(self.file, low, high)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Elements that lie end to end; `first` is the index of the first in the flattened box.
 
@@ -103,7 +103,7 @@ class Piece:
         return self.part(skipped, (min(high, self.end) - self.offset) // size - skipped)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Scattered:
     """Elements that do not lie end to end, or are held against others in another order: read through the planner.
 
@@ -302,7 +302,7 @@ def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
 # --- the blocks in which it is read
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Block:
     """Bytes that are read at once, `size` of them from `offset` on, and the pieces in them."""
 

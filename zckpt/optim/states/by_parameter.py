@@ -36,7 +36,7 @@ from zckpt.optim.states.beside import Beside, Declared, declared
 from zckpt.optim.states.expected import STEP, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.tensors import Share, room_like, share_of
 from zckpt.optim.values import as_stored, as_torch, like, value_of
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, frozen, number_of
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, number_of
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -67,7 +67,7 @@ class Snapshot:
     loss_scale: float | None = None
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Target:
     """A directory to be written in another program's format, and what goes there; see `zckpt.optim.files.save`."""
 
@@ -78,7 +78,7 @@ class Target:
     overwrite: bool
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Asked:
     """What the user says with the path of a checkpoint that is loaded.
 
@@ -103,7 +103,7 @@ class Asked:
     dequantize: bool = False
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Source:
     """What of a checkpoint one optimizer takes.
 

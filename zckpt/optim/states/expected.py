@@ -12,7 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.optim.param_groups import Group, hyperparameters, parameters_of
 from zckpt.optim.states.beside import Beside
-from zckpt.state import frozen, without
+from zckpt.state import without
 
 STEP = "step"
 """Which torch casts by rules of its own."""
@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
     optional: frozenset[str]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Keys:
     """What a class wants: always, where a param group has a setting, of matrices, of all but matrices; and may have."""
 

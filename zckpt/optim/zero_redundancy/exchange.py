@@ -25,7 +25,6 @@ from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied_to_cpu
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
 from zckpt.optim.tensors import flat, is_dense
-from zckpt.state import frozen
 
 DIRECT_NBYTES = 1 << 20
 """A contiguous parameter of this size is sent by itself: packing it would cost more than a message."""
@@ -188,7 +187,7 @@ State = dict[int, dict[str, Any]]
 # --- state and gradients
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Described:
     """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU.
 

@@ -8,7 +8,6 @@ from os.path import commonprefix
 from pathlib import PurePath
 
 from zckpt.report.text import Document, count, size
-from zckpt.state import frozen
 
 WIDTH = 1280
 LEFT, RIGHT, TOP, BOTTOM = 130, 150, 96, 24
@@ -39,7 +38,7 @@ CHARACTER = 0.58
 """Width of a character relative to the font's size, for cutting labels."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Shape:
     """A rectangle, or a text whose left end (right end: `right`) and middle are at (x, y)."""
 

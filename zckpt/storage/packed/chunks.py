@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
-
-from zckpt.state import frozen
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,7 +33,7 @@ SAMPLE_NBYTES = 1 << 14
 _LOCAL = threading.local()
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Way:
     """How a chunk is stored: against what, and elements of how many bytes."""
 

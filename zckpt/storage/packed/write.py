@@ -18,7 +18,6 @@ import numpy.typing as npt
 import xxhash
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError
-from zckpt.state import frozen
 from zckpt.storage.ahead import ahead
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import written
@@ -44,7 +43,7 @@ Range = tuple[int, int, int, int]
 """Number of a checkpoint, of its file, offset, number of bytes."""
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """What is done to bytes, and the ranges that these are, in order."""
 
@@ -65,7 +64,7 @@ class Prediction:
         return tuple(found)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Bytes [start, end) of a file that are elements of `width` bytes each, and what may predict them, by kind."""
 
@@ -75,7 +74,7 @@ class Cut:
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Job:
     """A chunk that is to be."""
 
@@ -86,7 +85,7 @@ class _Job:
     predictions: tuple[Prediction, ...]
 
 
-@frozen
+@dataclass(frozen=True, slots=True)
 class _Made:
     """A chunk: its row, the ranges of its prediction, and what is stored; None: it is stored already."""
 
