@@ -404,12 +404,12 @@ class _Reading:
                     slot = replace(slot, dtype=held.dtype)  # others were made float32 themselves
                 kind = "tied" if one.tied_to else "parameter"
                 checkpoint.duplicates.append(Duplicate(kind, name, one.tied_to or name, slot, held))
-        first, *others = self.models
+        others = self.models[1:]
         checkpoint.duplicates += copies_of_buffers(others, checkpoint.buffers)  # as DeepSpeed's converter copies them
-        keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
-        own, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in others], [*keys])
+        keys = (key for model in others for key in model.content if key not in STRUCTURE)
+        own, rules = keep_others(((m.file, common(m)) for m in self.models), keys)
         checkpoint.metadata |= own
-        of_modules = keep_extra(checkpoint, [first, *others])
+        of_modules = keep_extra(checkpoint, self.models)
         for file in checkpoint.files:
             file.rules = (*file.rules, *rules.get(file.path, ()), *of_modules.get(file.path, ()))
 

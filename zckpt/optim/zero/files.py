@@ -26,6 +26,7 @@ import torch.distributed as dist
 from zckpt.engine.plan import plan
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.axes.expert_ranks import Placement
 from zckpt.formats.deepspeed.axes.experts import expert_number, experts_per_rank, global_name, is_expert
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, new_storage, view
@@ -226,12 +227,12 @@ class Place:
 def place_of(sharing: list[int], every: list[int]) -> Place:
     """Return a rank's place, from the ranks that hold the same experts and all data-parallel ranks."""
     positions = sorted(every.index(rank) for rank in sharing)
-    degree, first = len(every) // len(positions), positions[0]
-    own = dist.get_rank() == every[first]
-    if positions == list(range(first, len(every), degree)) and first < degree:
-        return Place(first, degree, own, data_first=False)
-    if positions == list(range(first, first + len(positions))) and first % len(positions) == 0:
-        return Place(first // len(positions), degree, own, data_first=True)
+    degree = len(every) // len(positions)
+    for data_first in (False, True):
+        placement = Placement(len(every), data_first)
+        rank = placement.expert_rank(positions[0], degree)
+        if positions == [placement.rank(rank, position, degree) for position in range(len(positions))]:
+            return Place(rank, degree, dist.get_rank() == every[positions[0]], data_first)
     raise UnsupportedError(
         "experts are assigned to ranks in a way that DeepSpeed's files cannot express",
         expected=f"every {degree}th rank, or {len(positions)} neighbours",

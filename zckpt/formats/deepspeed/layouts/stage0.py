@@ -28,6 +28,7 @@ from zckpt.formats.torch_files.tensors import carried, slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import is_floating
+from zckpt.state.views import narrow, reshape
 from zckpt.storage.files import Sources
 from zckpt.torchfile import Tensor, TorchFile
 
@@ -255,7 +256,7 @@ def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) ->
     """Return what holds a flat master against weights, at both ends of each."""
     import numpy as np  # here, for no other checkpoint is opened by its elements
 
-    from zckpt.compare.weights import ELEMENTS_PER_END, not_rounded
+    from zckpt.compare.weights import rounds_to
     from zckpt.engine.cast import cast
     from zckpt.engine.copy import read_extent
 
@@ -274,15 +275,9 @@ def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) ->
 
     def fits(at: int, name: str) -> bool:
         weight = known[name].slots[WEIGHT]
-        if not begins(at, weight, name):
-            return False
-        count = min(ELEMENTS_PER_END, weight.numel)
-        for start in dict.fromkeys((0, weight.numel - count)):
-            there = Extent.flat(master.shape, at + start, count)
-            stored = read_extent(weight, Extent.flat(weight.shape, start, count), sources)
-            if len(not_rounded(read_extent(master, there, sources), stored)):
-                return False
-        return True
+        return begins(at, weight, name) and rounds_to(
+            reshape(narrow(master, 0, at, weight.numel), weight.shape), weight
+        )
 
     return fits
 
