@@ -20,7 +20,7 @@ from zckpt.state.checkpoint import (
     most_steps,
     number_of,
 )
-from zckpt.state.mappings import dict_of, stated, without
+from zckpt.state.mappings import dict_of, list_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,
@@ -59,6 +59,7 @@ __all__ = [
     "Topology",
     "as_float",
     "dict_of",
+    "list_of",
     "most_steps",
     "number_of",
     "stated",

@@ -60,7 +60,7 @@ from zckpt.formats.deepspeed.values import (
     shard_rules,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
-from zckpt.state import WEIGHT, Checkpoint, Topology, as_float
+from zckpt.state import WEIGHT, Checkpoint, Topology, as_float, dict_of
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, read_torchfile
 
@@ -320,10 +320,10 @@ class _Files:
             from zckpt.formats.deepspeed.rare.one_bit import ONE_BIT_RULES, compresses
 
             files = [m.file for m in models if self.of_experts or checkpoint.param_groups]
-            roots = [(file, file.root) for file in (*(file for _, file in self.of_experts), *files)]
+
             where = "optimizer"
-            contents = [(file, root[where]) for file, root in roots
-                        if isinstance(root, dict) and isinstance(root.get(where), dict)]  # fmt: skip
+            held = ((file, dict_of(file.root).get(where)) for file in (*(file for _, file in self.of_experts), *files))
+            contents = [(file, one) for file, one in held if isinstance(one, dict)]
             keys = (str(key) for _, one in contents for key in one if key not in STATE_KEYS)
             compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
             for file in checkpoint.files:

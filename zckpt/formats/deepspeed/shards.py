@@ -21,7 +21,7 @@ from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import filed_names, flattened
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, WEIGHT, Shape, Slot
+from zckpt.state import MASTER, WEIGHT, Shape, Slot, dict_of, without
 from zckpt.torchfile import Global, Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Files = Sequence[tuple[Shard, TorchFile]]
@@ -59,8 +59,7 @@ BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}
 
 def section(config: Mapping[Any, object], name: str) -> Mapping[Any, Any]:
     """Return a part of DeepSpeed's configuration; empty where absent."""
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
+    return dict_of(config.get(name))
 
 
 class _OfRank:
@@ -122,8 +121,7 @@ class ModelShard(_OfRank):
     @property
     def config(self) -> dict[str, object]:
         """DeepSpeed's configuration as JSON-able data; empty where absent."""
-        config = plain(self.configuration)
-        return config if isinstance(config, dict) else {}
+        return dict_of(plain(self.configuration))
 
     @property
     def trained(self) -> Shapes:
@@ -279,7 +277,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
         )
     content = as_mapping(file.root, expected="a dict of model states")
     shared = content.get("shared_params")
-    frozen = content.get("frozen_param_fragments")
+
     frozen_shapes = content.get("frozen_param_shapes")
     names = content.get("buffer_names")
     buffers = {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set()
@@ -298,7 +296,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
         buffers,
         shapes,
         frozen_by_name,
-        _tensors_by_name(frozen) if isinstance(frozen, dict) else {},
+        _tensors_by_name(dict_of(content.get("frozen_param_fragments"))),
         _shared(shared),
         by_name(content),
         extra,
@@ -365,10 +363,10 @@ def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
     masters: list[Tensor] = _items(z.get(key), key, Tensor, "tensors")
     states, groups, elastic = _base_state(z, stage, shard.path)
     held = {(i, str(key)): value for i in range(len(masters)) for key, value in states.get(i, {}).items()}
-    held |= scalars_in(held, shard.path)
+    single = scalars_in(held, shard.path)
     tensors: list[dict[str, Tensor]] = [{} for _ in masters]
     scalars: list[dict[str, object]] = [{} for _ in masters]
-    for (index, key), value in held.items():
+    for (index, key), value in (without(held, *single) | single).items():
         if isinstance(value, Tensor):
             tensors[index][key] = value
         else:

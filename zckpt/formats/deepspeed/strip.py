@@ -142,11 +142,11 @@ def _about_slots(checkpoint: Checkpoint, request: Request) -> str:
 
 def _model_alone(file: TorchFile) -> Edited:
     """Take from a model file what announces the optimizer's files."""
-    root = file.root
-    if isinstance(root, dict) and root.get("param_shapes") is not None:
+    root = dict_of(file.root)
+    announced = root.get("param_shapes") is not None
+    if announced:
         root["param_shapes"] = None  # as DeepSpeed writes it where there are none
-        return Edited(root, changed=True)
-    return Edited(root)
+    return Edited(file.root, changed=announced)
 
 
 def _gone(file: TorchFile) -> Edited:

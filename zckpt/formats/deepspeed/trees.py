@@ -38,7 +38,7 @@ from zckpt.formats.torch_files.writer import (
     value_node,
     view,
 )
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot, dict_of, list_of
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
@@ -154,7 +154,7 @@ def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
 def _param_shapes(target: Target, mp: Rank) -> list[OrderedMapping]:
     """Return shapes by group, under ZeRO-3 by sub-group; plain tuples where the source has those."""
     old = mp.model.content.get("param_shapes")
-    first = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else {}
+    first = dict_of(next(iter(list_of(old)), None))
     groups = [part.parameters for part in target.parts(mp)]
     if target.stage != 3 and target.transposed:
         groups = [[transposed(p) for p in parameters] for parameters in groups]

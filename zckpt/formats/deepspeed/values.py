@@ -44,6 +44,7 @@ from zckpt.state import (
     Shape,
     Slot,
     Span,
+    dict_of,
 )
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
@@ -350,7 +351,7 @@ def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[Opti
     for model in models:
         held, first = model.optimizer, firsts.get(model.mp_rank)
         if held is not None and first is not None:
-            own = first.file.root["optimizer_state_dict"] if isinstance(first.file.root, dict) else None
+            own = dict_of(first.file.root)["optimizer_state_dict"]
             if is_same(FromFile.of(model.file, held), FromFile.of(first.file, own)):
                 about = f"as in {Path(first.path).name}"
                 rules[model.path] = (Rule(("optimizer", "**"), COPY, about, tensors=True),)

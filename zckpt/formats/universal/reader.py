@@ -55,6 +55,8 @@ from zckpt.state import (
     SourceFile,
     Topology,
     as_float,
+    dict_of,
+    list_of,
     without,
 )
 from zckpt.state.dtypes import is_floating, itemsize
@@ -204,7 +206,7 @@ class _Reading:
                                    found=type(stored).__name__)  # fmt: skip
         groups = [with_scalars(group, path) for group in stored]
         params = [group.pop("params", None) for group in groups]
-        members = [[n for n in its if type(n) is int] if isinstance(its, list) else [] for its in params]
+        members = [[n for n in list_of(its) if type(n) is int] for its in params]
         shapes = self._group_shapes()
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
             if sorted(number for numbers in members for number in numbers) != list(range(len(shapes))):
@@ -218,14 +220,14 @@ class _Reading:
         names = [optimizer_order(list(group), self.first, self.checkpoint.world_size) for group in shapes]
         recorded = self.rest.get("groups")
         if recorded is not None:  # by zckpt: the same in another order
-            known = [as_names(one) for one in recorded] if isinstance(recorded, list) else []
+            known = list(map(as_names, list_of(recorded)))
             if [sorted(one) for one in known] != [sorted(one) for one in names]:
                 raise DamagedFileError("groups and param_shapes disagree", expected="the same names in each")
             names = known
         states = inner.get("state") if recorded is None else None
         for group, listed_names, numbers in zip(groups, names, members, strict=True):
             values: dict[str, object] = {}
-            for state in (states.get(number) for number in numbers) if isinstance(states, dict) else ():
+            for state in map(dict_of(states).get, numbers):
                 if isinstance(state, dict):
                     single = {key: v for key, v in state.items() if not isinstance(v, Tensor) or v.shape == ()}
                     values = {**with_scalars(single, path), **values}

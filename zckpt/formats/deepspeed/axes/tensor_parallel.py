@@ -40,13 +40,13 @@ from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices
 from zckpt.formats.deepspeed.values import copies_of, viewed
-from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, Slot
+from zckpt.state import MASTER, Checkpoint, Duplicate, PaddingSpan, Parameter, Slot
 from zckpt.state.views import concat, narrow, placed
-from zckpt.storage.files import Sources
 from zckpt.torchfile import plain
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
+    from zckpt.engine.targets import Hole
     from zckpt.formats.deepspeed.target import Target
 
 
@@ -215,8 +215,6 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
 SAMPLED_EXTENTS = 4
 """Of each slice, spread evenly over it."""
 
-SAMPLED_NUMEL = 16
-
 
 def check_slices(target: Target) -> int:
     """Compare a sample of each master over the ranks whose slices are put together; return how many elements.
@@ -233,41 +231,35 @@ def check_slices(target: Target) -> int:
     origin, tp = target.origin, target.checkpoint.topology.tp
     if origin.rules is None or tp in (1, target.tp):
         return 0
-    from zckpt.engine.copy import read_extent
+    from zckpt.compare.copies import sampled
+    from zckpt.engine.read import read_all
 
     path = origin.rules_path or origin.model.path
     rules = Rules(origin.rules, path)
     compared = 0
-    with Sources() as sources:
-        for ranks, name in ((one, name) for one in by_stage(origin.ranks, tp) for name in one[0].parameters):
-            if name in ranks[0].whole:
-                continue
-            rule = rules.matching(name)
-            slots = [files.parameters[name].slots.get(MASTER) for files in ranks]
-            masters = [slot for slot in slots if slot is not None]
-            if rule not in (None, REPLICATED) or len(masters) < len(ranks) or not masters[0].numel:
-                continue
-            if any(slot.shape != masters[0].shape for slot in masters):
-                continue
-            shape, last = masters[0].shape, max(masters[0].numel - SAMPLED_NUMEL, 0)
-            starts = sorted({round(i * last / (SAMPLED_EXTENTS - 1)) for i in range(SAMPLED_EXTENTS)})
-            extents = [Extent.flat(shape, start, min(SAMPLED_NUMEL, masters[0].numel - start)) for start in starts]
-            values = [[read_extent(slot, extent, sources) for extent in extents] for slot in masters]
-            compared += sum(len(block) for sample in values for block in sample)
-            _check_sample(name, rule, values)
+    for ranks, name in ((one, name) for one in by_stage(origin.ranks, tp) for name in one[0].parameters):
+        rule = rules.matching(name)
+        masters = [one for files in ranks if (one := files.parameters[name].slots.get(MASTER)) is not None]
+        shapes = {slot.shape for slot in masters if slot.numel}
+        if name in ranks[0].whole or rule not in (None, REPLICATED) or len(masters) < len(ranks) or len(shapes) != 1:
+            continue
+        reads: list[tuple[Hole, memoryview]] = []
+        values = [sampled(slot, SAMPLED_EXTENTS, reads) for slot in masters]
+        read_all(reads)
+        compared += sum(map(len, values))
+        _check_sample(name, rule, values)
     return compared
 
 
-def _check_sample(name: str, rule: str | None, values: Sequence[Sequence[Array]]) -> None:
-    """Hold the sampled blocks of each rank against those of the others."""
-    same = len({b"".join(block.tobytes() for block in sample) for sample in values}) == 1
+def _check_sample(name: str, rule: str | None, values: Sequence[Array]) -> None:
+    """Hold the sampled elements of each rank against those of the others."""
+    same = len({sample.tobytes() for sample in values}) == 1
     if rule == REPLICATED and not same:
         raise WeightMismatchError(
             f"{name} differs between tensor-parallel ranks, although a rule says that each has the whole",
             advice="if it should be averaged, say so with --tp-rules; --no-weight-check uses the first rank's",
         )
-    constant = all((block == values[0][0][0]).all() for block in values[0])  # as a bias that was never trained
-    if rule is None and same and not constant:
+    if rule is None and same and (values[0] != values[0][0]).any():  # else a bias that was never trained
         raise WeightMismatchError(
             f"{name} is the same on all tensor-parallel ranks, although no rule says that each has the whole",
             advice="say so with --tp-rules; --no-weight-check treats it as slices",

@@ -13,10 +13,10 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.layouts.layout import Layout
-from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
 from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
@@ -54,18 +54,6 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
     LayoutError
         The shards of a rank do not add up to its sub-groups.
     """
-    for member in members:
-        special = member.content.get(GROUPS_KEY) or []
-        listed = special if isinstance(special, list) else [{"partition_count": 0}]
-        counts = {g.get("partition_count") for g in listed if isinstance(g, dict)}
-        if counts - {len(members), None}:
-            raise UnsupportedError(
-                "sub-groups are cut over other numbers of ranks, as DeepSpeed does for experts, but there is no "
-                "list of expert layers: it is unknown whose elements they are",
-                path=member.path,
-                expected=f"{len(members)} ranks",
-                found=sorted(map(str, counts)),
-            )
     world, walk = len(members), _walk(shapes, members[0], len(members))
     for member in members[1:]:
         if [one.numel for one in member.masters] != [one.numel for one in members[0].masters]:

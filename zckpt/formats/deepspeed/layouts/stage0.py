@@ -25,7 +25,7 @@ from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.one_bit import without_errors
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float, dict_of, list_of
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import narrow, reshape
@@ -56,7 +56,7 @@ class Numbered:
     """
 
     def __init__(self, file: TorchFile) -> None:
-        self.file, content = file, file.root.get("optimizer") if isinstance(file.root, dict) else None
+        self.file, content = file, dict_of(file.root).get("optimizer")
         with about(file.path):
             if not isinstance(content, dict):
                 raise DamagedFileError(
@@ -183,7 +183,7 @@ class Numbered:
         They are those of the engine's module, as ZeRO's files have them. None: not all parameters have one.
         """
         names, listed = self.state.recorded_names, [group.get("param_names") for group in self.state.groups]
-        counts = [len(its) if isinstance(its, (list, tuple)) else 0 for its in listed]
+        counts = [len(list_of(its)) for its in listed]
         whole = counts == [len(numbers) for numbers in self.state.numbers] if self.flats is None else all(counts)
         return names if names and whole and len(set(names)) == len(names) else None
 
