@@ -185,7 +185,7 @@ class _Files:
                 code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
             )
         firsts = [next((m for m in self.models if m.mp_rank == rank), self.models[0]) for rank in found]
-        check_models(firsts, [model.mp_rank for model in firsts], "mp_rank")
+        check_models(firsts, "mp_rank")
         self.pp, self.tp = degrees(firsts, directory.of(PIPELINE_LAYER))
 
     def ranks(self) -> Iterator[Rank]:
@@ -252,7 +252,7 @@ class _Files:
             raise missing
         models = [by_rank[rank] for rank in range(len(members))]
         steps = [one["step"] for one in members[0].scalars if "step" in one]
-        check_models(models, [model.rank for model in models], "rank", steps)
+        check_models(models, "rank", steps)
         return models, members
 
     def describe(self, state: Rank, first: Rank) -> None:
@@ -278,6 +278,7 @@ class _Files:
                 checkpoint.zero_stage = lead.stage
             scaler = lead.content.get("loss_scaler")
             checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
+
             details["optimizer_form"] = "elastic" if lead.elastic else "rigid"
             details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
             pads = any(any(group) for group in lead.alignment_paddings or [])

@@ -278,12 +278,7 @@ class _Reading:
         """Return the weight of a parameter that is not trained, which one file has; None if it has it not whole."""
         if not self.parameterwise:
             return slot_of(WEIGHT, tensor, model.path)
-        shape = model.frozen.get(name)
-        if shape is None:
-            return None
-        if 0 in shape:
-            return Slot(WEIGHT, tensor.dtype, shape, ())
-        return frozen_weight(name, shape, next(models for models in self.ranks if models[0] is model))
+        return frozen_weight(name, tensor.dtype, next(models for models in self.ranks if models[0] is model))
 
     def place_trained(self) -> None:
         """Place trained parameters with their slots, and note the single values of each."""

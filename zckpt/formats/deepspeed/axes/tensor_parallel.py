@@ -234,9 +234,7 @@ def check_slices(target: Target) -> int:
     from zckpt.compare.copies import sampled
     from zckpt.engine.read import read_all
 
-    path = origin.rules_path or origin.model.path
-    rules = Rules(origin.rules, path)
-    compared = 0
+    rules, compared = origin.slicing, 0
     for ranks, name in ((one, name) for one in by_stage(origin.ranks, tp) for name in one[0].parameters):
         rule = rules.matching(name)
         masters = [one for files in ranks if (one := files.parameters[name].slots.get(MASTER)) is not None]
@@ -299,16 +297,15 @@ def local_states(
     LayoutError
         A parameter does not divide among the ranks.
     """
-    path = origin.rules_path or (checkpoint.source if origin.is_foreign else origin.model.path)
     if degree == len(ranks) and rows is None:
         return list(ranks)
     largest = max((p.numel for p in checkpoint.parameters.values()), default=1)
     if degree > largest:
         raise UsageError("unusable --tensor-parallel-size", expected=f"at most {largest}, the elements of the "
             "largest parameter", found=degree)  # fmt: skip
-    rules = _rules(origin, ranks, degree, path)
+    rules = _rules(origin, ranks, degree)
     if rows is not None and not any(rules.is_vocabulary(name) for name in checkpoint.parameters):
-        raise UsageError("no rule names a vocabulary, so --padded-vocab-size does not apply", path=path)
+        raise UsageError("no rule names a vocabulary, so --padded-vocab-size does not apply", path=rules.path)
     merged = merge(ranks, rules, padded=True)
     experts = merged.whole
     if len(ranks) == 1 and not sliced_experts:  # DeepSpeed slices experts on demand only
@@ -337,7 +334,7 @@ def local_states(
     return states
 
 
-def _rules(origin: Origin, ranks: Sequence[Rank], degree: int, path: str) -> Rules:
+def _rules(origin: Origin, ranks: Sequence[Rank], degree: int) -> Rules:
     """Return the rules to cut by.
 
     A checkpoint that is not sliced may carry rules that nobody ever needed. To cut by them, they must at least say
@@ -347,16 +344,17 @@ def _rules(origin: Origin, ranks: Sequence[Rank], degree: int, path: str) -> Rul
     option = "--slice-rules" if origin.is_foreign else "--tp-rules"  # by which another format's are cut
     if origin.rules is None:
         raise without_rules(names, "how to cut them", option)
+    rules = origin.slicing
     if len(ranks) == 1 < degree and REPLICATED_KEY not in origin.rules:
         raise UnsupportedError(
             "the tensor-parallel rules do not say which parameters each rank has whole",
-            path=path,
+            path=rules.path,
             expected=f"{REPLICATED_KEY}, even if empty",
             advice=f"give rules with {option} FILE",
         )
     if origin.rules_path is None and degree != len(ranks):
-        check_degree(origin.model.content, origin.rules, names, degree, path)
-    return Rules(origin.rules, path)
+        check_degree(origin.model.content, origin.rules, names, degree, rules.path)
+    return rules
 
 
 def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> list[Parameter]:
@@ -407,9 +405,8 @@ def written_rules(
     node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
     written = info_for(node, _rows(origin, stages), degree)
     if AFFINE_KEY in written:
-        rules = Rules(origin.rules, origin.rules_path or origin.model.path)
         names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].parameters)
-        written[AFFINE_KEY] = rules.maps_for(list(names), degree)
+        written[AFFINE_KEY] = origin.slicing.maps_for(list(names), degree)
     return written
 
 

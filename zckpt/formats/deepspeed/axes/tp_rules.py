@@ -619,13 +619,9 @@ def info_for(info: Mapping[str, object], rows: int | None, degree: int) -> dict[
     if rows is not None and "padded_vocab_size" in info:
         changed["padded_vocab_size"] = rows
     if isinstance(widths := info.get("sub_param_shard_widths"), Mapping):  # an equal share for each rank
-        totals = {
-            pattern: [sum(width for width in sub if type(width) is int) for sub in subs]
-            for pattern, subs in widths.items()
-            if isinstance(subs, (list, tuple)) and all(isinstance(sub, (list, tuple)) for sub in subs)
-        }
         changed["sub_param_shard_widths"] = {
-            pattern: [[total // degree] * degree for total in totals.get(pattern, ())] for pattern in widths
+            pattern: [[sum(n for n in list_of(sub) if type(n) is int) // degree] * degree for sub in list_of(subs)]
+            for pattern, subs in widths.items()
         }
     rules = info.get("parameter_with_sub_params")
     if isinstance(rules, (list, tuple)):  # DeepSpeed reads sizes that are tuples, which JSON does not have
