@@ -334,8 +334,13 @@ def _hyperparameters(
         one.key: one.value for one in target.own_values(mp.mp_rank, rank) if one.in_group and one.group == group.index
     }
     values = {**group.values.hyperparameters, **own}
-    order = [*(mp.members[0].group(group.index) if own else ()), *values]
-    return {**{key: value_node(values[key]) for key in dict.fromkeys(order) if key in values}, "params": params}
+    kept = _ordered_like(values, mp.members[0].group(group.index) if own else ())
+    return {**{key: value_node(value) for key, value in kept.items()}, "params": params}
+
+
+def _ordered_like(values: Mapping[Key, object], keys: Iterable[Key]) -> dict[Key, object]:
+    """Return values in the order of these keys, and then of their own."""
+    return {key: values[key] for key in dict.fromkeys([*keys, *values]) if key in values}
 
 
 def _state(
@@ -353,7 +358,7 @@ def _state(
             state[one.key] = value_node(one.value)
     source = mp.members[0]
     known = [key for one, more in zip(source.scalars, source.tensors, strict=True) for key in (*one, *more)]
-    return {key: state[key] for key in dict.fromkeys([*known, *map(str, state)]) if key in state}
+    return _ordered_like(state, known)
 
 
 def _dtype(parameters: Sequence[Parameter], key: str) -> str:

@@ -80,11 +80,11 @@ def _sharing(members: Sequence[OptimizerShard]) -> tuple[list[bool], list[list[i
             if (_EXPERTS in families) != own[-1] or (kinds and kinds[number] != own[-1]):
                 raise UnsupportedError("experts and other parameters in one sub-group", path=member.path,
                                        found=str(families)[:80])  # fmt: skip
-            shared = one.get("partition_count"), one.get("partition_rank")
             if (
                 (not own[-1] and ranks != every)
                 or rank not in ranks
-                or shared not in ((count, ranks.index(rank)) for count in (len(ranks), None))
+                or one.get("partition_count") not in (None, len(ranks))
+                or one.get("partition_rank") != ranks.index(rank)
             ):
                 raise UnsupportedError("other ranks than expected share a sub-group", path=member.path,
                                        found=str(one)[:80])  # fmt: skip

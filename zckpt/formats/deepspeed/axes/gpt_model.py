@@ -206,33 +206,29 @@ def check_degree(
             )  # fmt: skip
 
 
-def padded_rows(content: Mapping[str, object], info: Mapping[str, object] | None, degree: int) -> int | None:
-    """Return how many rows the program gives a vocabulary at a number of tensor-parallel ranks; None if not known.
+def padded_rows(
+    content: Mapping[str, object],
+    info: Mapping[str, object] | None,
+    degree: int,
+    parameters: Mapping[str, Parameter],
+) -> int | None:
+    """Return how many rows a vocabulary has at a number of tensor-parallel ranks, as the program or files say.
 
-    Where the rules do not know how many rows are padding, and none is taken off, at least as many as there are.
-    """
-    arguments = arguments_in(content)
-    size = (info or {}).get("original_vocab_size")
-    multiple = None if arguments is None else arguments.get("make_vocab_size_divisible_by")
-    if type(size) is not int or type(multiple) is not int or multiple < 1:
-        return None
-    return -(-size // (multiple * degree)) * multiple * degree
-
-
-def rows_that_were(info: Mapping[str, object] | None, parameters: Mapping[str, Parameter], degree: int) -> int | None:
-    """Return how many rows a vocabulary had with its padding, of which another format keeps none; None if not known.
+    Where the rules do not know how many rows are padding, and none is taken off, at least as many as there are. None:
+    it is not known.
 
     Parameters
     ----------
-    degree : int
-        Tensor-parallel ranks among which they are to be divided.
+    parameters : mapping of str to Parameter
+        Of another format, which keeps no padding: the rows are those that were, if they divide.
     """
-    rows = (info or {}).get("padded_vocab_size")
-    if info is None or type(rows) is not int or rows % degree:
-        return None
-    rules = Rules.of_vocabulary(info, "")
+    arguments, known = arguments_in(content) or {}, info or {}
+    size, multiple = known.get("original_vocab_size"), arguments.get("make_vocab_size_divisible_by")
+    if type(size) is int and type(multiple) is int and multiple > 0:
+        return -(-size // (multiple * degree)) * multiple * degree
+    rows, rules = known.get("padded_vocab_size"), Rules.of_vocabulary(known, "")
     present = [p.shape[0] for name, p in parameters.items() if p.shape and rules.is_vocabulary(name)]
-    return rows if present and rows >= max(present) else None
+    return rows if type(rows) is int and not rows % degree and present and rows >= max(present) else None
 
 
 def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
