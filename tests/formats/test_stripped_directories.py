@@ -72,6 +72,15 @@ def test_what_is_written_here(to, options, tmp_path):
     }
 
 
+def test_a_directory_of_other_files_keeps_a_fingerprint_that_is_true(tmp_path):
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "whole", to="consolidated", fingerprint=True)
+    assert (tmp_path / "whole" / "fingerprint.json").exists()
+    strip(tmp_path / "whole", tmp_path / "model", optimizer=True)
+    assert not (tmp_path / "model" / "fingerprint.json").exists()
+    strip(tmp_path / "whole", tmp_path / "same", unreferenced=True)
+    assert (tmp_path / "same" / "fingerprint.json").exists()
+
+
 def nbytes(path: Path) -> int:
     return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
 

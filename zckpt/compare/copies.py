@@ -45,7 +45,7 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
     chosen = [copies[number * len(copies) // looked_at] for number in range(looked_at)]
     most = min(MOST_EXTENTS, MOST_TOGETHER // max(looked_at, 1))
     reads: list[tuple[Hole, memoryview]] = []  # all at once, for stores' sake
-    pairs = [(one, _sampled(one.slot, most, reads), _sampled(one.original, most, reads)) for one in chosen]
+    pairs = [(one, sampled(one.slot, most, reads), sampled(one.original, most, reads)) for one in chosen]
     read_all(reads)
     found = [one for one, mine, its in pairs if mine.tobytes() != its.tobytes()]
     if not found:
@@ -58,7 +58,7 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _sampled(slot: Slot, most: int, reads: list[tuple[Hole, memoryview]]) -> Array:
+def sampled(slot: Slot, most: int, reads: list[tuple[Hole, memoryview]]) -> Array:
     """Return room for a sample of a slot; add the reads that fill it."""
     count = min(SAMPLED_NUMEL, slot.numel)
     last = slot.numel - count

@@ -411,9 +411,9 @@ def completed(
     source: Path,
     directory: Path,
     own: Sequence[Rewritten],
-    request: Request,
     *,
     pointer: str | None = None,
+    beside: Sequence[tuple[str, Path]] | None = None,
     notes: Sequence[str] = (),
 ) -> Stripping:
     """Return what becomes of all files, given what becomes of those that the format knows.
@@ -425,9 +425,10 @@ def completed(
     directory : Path
     own : sequence of Rewritten
         By their names within `directory`.
-    request : Request
     pointer : str, optional
         The name of the file of a run's directory that names one of its checkpoints.
+    beside : sequence of (str, Path), optional
+        What of a run's directory goes along, by name; by default nothing does.
     notes : sequence of str
         What the format has to say.
 
@@ -439,7 +440,7 @@ def completed(
     inner = Path(os.path.relpath(os.path.realpath(directory), os.path.realpath(source))).as_posix()
     folder = "" if inner == os.curdir or inner.startswith(os.pardir) else f"{inner}/"
     done = {one.name for one in own}
-    changed = any(one.file is None or one.saved for one in own)
+    changed = any(one.file is None or one.saved.keys() - {PADDING, UNREFERENCED, STRUCTURE} for one in own)
     files = [*own]
     for name, path in files_below(directory):
         if name == FINGERPRINT_NAME and changed:
@@ -447,11 +448,13 @@ def completed(
             files.append(Rewritten(name, nbytes, None, {STRUCTURE: nbytes}))
         elif name not in done:
             files.append(as_it_is(path, name))
-    said = [*notes, *request.notes]
+    said = [*notes]
     if folder:
         moved = ((one, folder + one.name) for one in files)
         files = [replace(one, name=name, file=one.file and replace(one.file, name=name)) for one, name in moved]
-        said.append("of the run's directory only this checkpoint is written")
+        files += [as_it_is(path, name) for name, path in beside or ()]
+        if beside is None:
+            said.append("of the run's directory only this checkpoint is written")
         if pointer is not None and is_file(source / pointer):
             data = inner.encode()
             files.append(Rewritten(pointer, len(data), TargetFile.of(pointer, data), {}))

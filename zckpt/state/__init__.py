@@ -22,7 +22,7 @@ from zckpt.state.checkpoint import (
     number_of,
 )
 from zckpt.state.dtypes import is_floating, itemsize
-from zckpt.state.mappings import dict_of, stated, without
+from zckpt.state.mappings import dict_of, list_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,
@@ -67,6 +67,7 @@ __all__ = [
     "document",
     "is_floating",
     "itemsize",
+    "list_of",
     "most_steps",
     "number",
     "number_of",

@@ -23,3 +23,8 @@ def stated(mapping: Mapping[Key, Value | None]) -> dict[Key, Value]:
 def dict_of(node: object) -> dict[Any, Any]:
     """Return a node that is a dict as it is; of anything else an empty one."""
     return node if isinstance(node, dict) else {}
+
+
+def list_of(node: object) -> list[Any]:
+    """Return what a node that is a list or a tuple has; of anything else nothing."""
+    return list(node) if isinstance(node, (list, tuple)) else []

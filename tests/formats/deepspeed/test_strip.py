@@ -227,6 +227,14 @@ def test_tag_directory_comes_out_as_one(tmp_path):
     assert {path.name for path in (tmp_path / "thin").iterdir()} == names
 
 
+@pytest.mark.parametrize(("asked", "stays"), [({"keep_slots": ["exp_avg"]}, False), ({"padding": True}, True)])
+def test_a_fingerprint_of_what_goes_is_not_carried(asked, stays, tmp_path):
+    run = copy("s2_bf16_dp4", tmp_path)
+    (run / "global_step5" / "fingerprint.json").write_text("{}")
+    strip(run, tmp_path / "thin", **asked)
+    assert (tmp_path / "thin" / "global_step5" / "fingerprint.json").exists() is stays
+
+
 def test_target_inside_the_source_is_refused(tmp_path):
     run = copy("s2_bf16_dp2", tmp_path)
     for target in (run, run / "thin", run / "global_step5" / "thin", tmp_path):

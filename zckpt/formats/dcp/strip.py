@@ -84,7 +84,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         own += without_items(f"{name}/" if name else "", metadata, dropped, request)
     if directory.own is not None and masters_go:
         own.append(rewrite(directory.own, OWN_NAME, _without_masters, unreferenced=False))
-    return completed(source, directory.path, own, request)
+    return completed(source, directory.path, own, notes=request.notes)
 
 
 def _without_masters(file: TorchFile) -> Edited:

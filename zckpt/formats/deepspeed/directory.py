@@ -162,24 +162,24 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
         return None
     shards: dict[object, Shard] = {}
     further: list[Shard] = []
-    for path in [directory, *(_root_directory(root, directory, source) for root in roots)]:
-        for shard in _shards(path):
-            known = shards.setdefault(shard.identity, shard)
-            if known.writer and shard.writer and known.writer[1] == shard.writer[1] and known.writer != shard.writer:
-                shards[shard.identity], other = (shard, known) if shard.writer < known.writer else (known, shard)
-                further.append(other)
-            elif known is not shard and not Path(known.path).samefile(shard.path):
-                numbers = zip(("rank", "mp_rank", "layer", "expert"), shard.identity[1:], strict=True)
-                whose = ", ".join(f"{name} {number}" for name, number in numbers if number is not None)
-                raise ShardError(
-                    f"there are two {shard.role} files of {whose}",
-                    path=shard.path,
-                    expected="one file for each rank",
-                    found=known.path,
-                    advice="remove the one that does not belong to this run",
-                    code=TWICE,
-                    ranks=[] if shard.dp_rank is None else [shard.dp_rank],
-                )
+    directories = [directory, *(_root_directory(root, directory, source) for root in roots)]
+    every = (shard for one in directories for shard in _shards(one))
+    for shard in sorted(every, key=lambda shard: shard.writer or ()):
+        known = shards.setdefault(shard.identity, shard)
+        if known.writer and shard.writer and known.writer[0] < shard.writer[0] and known.writer[1] == shard.writer[1]:
+            further.append(shard)
+        elif known is not shard and not Path(known.path).samefile(shard.path):
+            numbers = zip(("rank", "mp_rank", "layer", "expert"), shard.identity[1:], strict=True)
+            whose = ", ".join(f"{name} {number}" for name, number in numbers if number is not None)
+            raise ShardError(
+                f"there are two {shard.role} files of {whose}",
+                path=shard.path,
+                expected="one file for each rank",
+                found=known.path,
+                advice="remove the one that does not belong to this run",
+                code=TWICE,
+                ranks=[] if shard.dp_rank is None else [shard.dp_rank],
+            )
     found = tuple(sorted(shards.values(), key=lambda s: s.order))
     return TagDirectory(directory, _tag_of(directory, source), found, tuple(further))
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zckpt.engine.targets import Lazily, TargetFile
-from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.axes.auto_ep import alone, auto_experts, auto_layers
 from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, in_order, is_expert, layer_of
 from zckpt.formats.deepspeed.axes.pipeline import layer_names, tied_key, within
@@ -25,8 +24,8 @@ from zckpt.formats.deepspeed.nested import ordered, unwrapped
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.trees import carried_from, is_filed, model_tree, optimizer_tree, restated, single
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.state import Parameter
-from zckpt.torchfile import FromFile, Tensor, TorchFile
+from zckpt.state import Parameter, dict_of
+from zckpt.torchfile import FromFile, TorchFile
 
 
 class Document(NamedTuple):
@@ -105,17 +104,30 @@ def _empty_optimizers(target: Target) -> Iterator[Document]:
 
 
 def _experts(target: Target) -> Iterator[Document]:
-    """Yield the files of all experts, in the order of layers, experts and model-parallel ranks."""
-    if target.stage == 3:
-        return  # AutoEP's, which are sub-groups
-    if target.origin.experts:
-        yield from _from_files(target)
-        return
-    for stage in range(target.pp):
-        for layer, expert, names in _made(target, stage):
+    """Yield the files of all experts, in the order of stages, layers, experts and tensor-parallel ranks."""
+    origin, same = target.origin, target.tp == target.checkpoint.topology.tp
+    files: dict[str, dict[int, tuple[Shard, TorchFile]]] = {}  # by the name of a parameter in it, and its lane
+    for shard, file in origin.experts:
+        lane = (shard.mp_rank or 0) % target.checkpoint.topology.tp
+        for key in dict_of(file.root):
+            files.setdefault(str(key), {})[lane] = shard, file
+    whole = target.ranks[0].lanes > 1 or any(one.lanes > 1 for one in origin.ranks)
+    for stage in range(target.pp if target.stage != 3 else 0):  # where AutoEP's are sub-groups
+        for layer, expert, names in _expert_names(target, stage):
+            held = files.get(names[0], {})
+            if origin.experts and not held:
+                continue
             for lane in _lanes(target, stage, layer_of(names[0]), expert):
-                mp_rank = stage * target.tp + lane
-                yield Document(_name(layer, expert, mp_rank), partial(_expert_tree, target, mp_rank, names))
+                mp_rank, number = stage * target.tp + lane, layer
+                tree: Callable[[], object] = partial(_expert_tree, target, mp_rank, names)
+                if held:
+                    shard, file = held[lane if same and lane in held else min(held)]
+                    number = shard.layer if target.stages is None else layer
+                    tree = partial(_expert_tree, target, mp_rank, names, file)
+                    if whole or (same and lane in held):
+                        tree = partial(FromFile.of, file, file.root)
+                before = "" if number is None else f"layer_{number}_"
+                yield Document(f"{before}expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt", tree)
 
 
 def _expert_tree(target: Target, mp_rank: int, names: Sequence[str], file: TorchFile | None = None) -> object:
@@ -127,48 +139,13 @@ def _expert_tree(target: Target, mp_rank: int, names: Sequence[str], file: Torch
         whole, _, number = name.rpartition(".")
         one = alone(own[whole], auto[whole], int(number)) if whole in auto else own[name]
         found[name] = single(target, one)
-    if file is not None and isinstance(file.root, dict):
-        found |= {key: FromFile.of(file, value) for key, value in file.root.items() if key not in found}
+    if file is not None:
+        found |= {key: FromFile.of(file, value) for key, value in dict_of(file.root).items() if key not in found}
     return found
 
 
-def _from_files(target: Target) -> Iterator[Document]:
-    """Yield the files of a source's experts. Those of a pipeline are numbered by stage."""
-    origin, tp = target.origin, target.checkpoint.topology.tp
-    files: dict[tuple[int, int, int], dict[int, tuple[Shard, TorchFile]]] = {}
-    for shard, file in origin.experts:
-        stage, lane = divmod(shard.mp_rank or 0, tp)
-        key = stage, -1 if shard.layer is None else shard.layer, shard.expert or 0
-        files.setdefault(key, {})[lane] = shard, file
-    whole = target.ranks[0].lanes > 1 or any(one.lanes > 1 for one in origin.ranks)
-    same = target.tp == tp
-    for (source, _, expert), by_lane in sorted(files.items(), key=lambda item: item[0]):
-        first = by_lane[min(by_lane)]
-        root = first[1].root if isinstance(first[1].root, dict) else {}
-        names = [str(key) for key, value in root.items() if isinstance(value, Tensor)]
-        prefix = next(map(layer_of, filter(is_expert, names)), "")
-        stage, layer = (source, first[0].layer) if target.stages is None else _place(target, prefix)
-        for lane in _lanes(target, stage, prefix, expert):
-            mp_rank = stage * target.tp + lane
-            shard, file = by_lane.get(lane, first) if same else first
-            kept = (layer, mp_rank) == (shard.layer, shard.mp_rank)
-            own = [] if whole or (same and lane in by_lane) else target.ranks[mp_rank].parameters
-            cut = [one for one in names if one in own]
-            tree = partial(_expert_tree, target, mp_rank, cut, file) if cut else partial(FromFile.of, file, file.root)
-            yield Document(shard.name if kept else _name(layer, expert, mp_rank), tree)
-
-
-def _place(target: Target, layer: str) -> tuple[int, int]:
-    """Return the stage that has a layer of experts, and the layer's number among the stage's own."""
-    for stage, mp in enumerate(target.ranks[:: target.tp]):
-        own = sorted({layer_of(name) for name in mp.parameters if is_expert(name)}, key=in_order)
-        if layer in own:
-            return stage, own.index(layer)
-    raise LayoutError(f"no stage has the experts of {layer}")
-
-
-def _made(target: Target, stage: int) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield layer, expert and names of its parameters, of a stage and a checkpoint of another format.
+def _expert_names(target: Target, stage: int) -> Iterator[tuple[int | None, int, list[str]]]:
+    """Yield layer, expert and names of its parameters, of a stage.
 
     DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
     says whose weights it has, and all of them are loaded. Those of AutoEP are looked up by the number that is listed.
@@ -196,11 +173,6 @@ def _lanes_of_rank(target: Target, expert_rank: int, group: TargetGroup) -> list
         return list(range(target.tp))
     place, degree = group.placement.rank, len(group.experts)
     return sorted({place(expert_rank, position, degree) % group.lanes for position in range(group.shared_by)})
-
-
-def _name(layer: int | None, expert: int, mp_rank: int) -> str:
-    before = "" if layer is None else f"layer_{layer}_"
-    return f"{before}expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
 
 
 def _layers(target: Target) -> Iterator[Document]:

@@ -206,7 +206,7 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
     elif experts:
         content |= {"num_experts": experts, "ds_autoep_layers": None}
     content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS and not is_counted(key)}
-    shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)
+    shard = Shard(checkpoint.source, MODEL, mp_rank=0)
     return model_of(shard, _file(content))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, dict_of
 from zckpt.torchfile import DType, Global, Object, node_of, plain
 
 LOSS_SCALER = "loss_scaler"
@@ -52,7 +52,7 @@ def of_stage0(known: Mapping[str, object]) -> dict[str, object] | None:
 def in_stage0(content: Mapping[str, object]) -> dict[str, object]:
     """Return what an optimizer file of ZeRO says of loss scaling, in stage 0's words."""
     node = node_of(content.get(LOSS_SCALER))
-    state = node.state if isinstance(node, Object) and isinstance(node.state, dict) else {}
+    state = dict_of(node.state if isinstance(node, Object) else None)
     found = {key: state[key] for key in (DYNAMIC, *_COUNTED) if key in state}
     return found | ({DYNAMIC: state["dynamic"]} if "dynamic" in state else {})
 
@@ -108,8 +108,7 @@ def scaling(
 
 
 def _option(config: Mapping[object, object], name: str) -> object:
-    section = plain(config.get("fp16"))
-    return section.get(name, _DEFAULTS[name]) if isinstance(section, dict) else _DEFAULTS[name]
+    return dict_of(plain(config.get("fp16"))).get(name, _DEFAULTS[name])
 
 
 def _scaler(values: Mapping[str, object], config: Mapping[object, object]) -> Object:

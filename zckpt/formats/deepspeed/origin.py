@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard
 from zckpt.state import Checkpoint, Topology
@@ -127,6 +128,11 @@ class Origin:
     def every_member(self) -> list[OptimizerShard]:
         """The optimizer files of all ranks."""
         return [member for rank in self.ranks for member in rank.members]
+
+    @property
+    def slicing(self) -> Rules:
+        """How its slices make up parameters. Raises UnsupportedError: rules that cannot be followed."""
+        return Rules(self.rules or {}, self.rules_path or self.model.path)
 
     @property
     def is_foreign(self) -> bool:

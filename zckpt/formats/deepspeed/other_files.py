@@ -27,32 +27,23 @@ TRAINER_STATE = "trainer_state.json"
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
 
-def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Return what is in a run directory, by name and path, and the tags of other checkpoints, which are left out.
+def beside_tag(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path]], list[str]]:
+    """Return what is in a run directory besides a checkpoint and `latest`, by name and path, and the other tags.
 
-    Parameters
-    ----------
-    source : Path
-        The run directory.
-    tag_directory : Path
-        The checkpoint; its files are returned, too.
-
-    Raises
-    ------
-    SourceError
-        As `files_below`.
+    Those are left out. Errors are those of `files_below`.
     """
-    levels = len(tag_directory.relative_to(source).parts)  # other tags of the run have as many slashes, or fewer
+    own = tag_directory.relative_to(source)
     others = sorted(
         path.relative_to(source).as_posix()
-        for level in range(1, levels + 1)
+        for level in range(1, len(own.parts) + 1)  # other tags of the run have as many slashes, or fewer
         for path in source.glob("/".join("*" * level))
         if path.is_dir()
         and path != tag_directory
         and any(one.is_file() and classify(one.name, one.name) for one in path.iterdir())
     )
-    gone = (f"{LATEST}_universal",) if others else ()
-    return [one for one in files_below(source, without=others) if one[0] not in gone], others
+    gone = (LATEST, f"{LATEST}_universal") if others else (LATEST,)
+    files = files_below(source, without=[*others, own.as_posix()])
+    return [one for one in files if one[0] not in gone], others
 
 
 def is_run(job: Job) -> bool:
@@ -110,11 +101,9 @@ def is_trainers_own(name: str) -> bool:
 
 def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes."""
-    source, tag_directory = job.source, Path(job.checkpoint.source)
-    found, left_out = other_files(source, tag_directory)
+    source = job.source
+    others, left_out = beside_tag(source, Path(job.checkpoint.source))
     notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
-    own = f"{tag_directory.relative_to(source).as_posix()}/"
-    others = [(name, path) for name, path in found if name != LATEST and not name.startswith(own)]
     states: dict[int, Path] = {}
     for directory in (*job.roots, source):
         named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(directory.iterdir()) if path.is_file())

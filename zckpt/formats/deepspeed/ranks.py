@@ -194,20 +194,20 @@ def problems(
         yield from _differences(alike, {_number(steps), _number(steps - skipped)} if type(steps) is int else set())
 
 
-def check_models(models: Sequence[ModelShard], ranks: Sequence[int], word: str, steps: Collection[object] = ()) -> None:
+def check_models(models: Sequence[ModelShard], word: str, steps: Collection[object] = ()) -> None:
     """Raise ShardError if the model files of several ranks are of different steps.
 
     Parameters
     ----------
-    ranks : sequence of int
-        Their numbers, of the kind that `word` says.
+    word : {"rank", "mp_rank"}
+        What they are numbered by.
     steps : collection
         Those that the optimizer's files speak of: where as many files say one as another, it is one of these.
     """
     found = [repr(plain(model.content.get("global_steps"))) for model in models]
     usual, odd = _odd_ones(found, {_number(step).removesuffix(".0") for step in steps})
     if odd:
-        numbers = [ranks[index] for index in odd]
+        numbers = [getattr(models[index], word) for index in odd]
         raise ShardError(
             f"model file of {word} {listed_ranks(numbers)} is from another step",
             path=models[odd[0]].path,

@@ -54,14 +54,13 @@ from zckpt.formats.deepspeed.shards import (
 from zckpt.formats.deepspeed.values import (
     MODEL_RULES,
     Content,
-    FileRules,
     copies_of,
     copies_of_optimizers,
     keep_others,
     shard_rules,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
-from zckpt.state import WEIGHT, Checkpoint, Topology, as_float
+from zckpt.state import WEIGHT, Checkpoint, Topology, as_float, dict_of
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, read_torchfile
 
@@ -186,7 +185,7 @@ class _Files:
                 code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
             )
         firsts = [next((m for m in self.models if m.mp_rank == rank), self.models[0]) for rank in found]
-        check_models(firsts, [model.mp_rank for model in firsts], "mp_rank")
+        check_models(firsts, "mp_rank")
         self.pp, self.tp = degrees(firsts, directory.of(PIPELINE_LAYER))
 
     def ranks(self) -> Iterator[Rank]:
@@ -253,7 +252,7 @@ class _Files:
             raise missing
         models = [by_rank[rank] for rank in range(len(members))]
         steps = [one["step"] for one in members[0].scalars if "step" in one]
-        check_models(models, [model.rank for model in models], "rank", steps)
+        check_models(models, "rank", steps)
         return models, members
 
     def describe(self, state: Rank, first: Rank) -> None:
@@ -279,6 +278,7 @@ class _Files:
                 checkpoint.zero_stage = lead.stage
             scaler = lead.content.get("loss_scaler")
             checkpoint.loss_scale = as_float(scaler.get("cur_scale")) if isinstance(scaler, Object) else None
+
             details["optimizer_form"] = "elastic" if lead.elastic else "rigid"
             details["round_robin_gradients"] = model.zero_option("round_robin_gradients")
             pads = any(any(group) for group in lead.alignment_paddings or [])
@@ -305,21 +305,15 @@ class _Files:
     def keep_others(self) -> None:
         """Keep what ranks have of their own, and say of everything else in their files what it is."""
         checkpoint, models = self.checkpoint, self.models
-        found: list[FileRules] = []
-
-        def kept(held: Sequence[Content], keys: Iterable[str], *where: str) -> dict[str, object]:
-            own, more = keep_others(held[0], held[1:], list(dict.fromkeys(keys)), where) if held else ({}, {})
-            found.append(more)
-            return own
-
-        keys = (key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
-        checkpoint.metadata |= kept([(m.file, common(m)) for m in models], keys)
-        found.append(keep_extra(checkpoint, models))
+        keys: Iterable[str] = (key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
+        own, of_models = keep_others(((m.file, common(m)) for m in models), keys)
+        checkpoint.metadata |= own
+        found = [of_models, keep_extra(checkpoint, models)]
+        contents: list[Content]
         if self.members:
-            lead, where = self.members[0], "optimizer_state_dict"
+            lead, where, keys = self.members[0], "optimizer_state_dict", OPTIMIZER_METADATA_KEYS
             every = [lead, *(one for one in self.optimizers if one is not lead)]
             contents = [(one.file, one.content) for one in every]
-            checkpoint.optimizer_metadata |= kept(contents, OPTIMIZER_METADATA_KEYS, where)
             found.append({one.path: shard_rules(first=one is lead) for one in every})
             found.append(copies_of_optimizers(models, self.optimizers))
         else:
@@ -327,14 +321,17 @@ class _Files:
             from zckpt.formats.deepspeed.rare.one_bit import ONE_BIT_RULES, compresses
 
             files = [m.file for m in models if self.of_experts or checkpoint.param_groups]
-            roots = [(file, file.root) for file in (*(file for _, file in self.of_experts), *files)]
-            optimizers = [(file, root["optimizer"]) for file, root in roots
-                          if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
-            more = (str(key) for _, one in optimizers for key in one if key not in STATE_KEYS)
-            checkpoint.optimizer_metadata |= kept(optimizers, more, "optimizer")
+
+            where = "optimizer"
+            held = ((file, dict_of(file.root).get(where)) for file in (*(file for _, file in self.of_experts), *files))
+            contents = [(file, one) for file, one in held if isinstance(one, dict)]
+            keys = (str(key) for _, one in contents for key in one if key not in STATE_KEYS)
             compressed = {m.path for m in models if compresses(m.content.get("optimizer"))}
             for file in checkpoint.files:
                 file.rules = (*(ONE_BIT_RULES if file.path in compressed else ()), *file.rules)
+        own, of_optimizers = keep_others(contents, keys, where)
+        checkpoint.optimizer_metadata |= own
+        found.append(of_optimizers)
         for file in checkpoint.files:
             file.rules = (*file.rules, *(rule for rules in found for rule in rules.get(file.path, ())))
 
@@ -360,8 +357,7 @@ def keep_extra(checkpoint: Checkpoint, models: Sequence[ModelShard]) -> dict[str
     """Keep the state of modules that is no tensor, of each rank; return rules for what is as in the first's file."""
     if models[0].extra:
         checkpoint.metadata[EXTRA_STATE_KEY] = carried(models[0].file, dict(models[0].extra))
-    keys = dict.fromkeys(key for model in models for key in model.extra)
-    held = [(model.file, model.extra) for model in models]
-    own, rules = keep_others(held[0], held[1:], [*keys], ("module",))
+    keys = (key for model in models for key in model.extra)
+    own, rules = keep_others(((model.file, model.extra) for model in models), keys, "module")
     checkpoint.metadata |= own
     return rules

@@ -20,9 +20,9 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import filed_names, flattened
-from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, slot_of, with_scalars
-from zckpt.state import MASTER, WEIGHT, Scalar, Shape, Slot
-from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, scalars_in, slot_of, with_scalars
+from zckpt.state import MASTER, WEIGHT, Shape, Slot, dict_of, without
+from zckpt.torchfile import Global, Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Files = Sequence[tuple[Shard, TorchFile]]
 
@@ -59,8 +59,7 @@ BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}
 
 def section(config: Mapping[Any, object], name: str) -> Mapping[Any, Any]:
     """Return a part of DeepSpeed's configuration; empty where absent."""
-    found = config.get(name)
-    return found if isinstance(found, dict) else {}
+    return dict_of(config.get(name))
 
 
 class _OfRank:
@@ -122,8 +121,7 @@ class ModelShard(_OfRank):
     @property
     def config(self) -> dict[str, object]:
         """DeepSpeed's configuration as JSON-able data; empty where absent."""
-        config = plain(self.configuration)
-        return config if isinstance(config, dict) else {}
+        return dict_of(plain(self.configuration))
 
     @property
     def trained(self) -> Shapes:
@@ -279,7 +277,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
         )
     content = as_mapping(file.root, expected="a dict of model states")
     shared = content.get("shared_params")
-    frozen = content.get("frozen_param_fragments")
+
     frozen_shapes = content.get("frozen_param_shapes")
     names = content.get("buffer_names")
     buffers = {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set()
@@ -298,7 +296,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
         buffers,
         shapes,
         frozen_by_name,
-        _tensors_by_name(frozen) if isinstance(frozen, dict) else {},
+        _tensors_by_name(dict_of(content.get("frozen_param_fragments"))),
         _shared(shared),
         by_name(content),
         extra,
@@ -364,7 +362,15 @@ def _optimizer(shard: Shard, file: TorchFile) -> OptimizerShard:
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     masters: list[Tensor] = _items(z.get(key), key, Tensor, "tensors")
     states, groups, elastic = _base_state(z, stage, shard.path)
-    tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], shard.path)
+    held = {(i, str(key)): value for i in range(len(masters)) for key, value in states.get(i, {}).items()}
+    single = scalars_in(held, shard.path)
+    tensors: list[dict[str, Tensor]] = [{} for _ in masters]
+    scalars: list[dict[str, object]] = [{} for _ in masters]
+    for (index, key), value in (without(held, *single) | single).items():
+        if isinstance(value, Tensor):
+            tensors[index][key] = value
+        else:
+            scalars[index][key] = value
     common = None if stage == 3 else z.get("base_optimizer_state_step")
     for one in scalars if common is not None else ():
         one.setdefault("step", common)
@@ -423,29 +429,20 @@ def _base_state(
     return states, [with_scalars(group, path) for group in groups], elastic
 
 
-def _split_states(
-    states: list[dict[object, object]], path: str
-) -> tuple[list[dict[str, Tensor]], list[dict[str, object]]]:
-    """Tell tensors from single values; a 0-d tensor is a single value."""
-    tensors: list[dict[str, Tensor]] = [{} for _ in states]
-    scalars: list[dict[str, object]] = [{} for _ in states]
-    zero_d: list[tuple[int, str, Tensor]] = []
-    for index, state in enumerate(states):
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                scalars[index][str(key)] = value
-            elif value.shape:
-                tensors[index][str(key)] = value
-            else:
-                zero_d.append((index, str(key), value))
-    values: list[Scalar] = read_scalars(path, [tensor for _, _, tensor in zero_d])
-    for (index, key, _), scalar in zip(zero_d, values, strict=True):
-        scalars[index][key] = scalar
-    return tensors, scalars
-
-
 def _address(node: object) -> tuple[int, int]:
     start, numel = (node.get("start"), node.get("numel")) if isinstance(node, Object) else (None, None)
     if type(start) is int and type(numel) is int:
         return start, numel
     raise DamagedFileError("unreadable slice mapping", expected="start and numel", found=brief(node))
+
+
+def address_of(numel: int, start: int) -> Object:
+    """Return where a parameter's share lies in a partition, as an object of DeepSpeed's class."""
+    where: dict[object, object] = {"numel": numel, "start": start}
+    return Object(Global("deepspeed.utils.tensor_fragment", "fragment_address"), how="newobj", state=where,
+                  has_state=True)  # fmt: skip
+
+
+def stage_of(stage: int) -> Object:
+    """Return a stage of ZeRO as an object of DeepSpeed's class."""
+    return Object(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), args=(stage,))

@@ -32,18 +32,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.origin import Origin, origin_of
-from zckpt.formats.deepspeed.other_files import LATEST, other_files
+from zckpt.formats.deepspeed.other_files import LATEST, beside_tag
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.latest import LATEST_NBYTES
-from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
+from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of
-from zckpt.storage.files import read_head
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
 
@@ -69,23 +65,13 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         raise TypeError("not a checkpoint that was read from DeepSpeed's files")
     directory = origin.directory
     whole = source.resolve() != directory.path.resolve()
-    folder = f"{directory.tag}/" if whole else ""
     work = _Work(checkpoint, origin, request)
-    files = [work.shard(shard, folder + shard.name) for shard in directory.shards]
-    done = {one.name for one in files}
-    others, left_out = other_files(source, directory.path) if whole else (list(files_below(directory.path)), [])
-    for name, path in others:
-        if whole and name == LATEST:
-            data = directory.tag.encode()
-            is_named = read_head(str(path), LATEST_NBYTES).strip() == data  # else it has named another one
-            new = TargetFile.of(LATEST, data)
-            files.append(as_it_is(path, name) if is_named else Rewritten(LATEST, len(data), new, {}))
-        elif name not in done:
-            files.append(as_it_is(path, name))
+    files = list(map(work.shard, directory.shards))
+    beside, left_out = beside_tag(source, directory.path) if whole else ([], [])
     notes = list(work.notes)
     if left_out:
         notes.append(f"other checkpoints of the run are not copied: {', '.join(left_out)}")
-    return Stripping(files, tuple(notes))
+    return completed(source, directory.path, files, pointer=LATEST, beside=beside, notes=notes)
 
 
 class _Work:
@@ -114,12 +100,12 @@ class _Work:
         elif request.slots and members:
             self.notes.append(_about_slots(checkpoint, request))
 
-    def shard(self, shard: Shard, name: str) -> Rewritten:
+    def shard(self, shard: Shard) -> Rewritten:
         """Return what becomes of one shard; of those with one tree, as ZeRO-3's model files, one tells for all."""
         path, tree = Path(shard.path), self.trees.get(shard.path, 0)
         if tree in self.whole:
-            return as_it_is(path, name)
-        found = rewrite(path, name, self._edit(shard), unreferenced=self.request.unreferenced)
+            return as_it_is(path, shard.name)
+        found = rewrite(path, shard.name, self._edit(shard), unreferenced=self.request.unreferenced)
         if found.file is not None and not found.file.literals:
             self.whole.add(tree)
         return found
@@ -156,11 +142,11 @@ def _about_slots(checkpoint: Checkpoint, request: Request) -> str:
 
 def _model_alone(file: TorchFile) -> Edited:
     """Take from a model file what announces the optimizer's files."""
-    root = file.root
-    if isinstance(root, dict) and root.get("param_shapes") is not None:
+    root = dict_of(file.root)
+    announced = root.get("param_shapes") is not None
+    if announced:
         root["param_shapes"] = None  # as DeepSpeed writes it where there are none
-        return Edited(root, changed=True)
-    return Edited(root)
+    return Edited(file.root, changed=announced)
 
 
 def _gone(file: TorchFile) -> Edited:

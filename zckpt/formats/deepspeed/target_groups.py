@@ -16,6 +16,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer, local
 from zckpt.formats.deepspeed.axes.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.axes.experts import (
+    by_rank,
     expert_degrees,
     experts_per_rank,
     global_name,
@@ -151,7 +152,7 @@ def _groups(state: Rank, auto: Mapping[str, AutoLayer], stage: int) -> Iterator[
             raise mixed(*([name for name in group.parameters if (name in auto) == sparse] for sparse in (False, True)))
         for its, names in (kinds or {degree: []}).items():
             same = its is None or names[0] in auto  # AutoEP's ranks have rows of the same tensors
-            ranks = [names] * (its or 1) if same else _by_rank(names, its or 1)
+            ranks = [names] * (its or 1) if same else by_rank(names, its or 1)
             yield _Group(group if len(kinds) < 2 else replace(group, parameters=names), its, number, ranks)
 
 
@@ -273,14 +274,9 @@ def joined_experts(state: Rank) -> tuple[list[ParamGroup], list[int | None], boo
 
 def split_experts(names: Sequence[str], degree: int, parameters: Mapping[str, Parameter]) -> list[list[str]]:
     """Return the groups that DeepSpeed makes of a stage's experts, which are given expert rank by expert rank."""
-    ranks = _by_rank(names, degree)
+    ranks = by_rank(names, degree)
     cuts = expert_groups([parameters[name].numel for name in ranks[0]])
     return [[rank[i] for rank in ranks for i in one] for one in cuts]
-
-
-def _by_rank(names: Sequence[str], degree: int) -> list[list[str]]:
-    count = len(names) // degree
-    return [list(names[rank * count : (rank + 1) * count]) for rank in range(degree)]
 
 
 def expert_groups(numels: Sequence[int]) -> list[list[int]]:

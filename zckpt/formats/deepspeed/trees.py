@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.aliases import aliases, joined
 from zckpt.formats.deepspeed.rare.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.rare.zenflow import keeps_zenflow, transposed, upright
-from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, section
+from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, address_of, section, stage_of
 from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned
 from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
@@ -38,9 +38,9 @@ from zckpt.formats.torch_files.writer import (
     value_node,
     view,
 )
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.state.partition import FlatShare, shard_numel, shard_share
-from zckpt.torchfile import Global, Object, OrderedMapping, Size, Tensor, TorchFile
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot, dict_of, list_of
+from zckpt.state.partition import shard_numel, shard_share
+from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
 Key = TypeVar("Key")
 
@@ -154,7 +154,7 @@ def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
 def _param_shapes(target: Target, mp: Rank) -> list[OrderedMapping]:
     """Return shapes by group, under ZeRO-3 by sub-group; plain tuples where the source has those."""
     old = mp.model.content.get("param_shapes")
-    first = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else {}
+    first = dict_of(next(iter(list_of(old)), None))
     groups = [part.parameters for part in target.parts(mp)]
     if target.stage != 3 and target.transposed:
         groups = [[transposed(p) for p in parameters] for parameters in groups]
@@ -261,9 +261,6 @@ def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None
     return shards
 
 
-_STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
-_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-
 _FLAT_KEYS = (
     *SCALING_KEYS, "clip_grad", "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage",
     "group_paddings",
@@ -280,7 +277,7 @@ def optimizer_tree(target: Target, mp: Rank, rank: int) -> object:
     old = source.content
     cut = _cut(target, mp, rank)
     if not target.bf16_optimizer:
-        cut["zero_stage"] = Object(_STAGE_ENUM, args=(target.stage,))
+        cut["zero_stage"] = stage_of(target.stage)
     same = (source.stage == 3) == (target.stage == 3)
     as_it_was = same and not target.origin.is_foreign
     keys = list(old) if as_it_was else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
@@ -337,8 +334,13 @@ def _hyperparameters(
         one.key: one.value for one in target.own_values(mp.mp_rank, rank) if one.in_group and one.group == group.index
     }
     values = {**group.values.hyperparameters, **own}
-    order = [*(mp.members[0].group(group.index) if own else ()), *values]
-    return {**{key: value_node(values[key]) for key in dict.fromkeys(order) if key in values}, "params": params}
+    kept = _ordered_like(values, mp.members[0].group(group.index) if own else ())
+    return {**{key: value_node(value) for key, value in kept.items()}, "params": params}
+
+
+def _ordered_like(values: Mapping[Key, object], keys: Iterable[Key]) -> dict[Key, object]:
+    """Return values in the order of these keys, and then of their own."""
+    return {key: values[key] for key in dict.fromkeys([*keys, *values]) if key in values}
 
 
 def _state(
@@ -356,7 +358,7 @@ def _state(
             state[one.key] = value_node(one.value)
     source = mp.members[0]
     known = [key for one, more in zip(source.scalars, source.tensors, strict=True) for key in (*one, *more)]
-    return {key: state[key] for key in dict.fromkeys([*known, *map(str, state)]) if key in state}
+    return _ordered_like(state, known)
 
 
 def _dtype(parameters: Sequence[Parameter], key: str) -> str:
@@ -395,7 +397,10 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
             if flat:
                 last = group.shared_by * part.numel - part.total if position == group.shared_by - 1 else 0
                 paddings.append(last if target.bf16_optimizer else padding)
-                addresses = ((part.parameters[one.index].name, _address(one)) for one in part.shares(position))
+                addresses = (
+                    (part.parameters[one.index].name, address_of(one.numel, one.position))
+                    for one in part.shares(position)
+                )
                 mappings.append(ordered(addresses))
         groups[group.index] = _hyperparameters(target, mp, rank, group, numbers)
     joined(dict(enumerate(states)), aliases(source), len(source.masters), len(states))
@@ -425,11 +430,6 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
         cut["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
     return cut
-
-
-def _address(share: FlatShare) -> Object:
-    where: dict[object, object] = {"numel": share.numel, "start": share.position}
-    return Object(_FRAGMENT, how="newobj", state=where, has_state=True)
 
 
 def _partition(part: Part, key: str, position: int, length: int, like: Tensor | None = None) -> Tensor:

@@ -44,6 +44,7 @@ from zckpt.state import (
     Shape,
     Slot,
     Span,
+    dict_of,
 )
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
@@ -304,30 +305,29 @@ Content = tuple[TorchFile, Mapping[str, object]]
 """A file, and its keys."""
 
 
-def keep_others(
-    first: Content, others: Sequence[Content], keys: Sequence[str], where: Sequence[str] = ()
-) -> tuple[dict[str, object], FileRules]:
-    """Return what other ranks' files hold otherwise than the first, and rules for what they hold as it does.
+def keep_others(held: Iterable[Content], keys: Iterable[str], *where: str) -> tuple[dict[str, object], FileRules]:
+    """Return what ranks' files hold otherwise than the first of them, and rules for what they hold as it does.
 
     Parameters
     ----------
-    keys : sequence of str
+    keys : iterable of str
         Those that the metadata have of the first, and others of the same kind.
-    where : sequence of str
+    where : str
         Where in the file's tree the mapping is.
     """
+    every, keys = list(held), list(dict.fromkeys(keys))
     metadata: dict[str, object] = {}
     rules: FileRules = {}
     said: dict[tuple[str, ...], tuple[Rule, ...]] = {}
     same: dict[tuple[str, int], bool] = {}  # files that are alike share a tree, but not what tensors hold
-    for file, content in others:
+    for file, content in every[1:]:
+        first, known = every[0]
         copies = []
         for key in (key for key in keys if content.get(key) is not None):
             node = content[key]
             found = same.get((key, id(node)))
             if found is None:
-                own = FromFile.of(file, node)
-                found = first[1].get(key) is not None and is_same(FromFile.of(first[0], first[1][key]), own)
+                found = known.get(key) is not None and is_same(FromFile.of(first, known[key]), FromFile.of(file, node))
                 if not _has_tensors(node):
                     same[key, id(node)] = found
             if found:
@@ -335,7 +335,7 @@ def keep_others(
             else:
                 metadata[f"{Path(file.path).stem}.{key}"] = carried(file, node)
         if (keyed := tuple(copies)) not in said:
-            about = f"as in {Path(first[0].path).name}"
+            about = f"as in {Path(first.path).name}"
             said[keyed] = tuple(Rule((*where, key, "**"), COPY, about, tensors=True) for key in keyed)
         rules[file.path] = said[keyed]
     return metadata, rules
@@ -351,7 +351,7 @@ def copies_of_optimizers(models: Sequence[ModelShard], optimizers: Sequence[Opti
     for model in models:
         held, first = model.optimizer, firsts.get(model.mp_rank)
         if held is not None and first is not None:
-            own = first.file.root["optimizer_state_dict"] if isinstance(first.file.root, dict) else None
+            own = dict_of(first.file.root)["optimizer_state_dict"]
             if is_same(FromFile.of(model.file, held), FromFile.of(first.file, own)):
                 about = f"as in {Path(first.path).name}"
                 rules[model.path] = (Rule(("optimizer", "**"), COPY, about, tensors=True),)

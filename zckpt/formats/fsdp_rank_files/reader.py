@@ -146,7 +146,7 @@ def _read_rest(checkpoint: Checkpoint, directory: Directory) -> None:
         keys = [one for one in keys if one not in OF_ITS_RANK]
         checkpoint.metadata |= {one: carried(first[0], first[1][one]) for one in keys if one in first[1]}
         for rank, file, content in found:
-            others, rules = keep_others(first, [(file, content)] if rank != found[0][0] else [], keys)
+            others, rules = keep_others([first, (file, content)] if rank != found[0][0] else [], keys)
             stem = Path(rank_name(EXTRA, directory.world_size, rank)).stem  # names may be the same on two nodes
             for name, value in others.items():
                 checkpoint.metadata[f"{stem}.{name.removeprefix(f'{Path(file.path).stem}.')}"] = value

@@ -43,7 +43,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             replaced(file.name, before[file.name].nbytes, file, kinds.get(before[file.name].path, {}))
             for file in lay_out_as_cut(thin, ranks)
         ]
-    return completed(source, directory, own, request, pointer=LATEST)
+    return completed(source, directory, own, pointer=LATEST, notes=request.notes)
 
 
 def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:

@@ -17,7 +17,7 @@ from zckpt.formats.companions import files_below
 from zckpt.formats.consolidated.optimizer import is_optimizers
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
-from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, gone, replaced, rewrite
+from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, completed, gone, replaced, rewrite
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.optimizer import STATE_KEY, looks_flattened, looks_like_optimizer
 from zckpt.state import Checkpoint, without
@@ -43,9 +43,7 @@ def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> S
             files.append(_safetensors_slots(path, name, request))
         elif path.suffix in READ_SUFFIXES and (str(path) in known or _is_torch(path)):
             files.append(strip_file(path, name, request, slots))
-        else:
-            files.append(as_it_is(path, name))
-    return Stripping(files, request.notes)
+    return completed(source, source, files, notes=request.notes)
 
 
 def shaped_slots(checkpoint: Checkpoint) -> list[str]:

@@ -55,6 +55,8 @@ from zckpt.state import (
     SourceFile,
     Topology,
     as_float,
+    dict_of,
+    list_of,
     without,
 )
 from zckpt.state.dtypes import is_floating, itemsize
@@ -204,7 +206,7 @@ class _Reading:
                                    found=type(stored).__name__)  # fmt: skip
         groups = [with_scalars(group, path) for group in stored]
         params = [group.pop("params", None) for group in groups]
-        members = [[n for n in its if type(n) is int] if isinstance(its, list) else [] for its in params]
+        members = [[n for n in list_of(its) if type(n) is int] for its in params]
         shapes = self._group_shapes()
         if len(shapes) != len(groups):  # ZeRO-3's sub-groups: a group's `params` are their numbers
             if sorted(number for numbers in members for number in numbers) != list(range(len(shapes))):
@@ -218,14 +220,14 @@ class _Reading:
         names = [optimizer_order(list(group), self.first, self.checkpoint.world_size) for group in shapes]
         recorded = self.rest.get("groups")
         if recorded is not None:  # by zckpt: the same in another order
-            known = [as_names(one) for one in recorded] if isinstance(recorded, list) else []
+            known = list(map(as_names, list_of(recorded)))
             if [sorted(one) for one in known] != [sorted(one) for one in names]:
                 raise DamagedFileError("groups and param_shapes disagree", expected="the same names in each")
             names = known
         states = inner.get("state") if recorded is None else None
         for group, listed_names, numbers in zip(groups, names, members, strict=True):
             values: dict[str, object] = {}
-            for state in (states.get(number) for number in numbers) if isinstance(states, dict) else ():
+            for state in map(dict_of(states).get, numbers):
                 if isinstance(state, dict):
                     single = {key: v for key, v in state.items() if not isinstance(v, Tensor) or v.shape == ()}
                     values = {**with_scalars(single, path), **values}
@@ -276,12 +278,7 @@ class _Reading:
         """Return the weight of a parameter that is not trained, which one file has; None if it has it not whole."""
         if not self.parameterwise:
             return slot_of(WEIGHT, tensor, model.path)
-        shape = model.frozen.get(name)
-        if shape is None:
-            return None
-        if 0 in shape:
-            return Slot(WEIGHT, tensor.dtype, shape, ())
-        return frozen_weight(name, shape, next(models for models in self.ranks if models[0] is model))
+        return frozen_weight(name, tensor.dtype, next(models for models in self.ranks if models[0] is model))
 
     def place_trained(self) -> None:
         """Place trained parameters with their slots, and note the single values of each."""
@@ -404,12 +401,12 @@ class _Reading:
                     slot = replace(slot, dtype=held.dtype)  # others were made float32 themselves
                 kind = "tied" if one.tied_to else "parameter"
                 checkpoint.duplicates.append(Duplicate(kind, name, one.tied_to or name, slot, held))
-        first, *others = self.models
+        others = self.models[1:]
         checkpoint.duplicates += copies_of_buffers(others, checkpoint.buffers)  # as DeepSpeed's converter copies them
-        keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
-        own, rules = keep_others((first.file, common(first)), [(m.file, common(m)) for m in others], [*keys])
+        keys = (key for model in others for key in model.content if key not in STRUCTURE)
+        own, rules = keep_others(((m.file, common(m)) for m in self.models), keys)
         checkpoint.metadata |= own
-        of_modules = keep_extra(checkpoint, [first, *others])
+        of_modules = keep_extra(checkpoint, self.models)
         for file in checkpoint.files:
             file.rules = (*file.rules, *rules.get(file.path, ()), *of_modules.get(file.path, ()))
 

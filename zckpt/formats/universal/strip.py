@@ -50,7 +50,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
             edit = _stays
         own.append(rewrite(path, name, edit, unreferenced=request.unreferenced))
     notes = [_NOTE] if any(gone.values()) else []
-    return completed(source, directory, own, request, pointer=LATEST_NAME, notes=notes)
+    return completed(source, directory, own, pointer=LATEST_NAME, notes=[*notes, *request.notes])
 
 
 _NOTE = (

@@ -23,7 +23,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.evidence import refuse_unnamed
 from zckpt.formats.deepspeed.axes.auto_ep import expert_counts
 from zckpt.formats.deepspeed.axes.experts import is_expert, of_auto_ep
-from zckpt.formats.deepspeed.axes.gpt_model import shared_keys
+from zckpt.formats.deepspeed.axes.gpt_model import arguments_in, unknown_order
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.shards import STRUCTURE_KEYS, section
@@ -122,8 +122,8 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("DeepSpeed's universal loader looks experts up by their local numbers: if they are spread over "
             "several ranks, all ranks get the first rank's; load it with ep_size=1, or use `zckpt convert --to "
             "deepspeed --expert-parallel-size E`")  # fmt: skip
-    shared = shared_keys(checkpoint.metadata, Slices(checkpoint).info, checkpoint.parameters, checkpoint.source)
-    if shared is not None:
+    shared = unknown_order(checkpoint.metadata, Slices(checkpoint).info, checkpoint.parameters, checkpoint.source)
+    if shared is not None and arguments_in(checkpoint.metadata) is not None:
         found.append(f"DeepSpeed's universal loader cuts {shared} as one block of rows, which is only right for one "
             "tensor-parallel rank: its rules cannot say where keys begin that several heads share")  # fmt: skip
     if of_auto_ep(checkpoint) and not expert_counts(checkpoint):

@@ -17,10 +17,11 @@ import torch
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.loss_scaling import scaler_of
+from zckpt.formats.deepspeed.shards import address_of, stage_of
 from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.stepping import LossScaler, Scaler
-from zckpt.torchfile import DType, Global, Object
+from zckpt.torchfile import DType, Object
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form this is."""
@@ -149,17 +150,13 @@ class States:
         into[values.numel() :].zero_()
 
 
-_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
-_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
-
-
 def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict that can be written, and that DeepSpeed takes for its own."""
     made = dict(state_dict)
     made["loss_scaler"] = scaler_object(made["loss_scaler"])
-    made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
+    made["zero_stage"] = stage_of(made["zero_stage"])
     made["param_slice_mappings"] = [
-        {name: Object(_FRAGMENT, how="newobj", state=dict(vars(its)), has_state=True) for name, its in mapping.items()}
+        {name: address_of(its.numel, its.start) for name, its in mapping.items()}
         for mapping in made["param_slice_mappings"]
     ]
     return made

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from zckpt.engine.plan import plan
 from zckpt.engine.tensors import dtype_name, memory_of
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.axes.experts import expert_number, experts_per_rank, global_name, is_expert
+from zckpt.formats.deepspeed.axes.expert_ranks import Placement
+from zckpt.formats.deepspeed.axes.experts import expert_number, experts_per_rank, global_name, is_expert, layer_of
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, new_storage, view
 from zckpt.operations.small_file import beside_it, check_text, name_of, write_text
@@ -226,12 +227,12 @@ class Place:
 def place_of(sharing: list[int], every: list[int]) -> Place:
     """Return a rank's place, from the ranks that hold the same experts and all data-parallel ranks."""
     positions = sorted(every.index(rank) for rank in sharing)
-    degree, first = len(every) // len(positions), positions[0]
-    own = dist.get_rank() == every[first]
-    if positions == list(range(first, len(every), degree)) and first < degree:
-        return Place(first, degree, own, data_first=False)
-    if positions == list(range(first, first + len(positions))) and first % len(positions) == 0:
-        return Place(first // len(positions), degree, own, data_first=True)
+    degree = len(every) // len(positions)
+    for data_first in (False, True):
+        placement = Placement(len(every), data_first)
+        rank = placement.expert_rank(positions[0], degree)
+        if positions == [placement.rank(rank, position, degree) for position in range(len(positions))]:
+            return Place(rank, degree, dist.get_rank() == every[positions[0]], data_first)
     raise UnsupportedError(
         "experts are assigned to ranks in a way that DeepSpeed's files cannot express",
         expected=f"every {degree}th rank, or {len(positions)} neighbours",
@@ -248,13 +249,12 @@ class Experts:
 
     def named(self, name: str) -> str:
         """Return the name that a parameter has in files."""
-        layer = _layer(name)
-        return name if layer is None else global_name(name, self.places[layer].rank, self.per_rank)
+        layer = layer_of(name)
+        return global_name(name, self.places[layer].rank, self.per_rank) if layer else name
 
     def file_of(self, name: str) -> tuple[str | None, int | None]:
         """Return the layer and the number of the expert that a parameter is of; None for the dense."""
-        number = expert_number(self.named(name))
-        return (None, None) if number is None else (_layer(name), number)
+        return layer_of(name) or None, expert_number(self.named(name))
 
 
 def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], order: list[str] | None = None) -> Experts:
@@ -271,8 +271,8 @@ def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], orde
             continue
         place = place_of(dist.get_process_group_ranks(flat.process_group), every)
         for parameter in flat.parameters:
-            layer = _layer(names[parameter])
-            if layer is None:
+            layer = layer_of(names[parameter])
+            if not layer:
                 raise UnsupportedError(
                     f"{names[parameter]} belongs to an expert, but its name does not say to which",
                     expected="a name of DeepSpeed's MoE layer, ….deepspeed_moe.experts.deepspeed_experts.NUMBER.…",
@@ -287,11 +287,6 @@ def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], orde
                 f"no param group with moe=True has experts of {layer.rstrip('.')}: it is unknown which they are"
             )
     return Experts(per_rank, places)
-
-
-def _layer(name: str) -> str | None:
-    """Return what the names of an expert layer's parameters begin with; None for a dense parameter's."""
-    return next(iter(experts_per_rank([name])), None)
 
 
 def every_rank(process_group: dist.ProcessGroup, slices: int) -> Ranks:

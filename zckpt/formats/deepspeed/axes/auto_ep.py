@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY, SLICED, Rule, map_en
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes, Weights
 from zckpt.formats.deepspeed.values import viewed
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, without
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, dict_of, list_of, without
 from zckpt.state.views import concat, narrow, reshape
 from zckpt.torchfile import FromFile, node_of
 
@@ -99,8 +99,8 @@ def layer_from(entry: object) -> AutoLayer:
                                found=str(entry)[:80])  # fmt: skip
     number, placement = known.get("moe_layer_id"), known.get("expert_placement")
     layer = AutoLayer(prefix, experts, degree, number if isinstance(number, int) else 0)
-    ranks = dict_of(placement).get("ranks")
-    held = {one.get("rank"): one.get("experts") for one in ranks or [] if isinstance(one, dict)}
+    ranks = map(dict_of, list_of(dict_of(placement).get("ranks")))
+    held = {one.get("rank"): one.get("experts") for one in ranks}
     count = layer.per_rank
     if placement is not None and held != {r: list(range(r * count, (r + 1) * count)) for r in range(degree)}:
         raise UnsupportedError(
@@ -262,7 +262,7 @@ def layers_for(listed: object, places: Places, world_size: int, *, sharded: bool
         Whether they are in the sub-groups of ZeRO-3.
     """
     found: list[object] = []
-    for entry in listed if isinstance(listed, list) else []:
+    for entry in list_of(listed):
         degree, rank, position = places.get(entry["expert_key_prefix"], (entry["ep_size"], 0, 0))
         count, per = entry["num_experts"], entry["num_experts"] // degree
         changed = {
@@ -283,8 +283,7 @@ def layers_for(listed: object, places: Places, world_size: int, *, sharded: bool
         if isinstance(maps := entry.get("affine_maps"), dict):  # where the slices of a tensor are in the whole
             shares, params = shares_of([[per] * degree], degree), {}
             for name, known in maps["params"].items():
-                logical = known["logical_shape"]
-                rest = [int(n) for n in logical[1:]] if isinstance(logical, (list, tuple)) else []
+                rest = map(int, list_of(known["logical_shape"])[1:])
                 entry_of = map_entry(Rule(SLICED, (count, *rest), 0, shares), degree)
                 params[name] = {**known, "ranks": entry_of["ranks"]}
             changed["affine_maps"] = {**maps, "params": params}
@@ -351,7 +350,7 @@ def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
 
 def _listed(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
     listed = dict_of(node_of(checkpoint.metadata.get(INFO_KEY))).get(KEY)
-    return list(listed) if isinstance(listed, list) else [listed] if isinstance(listed, dict) else []
+    return [listed] if isinstance(listed, dict) else list_of(listed)
 
 
 def expert_counts(checkpoint: Checkpoint) -> dict[str, int]:

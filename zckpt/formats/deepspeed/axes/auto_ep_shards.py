@@ -20,7 +20,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.axes.auto_ep import KEY, auto_experts, check_shapes, of_all
 from zckpt.formats.deepspeed.layouts.per_parameter import Cut, ShardedLayout, cut_parameters
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
-from zckpt.state import dict_of, without
+from zckpt.state import dict_of, list_of, without
 
 if TYPE_CHECKING:
     from zckpt.formats.deepspeed.target import Target, TargetGroup
@@ -66,22 +66,26 @@ def _sharing(members: Sequence[OptimizerShard]) -> tuple[list[bool], list[list[i
     found: list[list[int]] = []
     every = list(range(len(members)))
     for rank, member in enumerate(members):
-        listed, own = member.content.get(GROUPS_KEY), []
-        groups = [dict_of(one) for one in listed] if isinstance(listed, list) else []
+        own: list[bool] = []
+        groups = list(map(dict_of, list_of(member.content.get(GROUPS_KEY))))
         if len(groups) != len(member.masters):
             raise LayoutError(f"{GROUPS_KEY} does not describe this file's sub-groups", path=member.path,
                               expected=len(member.masters), found=len(groups))  # fmt: skip
         for number, one in enumerate(groups):
-            families, its = one.get("families"), one.get("partition_ranks")
-            ranks = [n for n in its if type(n) is int] if isinstance(its, list) else None
-            if one.get("sub_group") != number or not isinstance(families, list) or ranks is None:
+            families, ranks = one.get("families"), [n for n in list_of(one.get("partition_ranks")) if type(n) is int]
+            if one.get("sub_group") != number or not isinstance(families, list) or not ranks:
                 raise LayoutError(f"unreadable {GROUPS_KEY}", path=member.path, found=str(one)[:80],
                                   expected=f"families and ranks for sub-group {number}")  # fmt: skip
             own.append(families == [_EXPERTS])
             if (_EXPERTS in families) != own[-1] or (kinds and kinds[number] != own[-1]):
                 raise UnsupportedError("experts and other parameters in one sub-group", path=member.path,
                                        found=str(families)[:80])  # fmt: skip
-            if (not own[-1] and ranks != every) or rank not in ranks or one.get("partition_rank") != ranks.index(rank):
+            if (
+                (not own[-1] and ranks != every)
+                or rank not in ranks
+                or one.get("partition_count") not in (None, len(ranks))
+                or one.get("partition_rank") != ranks.index(rank)
+            ):
                 raise UnsupportedError("other ranks than expected share a sub-group", path=member.path,
                                        found=str(one)[:80])  # fmt: skip
             found += [ranks] if own[-1] and ranks not in found else []
@@ -96,8 +100,7 @@ def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]
     """Raise LayoutError unless each rank's model file says that its experts are those of its expert rank."""
     for expert_rank, ranks in enumerate(sharing):
         for rank in ranks:
-            listed = models[rank].content.get(KEY)
-            said = {one.get("ep_rank") for one in listed if isinstance(one, dict)} if isinstance(listed, list) else ()
+            said = {dict_of(one).get("ep_rank") for one in list_of(models[rank].content.get(KEY))}
             if said != {expert_rank}:
                 raise LayoutError(
                     f"rank {rank} does not have the experts that its position implies",

@@ -76,19 +76,17 @@ def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) 
     first = _Optimizer(checkpoint, 0, files[0][1])
     degrees = set() if auto else set(first.degrees.values())
 
-    def check_ranks(expected: int) -> None:
-        if numbers != list(range(expected)):
-            raise ShardError(
-                "optimizer files of expert ranks are missing, or there are too many",
-                expected=f"{expected} ranks",
-                found=", ".join(map(str, numbers)),
-                code=MISSING_FILE,
-            )
-
-    check_ranks(max(len(files), *degrees, *(layer.degree for layer in auto[:1])))
     layers = {} if auto else first.layers(names)
-    if auto or len(layers) == len(experts_per_rank(checkpoint.parameters)):  # of more ranks are layers not trained
-        check_ranks(auto[0].degree if auto else max(degrees, default=len(files)))
+    expected = auto[0].degree if auto else max(degrees, default=len(files))
+    if len(layers) < len(experts_per_rank(checkpoint.parameters)):  # of more ranks are layers not trained
+        expected = max(expected, len(files))
+    if numbers != list(range(expected)):
+        raise ShardError(
+            "optimizer files of expert ranks are missing, or there are too many",
+            expected=f"{expected} ranks",
+            found=", ".join(map(str, numbers)),
+            code=MISSING_FILE,
+        )
     placement = Placement(math.lcm(len(files), *degrees), is_data_first(model))
     found = [first, *(_Optimizer(checkpoint, rank, file, first) for rank, (_, file) in
                       enumerate(files[1:], 1))]  # fmt: skip
@@ -306,20 +304,16 @@ def _alone(parameter: Parameter) -> Parameter:
 
 def _whole(name: str, ranks: Sequence[_Optimizer]) -> dict[str, Slot]:
     """Return the slots of all experts of AutoEP's weight. A single value, as the step, is the first rank's."""
-    first, path = ranks[0].held[name], ranks[0].file.path
-    if any(one.held[name].state != first.state for one in ranks):
-        raise UnsupportedError(f"each expert rank has its own state of {name}", path=path,
-                               found=listed(list(first.state)))  # fmt: skip
-    held, found = [one.slots(name) for one in ranks], {}
-    for key in dict.fromkeys(key for slots in held for key in slots):
-        own = [slots[key] for slots in held if key in slots]
-        like = own[0]
-        if len(own) < len(ranks) or any((slot.shape, slot.dtype) != (like.shape, like.dtype) for slot in own):
-            shapes = [str(slots[key].shape if key in slots else None) for slots in held]
-            raise UnsupportedError(f"{key} of {name} differs between expert ranks", path=path, found=listed(shapes))
-        if like.shape and (len(like.shape) != len(first.shape) or like.shape[0] != first.shape[0]):
-            raise UnsupportedError(f"{key} of {name} does not have one part per expert", path=path,
-                                   expected=f"one part for each of {first.shape[0]} "
-                                       "experts", found=like.shape)  # fmt: skip
-        found[key] = concat(own, 0) if like.shape else like
-    return found
+    first, held = ranks[0].held[name], [one.slots(name) for one in ranks]
+    kept = [(its.state, {key: (slot.shape, slot.dtype) for key, slot in slots.items()})
+            for its, slots in zip((one.held[name] for one in ranks), held, strict=True)]  # fmt: skip
+    shapes = {slot.shape for slot in held[0].values() if slot.shape}
+    if any(one != kept[0] for one in kept) or any(
+        len(shape) != len(first.shape) or shape[0] != first.shape[0] for shape in shapes
+    ):
+        raise UnsupportedError(
+            f"expert ranks have state of {name} that is not one part for each of {first.shape[0]} experts, and alike",
+            path=ranks[0].file.path,
+            found=listed([f"{sorted(state)}, {slots}" for state, slots in kept]),
+        )
+    return {key: concat([slots[key] for slots in held], 0) if slot.shape else slot for key, slot in held[0].items()}

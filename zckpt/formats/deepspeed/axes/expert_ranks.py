@@ -27,7 +27,8 @@ from zckpt.errors import LayoutError, UnsupportedError, listed
 from zckpt.formats.deepspeed.axes.auto_ep import auto_experts
 from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
-from zckpt.state import Duplicate
+from zckpt.formats.deepspeed.values import copies_of
+from zckpt.state import WEIGHT, Duplicate
 from zckpt.torchfile import plain
 
 DATA_FIRST = "use_data_before_expert_parallelism"
@@ -158,8 +159,7 @@ class ExpertFiles(NamedTuple):
         first = self.all()
         for lane, weights in sorted(self.by_lane.items()):
             for name, slot in weights.items():
-                if first[name] is not slot and first[name].shape == slot.shape:
-                    yield Duplicate("parameter", name, name, slot, first[name], lane)
+                yield from copies_of(name, {WEIGHT: slot}, {WEIGHT: first[name]}, lane)
 
 
 def expert_files(files: Files) -> ExpertFiles:

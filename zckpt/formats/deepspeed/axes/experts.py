@@ -93,6 +93,12 @@ def global_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
     return f"{match['before']}{number}{match['after']}"
 
 
+def by_rank(names: Sequence[str], degree: int) -> list[list[str]]:
+    """Return the names of experts, which come expert rank by expert rank, for each of so many ranks."""
+    count = len(names) // degree
+    return [list(names[rank * count : (rank + 1) * count]) for rank in range(degree)]
+
+
 def check_divides(layer: str, count: int, degree: int) -> None:
     """Raise UsageError where the experts of a layer do not divide among ranks."""
     if count % degree:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.formats.torch_files.tensors import arguments_of
-from zckpt.state import Parameter, Shape
+from zckpt.state import Parameter, Shape, list_of
 from zckpt.torchfile import Object, node_of, plain, put_back
 from zckpt.torchfile.nodes import Namespace
 
@@ -103,9 +103,9 @@ def known_rules(
     every = (*_WHOLE, *_BY_COLUMNS, *_VOCABULARY, _ATTENTION, _GATED, _BY_ROWS)
     if info is None and not all(any(re.match(one, name) for one in every) for name in free):
         return None
+    if sliced:
+        _refuse_unknown_order(content, info, shapes, path)
     if arguments is None:
-        if sliced:
-            _refuse_unknown_order(free)
         return info
     found: dict[str, object] = dict(info or {})
     if info is None:
@@ -113,11 +113,9 @@ def known_rules(
         found = {"universal_checkpoint_version": 0.2, "parameter_with_2_sub_params_cat_dim_0": []}
         found |= {key: rows for key in ("original_vocab_size", "padded_vocab_size") if type(rows) is int}
     halves = [_GATED] if _is_gated(shapes) else []
-    joined = [{"patterns": [_ATTENTION], "shape": (3,), "partition_dim": 0}] if JOINED in arguments else []
-    if joined and _has_fewer_keys(arguments):
-        joined = []
-        if sliced:
-            _refuse_unknown_order(free)
+    joined = []
+    if JOINED in arguments and not _shares_keys(arguments):
+        joined = [{"patterns": [_ATTENTION], "shape": (3,), "partition_dim": 0}]
     for key, patterns in (
         (REPLICATED_KEY, _WHOLE),
         ("parameter_with_row_parallelism_patterns", _BY_COLUMNS),
@@ -125,20 +123,16 @@ def known_rules(
         (VOCABULARY_KEYS[0], _VOCABULARY),
     ):
         more = [one for one in patterns if any(re.match(one, name) for name in free)]
-        found[key] = [*_listed(found.get(key)), *more]
+        found[key] = [*list_of(found.get(key)), *more]
     if joined and any(re.match(_ATTENTION, name) for name in free):
-        found["parameter_with_sub_params"] = [*_listed(found.get("parameter_with_sub_params")), *joined]
+        found["parameter_with_sub_params"] = [*list_of(found.get("parameter_with_sub_params")), *joined]
     return found
 
 
-def _listed(value: object) -> list[object]:
-    return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _has_fewer_keys(arguments: Mapping[object, object]) -> bool:
-    """Tell whether several heads share a key: that version of the program cuts such a tensor in three all the same."""
+def _shares_keys(arguments: Mapping[object, object]) -> bool:
+    """Tell whether a rank has queries, keys and values end to end, cut in three although several heads share a key."""
     heads = arguments.get("num_attention_heads")
-    return arguments.get("num_key_value_heads", heads) not in (None, heads)
+    return JOINED in arguments and arguments.get("num_key_value_heads", heads) not in (None, heads)
 
 
 def _is_gated(shapes: Mapping[str, Shape]) -> bool:
@@ -157,8 +151,23 @@ def _without_rule(info: Mapping[str, object] | None, names: Iterable[str], path:
     return [name for name in names if said.matching(name) is None]
 
 
-def _refuse_unknown_order(names: Iterable[str]) -> None:
-    first = next((name for name in names if re.match(_ATTENTION, name)), None)
+def unknown_order(
+    content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], path: str
+) -> str | None:
+    """Return the first queries, keys and values in one of which nothing says where each begins; None if there is none.
+
+    Parameters are those of `check_degree`.
+    """
+    every, arguments = list(names), arguments_in(content)
+    if not is_gpt(every) or (arguments is not None and not _shares_keys(arguments)):
+        return None
+    return next((name for name in _without_rule(info, every, path) if re.match(_ATTENTION, name)), None)
+
+
+def _refuse_unknown_order(
+    content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], path: str
+) -> None:
+    first = unknown_order(content, info, names, path)
     if first is not None:
         raise UnsupportedError(
             f"the order of queries, keys and values in the slices of {first} is unknown",
@@ -168,14 +177,14 @@ def _refuse_unknown_order(names: Iterable[str]) -> None:
 
 
 def check_degree(
-    arguments: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], degree: int, path: str
+    content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], degree: int, path: str
 ) -> None:
     """Raise where attention cannot be cut for a number of tensor-parallel ranks, or how is not known.
 
     Parameters
     ----------
-    arguments : mapping
-        The content of a model file.
+    content : mapping
+        Of a model file.
     info : mapping or None
         The rules that are cut by.
 
@@ -184,12 +193,9 @@ def check_degree(
     UnsupportedError
         It is not known, or a head would be on two ranks.
     """
-    every = list(names)
-    if not is_gpt(every):
-        return
-    known = arguments_in(arguments)
-    if known is None or (JOINED in known and _has_fewer_keys(known)):
-        _refuse_unknown_order(_without_rule(info, every, path))
+    every, known = list(names), arguments_in(content)
+    _refuse_unknown_order(content, info, every, path)
+    if known is None or _shares_keys(known) or not is_gpt(every):
         return
     for key in ("num_attention_heads", "num_key_value_heads"):
         heads = known.get(key)
@@ -200,46 +206,29 @@ def check_degree(
             )  # fmt: skip
 
 
-def shared_keys(
-    arguments: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], path: str
-) -> str | None:
-    """Return the first queries, keys and values in one of which no rule says where each begins; None if there is none.
+def padded_rows(
+    content: Mapping[str, object],
+    info: Mapping[str, object] | None,
+    degree: int,
+    parameters: Mapping[str, Parameter],
+) -> int | None:
+    """Return how many rows a vocabulary has at a number of tensor-parallel ranks, as the program or files say.
 
-    Parameters are those of `check_degree`.
-    """
-    every, known = list(names), arguments_in(arguments)
-    if known is None or JOINED not in known or not _has_fewer_keys(known) or not is_gpt(every):
-        return None
-    return next((name for name in _without_rule(info, every, path) if re.match(_ATTENTION, name)), None)
-
-
-def padded_rows(content: Mapping[str, object], info: Mapping[str, object] | None, degree: int) -> int | None:
-    """Return how many rows the program gives a vocabulary at a number of tensor-parallel ranks; None if not known.
-
-    Where the rules do not know how many rows are padding, and none is taken off, at least as many as there are.
-    """
-    arguments = arguments_in(content)
-    size = (info or {}).get("original_vocab_size")
-    multiple = None if arguments is None else arguments.get("make_vocab_size_divisible_by")
-    if type(size) is not int or type(multiple) is not int or multiple < 1:
-        return None
-    return -(-size // (multiple * degree)) * multiple * degree
-
-
-def rows_that_were(info: Mapping[str, object] | None, parameters: Mapping[str, Parameter], degree: int) -> int | None:
-    """Return how many rows a vocabulary had with its padding, of which another format keeps none; None if not known.
+    Where the rules do not know how many rows are padding, and none is taken off, at least as many as there are. None:
+    it is not known.
 
     Parameters
     ----------
-    degree : int
-        Tensor-parallel ranks among which they are to be divided.
+    parameters : mapping of str to Parameter
+        Of another format, which keeps no padding: the rows are those that were, if they divide.
     """
-    rows = (info or {}).get("padded_vocab_size")
-    if info is None or type(rows) is not int or rows % degree:
-        return None
-    rules = Rules.of_vocabulary(info, "")
+    arguments, known = arguments_in(content) or {}, info or {}
+    size, multiple = known.get("original_vocab_size"), arguments.get("make_vocab_size_divisible_by")
+    if type(size) is int and type(multiple) is int and multiple > 0:
+        return -(-size // (multiple * degree)) * multiple * degree
+    rows, rules = known.get("padded_vocab_size"), Rules.of_vocabulary(known, "")
     present = [p.shape[0] for name, p in parameters.items() if p.shape and rules.is_vocabulary(name)]
-    return rows if present and rows >= max(present) else None
+    return rows if type(rows) is int and not rows % degree and present and rows >= max(present) else None
 
 
 def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:

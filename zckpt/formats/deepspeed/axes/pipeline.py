@@ -19,6 +19,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
+from zckpt.formats.deepspeed.axes.experts import by_rank
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
 from zckpt.formats.deepspeed.origin import Rank, gathered
@@ -277,15 +278,8 @@ def _names_in_order(groups: Sequence[ParamGroup], degrees: Mapping[int, int | No
     """Return the parameters of a group, stage by stage; of experts, expert rank by expert rank, as in one stage."""
     known = {degrees.get(id(group)) or 1 for group in groups}
     count = known.pop() if len(known) == 1 else 1
-    cuts = [[len(group.parameters) * rank // count for rank in range(count + 1)] for group in groups]
-    return list(
-        dict.fromkeys(
-            name
-            for rank in range(count)
-            for group, cut in zip(groups, cuts, strict=True)
-            for name in group.parameters[cut[rank] : cut[rank + 1]]
-        )
-    )
+    of_ranks = zip(*(by_rank(group.parameters, count) for group in groups), strict=True)
+    return list(dict.fromkeys(name for of_rank in of_ranks for names in of_rank for name in names))
 
 
 def join(stages: Sequence[Rank]) -> Rank:

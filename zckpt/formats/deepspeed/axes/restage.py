@@ -14,7 +14,7 @@ from itertools import zip_longest
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.axes.experts import layer_of as expert_layer_of
-from zckpt.formats.deepspeed.axes.gpt_model import padded_rows, rows_that_were
+from zckpt.formats.deepspeed.axes.gpt_model import padded_rows
 from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
 from zckpt.formats.deepspeed.axes.stage_order import Orders, is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of, uses_of
@@ -52,9 +52,8 @@ def stage_states(
         as_slices = known
     rows = options.padded_vocab_size
     if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
-        rows = padded_rows(origin.model.content, origin.rules, degree)
-        if rows is None and origin.is_foreign:
-            rows = rows_that_were(origin.rules, checkpoint.parameters, degree)
+        parameters = checkpoint.parameters if origin.is_foreign else {}
+        rows = padded_rows(origin.model.content, origin.rules, degree, parameters)
     tp, elsewhere, staged = checkpoint.topology.tp, origin.is_foreign, is_staged(checkpoint, origin, options)
     asked = stages_asked(options)
     if asked and not staged:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from zckpt.formats.deepspeed.axes.experts import is_expert
-from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, layer_of, tied_key
+from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, is_of_layer, layer_of
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.remainder import origin
 from zckpt.state import Checkpoint
@@ -32,7 +32,7 @@ Orders = Sequence[Sequence[Sequence[str]] | None]
 def stage_orders(stages: Sequence[Rank]) -> dict[str, object]:
     """Return the text for the stages of a pipeline, by its key; nothing where nothing has to be said."""
     names = [name for one in stages for name in one.parameters]
-    if any(map(is_expert, names)) or any(tied_key(n) is None and not n.partition(".")[0].isdecimal() for n in names):
+    if any(map(is_expert, names)) or not all(map(is_of_layer, names)):
         return {}
     texts: list[str] = []
     for row in align_groups([one.param_groups for one in stages]):

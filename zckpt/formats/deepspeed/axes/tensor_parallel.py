@@ -40,13 +40,13 @@ from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices
 from zckpt.formats.deepspeed.values import copies_of, viewed
-from zckpt.state import MASTER, Checkpoint, Duplicate, Extent, PaddingSpan, Parameter, Slot
+from zckpt.state import MASTER, Checkpoint, Duplicate, PaddingSpan, Parameter, Slot
 from zckpt.state.views import concat, narrow, placed
-from zckpt.storage.files import Sources
 from zckpt.torchfile import plain
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
+    from zckpt.engine.targets import Hole
     from zckpt.formats.deepspeed.target import Target
 
 
@@ -215,8 +215,6 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
 SAMPLED_EXTENTS = 4
 """Of each slice, spread evenly over it."""
 
-SAMPLED_NUMEL = 16
-
 
 def check_slices(target: Target) -> int:
     """Compare a sample of each master over the ranks whose slices are put together; return how many elements.
@@ -233,41 +231,33 @@ def check_slices(target: Target) -> int:
     origin, tp = target.origin, target.checkpoint.topology.tp
     if origin.rules is None or tp in (1, target.tp):
         return 0
-    from zckpt.engine.copy import read_extent
+    from zckpt.compare.copies import sampled
+    from zckpt.engine.read import read_all
 
-    path = origin.rules_path or origin.model.path
-    rules = Rules(origin.rules, path)
-    compared = 0
-    with Sources() as sources:
-        for ranks, name in ((one, name) for one in by_stage(origin.ranks, tp) for name in one[0].parameters):
-            if name in ranks[0].whole:
-                continue
-            rule = rules.matching(name)
-            slots = [files.parameters[name].slots.get(MASTER) for files in ranks]
-            masters = [slot for slot in slots if slot is not None]
-            if rule not in (None, REPLICATED) or len(masters) < len(ranks) or not masters[0].numel:
-                continue
-            if any(slot.shape != masters[0].shape for slot in masters):
-                continue
-            shape, last = masters[0].shape, max(masters[0].numel - SAMPLED_NUMEL, 0)
-            starts = sorted({round(i * last / (SAMPLED_EXTENTS - 1)) for i in range(SAMPLED_EXTENTS)})
-            extents = [Extent.flat(shape, start, min(SAMPLED_NUMEL, masters[0].numel - start)) for start in starts]
-            values = [[read_extent(slot, extent, sources) for extent in extents] for slot in masters]
-            compared += sum(len(block) for sample in values for block in sample)
-            _check_sample(name, rule, values)
+    rules, compared = origin.slicing, 0
+    for ranks, name in ((one, name) for one in by_stage(origin.ranks, tp) for name in one[0].parameters):
+        rule = rules.matching(name)
+        masters = [one for files in ranks if (one := files.parameters[name].slots.get(MASTER)) is not None]
+        shapes = {slot.shape for slot in masters if slot.numel}
+        if name in ranks[0].whole or rule not in (None, REPLICATED) or len(masters) < len(ranks) or len(shapes) != 1:
+            continue
+        reads: list[tuple[Hole, memoryview]] = []
+        values = [sampled(slot, SAMPLED_EXTENTS, reads) for slot in masters]
+        read_all(reads)
+        compared += sum(map(len, values))
+        _check_sample(name, rule, values)
     return compared
 
 
-def _check_sample(name: str, rule: str | None, values: Sequence[Sequence[Array]]) -> None:
-    """Hold the sampled blocks of each rank against those of the others."""
-    same = len({b"".join(block.tobytes() for block in sample) for sample in values}) == 1
+def _check_sample(name: str, rule: str | None, values: Sequence[Array]) -> None:
+    """Hold the sampled elements of each rank against those of the others."""
+    same = len({sample.tobytes() for sample in values}) == 1
     if rule == REPLICATED and not same:
         raise WeightMismatchError(
             f"{name} differs between tensor-parallel ranks, although a rule says that each has the whole",
             advice="if it should be averaged, say so with --tp-rules; --no-weight-check uses the first rank's",
         )
-    constant = all((block == values[0][0][0]).all() for block in values[0])  # as a bias that was never trained
-    if rule is None and same and not constant:
+    if rule is None and same and (values[0] != values[0][0]).any():  # else a bias that was never trained
         raise WeightMismatchError(
             f"{name} is the same on all tensor-parallel ranks, although no rule says that each has the whole",
             advice="say so with --tp-rules; --no-weight-check treats it as slices",
@@ -307,16 +297,15 @@ def local_states(
     LayoutError
         A parameter does not divide among the ranks.
     """
-    path = origin.rules_path or (checkpoint.source if origin.is_foreign else origin.model.path)
     if degree == len(ranks) and rows is None:
         return list(ranks)
     largest = max((p.numel for p in checkpoint.parameters.values()), default=1)
     if degree > largest:
         raise UsageError("unusable --tensor-parallel-size", expected=f"at most {largest}, the elements of the "
             "largest parameter", found=degree)  # fmt: skip
-    rules = _rules(origin, ranks, degree, path)
+    rules = _rules(origin, ranks, degree)
     if rows is not None and not any(rules.is_vocabulary(name) for name in checkpoint.parameters):
-        raise UsageError("no rule names a vocabulary, so --padded-vocab-size does not apply", path=path)
+        raise UsageError("no rule names a vocabulary, so --padded-vocab-size does not apply", path=rules.path)
     merged = merge(ranks, rules, padded=True)
     experts = merged.whole
     if len(ranks) == 1 and not sliced_experts:  # DeepSpeed slices experts on demand only
@@ -345,7 +334,7 @@ def local_states(
     return states
 
 
-def _rules(origin: Origin, ranks: Sequence[Rank], degree: int, path: str) -> Rules:
+def _rules(origin: Origin, ranks: Sequence[Rank], degree: int) -> Rules:
     """Return the rules to cut by.
 
     A checkpoint that is not sliced may carry rules that nobody ever needed. To cut by them, they must at least say
@@ -355,16 +344,17 @@ def _rules(origin: Origin, ranks: Sequence[Rank], degree: int, path: str) -> Rul
     option = "--slice-rules" if origin.is_foreign else "--tp-rules"  # by which another format's are cut
     if origin.rules is None:
         raise without_rules(names, "how to cut them", option)
+    rules = origin.slicing
     if len(ranks) == 1 < degree and REPLICATED_KEY not in origin.rules:
         raise UnsupportedError(
             "the tensor-parallel rules do not say which parameters each rank has whole",
-            path=path,
+            path=rules.path,
             expected=f"{REPLICATED_KEY}, even if empty",
             advice=f"give rules with {option} FILE",
         )
     if origin.rules_path is None and degree != len(ranks):
-        check_degree(origin.model.content, origin.rules, names, degree, path)
-    return Rules(origin.rules, path)
+        check_degree(origin.model.content, origin.rules, names, degree, rules.path)
+    return rules
 
 
 def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> list[Parameter]:
@@ -415,9 +405,8 @@ def written_rules(
     node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
     written = info_for(node, _rows(origin, stages), degree)
     if AFFINE_KEY in written:
-        rules = Rules(origin.rules, origin.rules_path or origin.model.path)
         names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].parameters)
-        written[AFFINE_KEY] = rules.maps_for(list(names), degree)
+        written[AFFINE_KEY] = origin.slicing.maps_for(list(names), degree)
     return written
 
 

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
-from zckpt.state import Shape, dict_of
+from zckpt.state import Shape, dict_of, list_of
 from zckpt.state.boxes import row_major
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
@@ -380,8 +380,7 @@ class Rules:
 
     def _rule_of(self, name: str, entry: object) -> Rule:
         shape = _ints(_of(entry, "logical_shape"))
-        its = _of(entry, "ranks")
-        by_number = {str(key): one for key, one in its.items()} if isinstance(its, dict) else {}  # JSON's are text
+        by_number = {str(key): one for key, one in dict_of(_of(entry, "ranks")).items()}  # JSON's are text
         ranks = [by_number.get(str(rank)) for rank in range(len(by_number))]
         if shape is None or not ranks or None in ranks:
             raise self._unusable(f"unreadable affine map of {name}", brief(entry))
@@ -457,7 +456,7 @@ class Rules:
 
     def _sub_params(self, node: object) -> list[tuple[re.Pattern[str], Named]]:
         found: list[tuple[re.Pattern[str], Named]] = []
-        for one in node if isinstance(node, (list, tuple)) else []:
+        for one in list_of(node):
             shape, dim = _of(one, "shape"), _of(one, "partition_dim")
             if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
                 raise self._unusable("unreadable rule for sub-parameters", brief(one))
@@ -470,7 +469,7 @@ class Rules:
         """Return for each sub-parameter its width on each rank, as the rules record it, or an equal share."""
         _, dim, pattern, sizes = self.named(name)
         if (found := self.widths.get(pattern)) is not None and pattern:
-            subs = [_ints(sub) for sub in found] if isinstance(found, (list, tuple)) else []
+            subs = [_ints(sub) for sub in list_of(found)]
             if not subs or None in subs or len({len(sub or ()) for sub in subs}) > 1:
                 raise self._unusable(f"unreadable widths of the sub-parameters of {name}", brief(found))
             return [list(sub or ()) for sub in subs]
@@ -481,7 +480,7 @@ class Rules:
                     f"{name} does not have {sizes} equal sub-parameters", path=self.path, found=list(shapes)
                 )
             return [[width // sizes for width in local]] * sizes
-        subs_of = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
+        subs_of = [n for n in list_of(sizes) if type(n) is int]
         if sum(subs_of) != sum(local) or any(n % len(shapes) for n in subs_of):
             raise LayoutError(
                 f"the sub-parameters of {name} do not add up to its size",
@@ -620,13 +619,9 @@ def info_for(info: Mapping[str, object], rows: int | None, degree: int) -> dict[
     if rows is not None and "padded_vocab_size" in info:
         changed["padded_vocab_size"] = rows
     if isinstance(widths := info.get("sub_param_shard_widths"), Mapping):  # an equal share for each rank
-        totals = {
-            pattern: [sum(width for width in sub if type(width) is int) for sub in subs]
-            for pattern, subs in widths.items()
-            if isinstance(subs, (list, tuple)) and all(isinstance(sub, (list, tuple)) for sub in subs)
-        }
         changed["sub_param_shard_widths"] = {
-            pattern: [[total // degree] * degree for total in totals.get(pattern, ())] for pattern in widths
+            pattern: [[sum(n for n in list_of(sub) if type(n) is int) // degree] * degree for sub in list_of(subs)]
+            for pattern, subs in widths.items()
         }
     rules = info.get("parameter_with_sub_params")
     if isinstance(rules, (list, tuple)):  # DeepSpeed reads sizes that are tuples, which JSON does not have

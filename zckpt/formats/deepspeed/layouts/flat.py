@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.axes.experts import experts_per_rank, global_name, 
 from zckpt.formats.deepspeed.layouts.groups import optimizer_order
 from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.rare.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
-from zckpt.formats.deepspeed.shards import Addresses, ModelShard, OptimizerShard, Shapes, mapped_numels
+from zckpt.formats.deepspeed.shards import Addresses, ModelShard, OptimizerShard, Shapes, Weights, mapped_numels
 from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, quantised_keys
 from zckpt.formats.lost import is_lost
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
@@ -277,17 +277,15 @@ class Partitions:
                     yield PaddingSpan(key, self.members[position].path, low, high - low)
 
 
-def flat_groups(
-    model: ModelShard, members: Sequence[OptimizerShard], known: Mapping[str, Shape], spread: Spread
-) -> list[Shapes]:
+def flat_groups(model: ModelShard, members: Sequence[OptimizerShard], held: Weights, spread: Spread) -> list[Shapes]:
     """Return shapes by name for each group, in the order of its flat buffer.
 
     Parameters
     ----------
     members : sequence of OptimizerShard
         All data-parallel ranks, in order.
-    known : mapping of str to tuple
-        Shapes of weights found elsewhere, for files without `param_shapes`.
+    held : mapping of str to Slot
+        Weights, for files without `param_shapes`.
     spread : Spread
         The ranks over which experts are spread.
 
@@ -300,7 +298,7 @@ def flat_groups(
     if shapes is None and model.reorders:
         raise UnsupportedError("there are no param_shapes, and slice mappings are wrong under round_robin_gradients")
     if shapes is None:
-        shapes = []
+        shapes, known = [], {name: slot.shape for name, slot in held.items()}
         for index in range(len(first.masters)):
             named = [name for member in members for name in member.mapping(index)]
             numels = mapped_numels(spread.sharing(members, index, named)[0], index)
@@ -362,7 +360,7 @@ class FlatLayout(Layout):
     def read(self, spread: Spread) -> None:
         """Read the optimizer's files."""
         rank, model, members = self.rank, self.model, self.members
-        groups = flat_groups(model, members, {name: slot.shape for name, slot in self.held.items()}, spread)
+        groups = flat_groups(model, members, self.held, spread)
         if model.uses_zenflow:
             from zckpt.formats.deepspeed.rare.zenflow import are_transposed, flipped
 

@@ -13,12 +13,12 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.layouts.layout import Layout
-from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
-from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
+from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
 if TYPE_CHECKING:
@@ -54,18 +54,6 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
     LayoutError
         The shards of a rank do not add up to its sub-groups.
     """
-    for member in members:
-        special = member.content.get(GROUPS_KEY) or []
-        listed = special if isinstance(special, list) else [{"partition_count": 0}]
-        counts = {g.get("partition_count") for g in listed if isinstance(g, dict)}
-        if counts - {len(members), None}:
-            raise UnsupportedError(
-                "sub-groups are cut over other numbers of ranks, as DeepSpeed does for experts, but there is no "
-                "list of expert layers: it is unknown whose elements they are",
-                path=member.path,
-                expected=f"{len(members)} ranks",
-                found=sorted(map(str, counts)),
-            )
     world, walk = len(members), _walk(shapes, members[0], len(members))
     for member in members[1:]:
         if [one.numel for one in member.masters] != [one.numel for one in members[0].masters]:
@@ -217,17 +205,21 @@ def _walk(
     return found
 
 
-def frozen_weight(name: str, shape: Shape, models: Sequence[ModelShard]) -> Slot | None:
+def frozen_weight(name: str, dtype: str, models: Sequence[ModelShard]) -> Slot | None:
     """Return the weight of a frozen parameter from the shards in each rank's model file; None if there are none.
+
+    `dtype`: of one without elements, of which there are no shards.
 
     Raises
     ------
     LayoutError
         A shard is missing or of the wrong size.
     """
-    held = [model.frozen_fragments.get(name) for model in models]
+    held, shape = [model.frozen_fragments.get(name) for model in models], models[0].frozen.get(name)
     shards = [tensor for tensor in held if tensor is not None]
-    if not shards:
+    if shape is not None and 0 in shape:
+        return Slot(WEIGHT, dtype, shape, ())
+    if not shards or shape is None:
         return None
     width = shard_numel(math.prod(shape), len(models))
     if len(shards) != len(models) or any(tensor.numel != width for tensor in shards):
@@ -292,10 +284,7 @@ class ShardedLayout(Layout):
         """Return the weight of a parameter that is not trained, from the shards in each rank's model file."""
         if name not in self.model.module:
             return slot
-        shape = self.model.frozen.get(name)
-        if shape is None or 0 in shape:
-            return None if shape is None else Slot(WEIGHT, slot.dtype, shape, ())
-        found = frozen_weight(name, shape, self.rank.model_files)
+        found = frozen_weight(name, slot.dtype, self.rank.model_files)
         if found is None or not self.rank.transposed:
             return found
         from zckpt.formats.deepspeed.rare.zenflow import transposed_slot

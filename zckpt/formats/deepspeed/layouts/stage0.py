@@ -25,9 +25,10 @@ from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.one_bit import without_errors
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float, dict_of, list_of
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import is_floating
+from zckpt.state.views import narrow, reshape
 from zckpt.storage.files import Sources
 from zckpt.torchfile import Tensor, TorchFile
 
@@ -55,7 +56,7 @@ class Numbered:
     """
 
     def __init__(self, file: TorchFile) -> None:
-        self.file, content = file, file.root.get("optimizer") if isinstance(file.root, dict) else None
+        self.file, content = file, dict_of(file.root).get("optimizer")
         with about(file.path):
             if not isinstance(content, dict):
                 raise DamagedFileError(
@@ -182,7 +183,7 @@ class Numbered:
         They are those of the engine's module, as ZeRO's files have them. None: not all parameters have one.
         """
         names, listed = self.state.recorded_names, [group.get("param_names") for group in self.state.groups]
-        counts = [len(its) if isinstance(its, (list, tuple)) else 0 for its in listed]
+        counts = [len(list_of(its)) for its in listed]
         whole = counts == [len(numbers) for numbers in self.state.numbers] if self.flats is None else all(counts)
         return names if names and whole and len(set(names)) == len(names) else None
 
@@ -255,7 +256,7 @@ def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) ->
     """Return what holds a flat master against weights, at both ends of each."""
     import numpy as np  # here, for no other checkpoint is opened by its elements
 
-    from zckpt.compare.weights import ELEMENTS_PER_END, not_rounded
+    from zckpt.compare.weights import rounds_to
     from zckpt.engine.cast import cast
     from zckpt.engine.copy import read_extent
 
@@ -274,15 +275,9 @@ def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) ->
 
     def fits(at: int, name: str) -> bool:
         weight = known[name].slots[WEIGHT]
-        if not begins(at, weight, name):
-            return False
-        count = min(ELEMENTS_PER_END, weight.numel)
-        for start in dict.fromkeys((0, weight.numel - count)):
-            there = Extent.flat(master.shape, at + start, count)
-            stored = read_extent(weight, Extent.flat(weight.shape, start, count), sources)
-            if len(not_rounded(read_extent(master, there, sources), stored)):
-                return False
-        return True
+        return begins(at, weight, name) and rounds_to(
+            reshape(narrow(master, 0, at, weight.numel), weight.shape), weight
+        )
 
     return fits
 

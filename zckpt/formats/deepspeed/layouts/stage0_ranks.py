@@ -27,6 +27,7 @@ from zckpt.formats.deepspeed.layouts.stage0 import Numbered, attach_optimizer
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
 from zckpt.state import Checkpoint, Parameter
+from zckpt.state.names import renamed
 
 
 def attach_to_ranks(
@@ -284,14 +285,11 @@ def with_tied_names(ranks: Sequence[Rank], keys: Mapping[int, str]) -> list[Rank
     known = {name: f"{TIED}{keys.get(layer_of(name), layer_of(name))}.{name.partition('.')[2]}" for name in tied}
     found = []
     for files in ranks:
-        parameters = {
-            known.get(name, name): replace(p, name=known.get(name, name), tied_to=known.get(p.tied_to or "", p.tied_to))
-            for name, p in files.parameters.items()
-        }
-        groups = [replace(g, parameters=[known.get(n, n) for n in g.parameters]) for g in files.param_groups]
-        shapes = [{name: parameters[name].shape for name in group.parameters} for group in groups]
-        frozen = {name: p.shape for name, p in parameters.items() if p.group is None}
-        models = [replace(files.model, param_shapes=[*shapes, frozen])]
-        tied_too = files.tied.union(name for name in parameters if name.startswith(TIED))
-        found.append(replace(files, model_files=models, parameters=parameters, param_groups=groups, tied=tied_too))
+        one = replace(files)
+        renamed(one, {name: new for name, new in known.items() if name in files.parameters})
+        shapes = [{name: one.parameters[name].shape for name in group.parameters} for group in one.param_groups]
+        frozen = {name: p.shape for name, p in one.parameters.items() if p.group is None}
+        one.model_files = [replace(files.model, param_shapes=[*shapes, frozen])]
+        one.tied = files.tied.union(name for name in one.parameters if name.startswith(TIED))
+        found.append(one)
     return found

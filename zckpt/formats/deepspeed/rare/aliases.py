@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.torch_files.tensors import identity_of
+from zckpt.state import dict_of, list_of
 from zckpt.torchfile import FromFile, Tensor
 
 Place = tuple[int, str]
@@ -27,9 +28,9 @@ def aliases(member: OptimizerShard) -> dict[Place, Place]:
     first: dict[tuple[object, ...], Place] = {}
     base = member.content.get("optimizer_state_dict" if member.stage == 3 else "base_optimizer_state")
     states = base.get("state") if isinstance(base, dict) else base
-    numbered = states.items() if isinstance(states, dict) else enumerate(states if isinstance(states, list) else ())
-    for index, state in numbered:
-        for key, value in state.items() if type(index) is int and isinstance(state, dict) else ():
+    numbered = states.items() if isinstance(states, dict) else enumerate(list_of(states))
+    for index, state in ((index, state) for index, state in numbered if type(index) is int):
+        for key, value in dict_of(state).items():
             if isinstance(value, Tensor) and value.numel:
                 owner = first.setdefault(identity_of(value), (index, str(key)))
                 if owner != (index, str(key)):
