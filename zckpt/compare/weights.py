@@ -251,9 +251,10 @@ def _compare(
     indices = np.concatenate([np.arange(one.start, one.start + one.numel) for one in ends])
 
     def sampled(slot: Slot) -> Array:
-        if span.extent.numel <= READ_WHOLE:
-            return read_extent(slot, span.extent, sources)[indices - start]
-        return np.concatenate([read_extent(slot, one, sources) for one in ends])
+        if span.extent.numel > READ_WHOLE:
+            return np.concatenate([read_extent(slot, one, sources) for one in ends])
+        found: Array = read_extent(slot, span.extent, sources)[indices - start]
+        return found
 
     masters, stored = sampled(Slot(master.name, master.dtype, master.shape, (span,))), sampled(weight)
     wrong = not_rounded(masters, stored)
