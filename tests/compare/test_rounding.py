@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from zckpt.compare.weights import not_rounded, one_nan
+from zckpt.compare.weights import READ_WHOLE, not_rounded, one_nan, samples
 from zckpt.engine.cast import numpy_dtype
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
 
 WORDS = hnp.arrays(np.uint32, st.integers(0, 50), elements=st.integers(0, 2**32 - 1))
 
@@ -92,3 +93,28 @@ def test_parts_of_complex_numbers_are_numbers():
     words = np.array([0xFFC00001, 0x3F800000, 0x3F800000, 0x7FC00002], np.uint32)
     found = one_nan(words.view(np.complex64)).view(np.uint32)
     assert found.tolist() == [NAN["float32"], 0x3F800000, 0x3F800000, NAN["float32"]]
+
+
+@pytest.mark.parametrize("numel", [1, 5, 16, 17, READ_WHOLE, READ_WHOLE + 1])
+@pytest.mark.parametrize("wrong", [0, 7, 8, -9, -8, -1])
+def test_the_ends_of_a_span_are_sampled_and_the_first_wrong_element_is_named(wrong, numel, tmp_path):
+    """Of a parameter whose second half lies in another file; what is between the ends is not looked at."""
+    weight = np.arange(2 * numel, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    master = weight.astype(np.float32)
+    index = numel + wrong % numel
+    master[index] += 1000
+    spans = []
+    for name, data in (("weight", weight), ("first", master[:numel]), ("second", master[numel:])):
+        (tmp_path / name).write_bytes(data.tobytes())
+        start = numel if name == "second" else 0
+        spans.append(Span(Extent((0,), (2 * numel,), start, len(data)), str(tmp_path / name), 0, data.dtype.name))
+    slots = {
+        key: Slot(key, its[0].dtype, (2 * numel,), tuple(its))
+        for key, its in ((WEIGHT, spans[:1]), (MASTER, spans[1:]))
+    }
+    checkpoint = Checkpoint(str(tmp_path), "zckpt")
+    checkpoint.parameters["p"] = Parameter("p", (2 * numel,), "bfloat16", slots)
+    found = list(samples(checkpoint))
+    seen = min(wrong % numel, numel - 1 - wrong % numel) < 8
+    assert [(one.numel, one.num_different) for one in found] == [(min(numel, 16), 0), (min(numel, 16), int(seen))]
+    assert [one.error is not None and f"at element {index}" in str(one.error) for one in found] == [False, seen]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_directories_are_those_between_a_target_and_its_files():
 def reads_of(*copies: Copy) -> dict[str, Reads]:
     extent = Extent.whole((4,))
     hole = Hole(0, "x", Slot("x", "float32", (4,), ()), extent, "float32")
-    found: dict[str, Reads] = {}
+    found: defaultdict[str, Reads] = defaultdict(Reads)
     note_reads(found, FilePlan(TargetFile("t", 0), (Fill(hole, copies),)))
     return found
 

@@ -27,6 +27,9 @@ SPANS_PER_PARAMETER = 4
 ELEMENTS_PER_END = 8
 """Elements at each end of a span that are sampled: a layout that is off by one shows at the ends."""
 
+READ_WHOLE = 1 << 12
+"""Elements of a span of which all are read, where that is cheaper than to read its two ends."""
+
 _HALF = 1 << 15
 """Half of what the last bit of a bfloat16 is worth, in bits of the float32 that it is the upper half of."""
 
@@ -178,11 +181,7 @@ def samples(checkpoint: Checkpoint) -> Iterator[Comparison]:
             master, weight = _alike(parameter.slots[MASTER], parameter.slots[WEIGHT])
             for span in _chosen(master.spans, sampled):
                 sampled.add(span.path)
-                numel, different, error = 0, 0, None
-                for extent in _ends(span.extent):
-                    numel += extent.numel
-                    wrong, at = _compare(parameter.name, master, weight, span, extent, sources)
-                    different, error = different + wrong, error or at
+                numel, different, error = _compare(parameter.name, master, weight, span, sources)
                 detail = "" if error is None else f"{error.found} where the weight is {error.expected}"
                 yield Comparison(parameter.name, span.path, weight_path, numel, different, detail, error)
 
@@ -245,20 +244,33 @@ def _ends(extent: Extent) -> Iterator[Extent]:
 
 
 def _compare(
-    name: str, master: Slot, weight: Slot, span: Span, extent: Extent, sources: Sources
-) -> tuple[int, WeightMismatchError | None]:
-    own = Slot(master.name, master.dtype, master.shape, (span,))
-    masters, stored = read_extent(own, extent, sources), read_extent(weight, extent, sources)
+    name: str, master: Slot, weight: Slot, span: Span, sources: Sources
+) -> tuple[int, int, WeightMismatchError | None]:
+    """Return how many elements at the ends of a master's span were compared, how many differ, and the first."""
+    ends, start = list(_ends(span.extent)), span.extent.start
+    indices = np.concatenate([np.arange(one.start, one.start + one.numel) for one in ends])
+
+    def sampled(slot: Slot) -> Array:
+        if span.extent.numel > READ_WHOLE:
+            return np.concatenate([read_extent(slot, one, sources) for one in ends])
+        found: Array = read_extent(slot, span.extent, sources)[indices - start]
+        return found
+
+    masters, stored = sampled(Slot(master.name, master.dtype, master.shape, (span,))), sampled(weight)
     wrong = not_rounded(masters, stored)
     if not len(wrong):
-        return 0, None
+        return len(indices), 0, None
     index = int(wrong[0])
     (rounded,) = cast(masters[index : index + 1], weight.dtype)
-    return len(wrong), WeightMismatchError(
-        f"master of {name} does not round to its weight at element {extent.start + index}",
-        path=span.path,
-        expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
-        found=repr(float(rounded)),
-        advice="the file may be from another step or run; --no-weight-check accepts the masters",
-        parameters=[name],
+    return (
+        len(indices),
+        len(wrong),
+        WeightMismatchError(
+            f"master of {name} does not round to its weight at element {indices[index]}",
+            path=span.path,
+            expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
+            found=repr(float(rounded)),
+            advice="the file may be from another step or run; --no-weight-check accepts the masters",
+            parameters=[name],
+        ),
     )

@@ -84,7 +84,9 @@ def _in_blocks(
 ) -> Array:
     rows = len(arrays[0]) // columns
     short = (0, -rows % block[0]), (0, -columns % block[1])
-    values = np.pad(arrays[0].reshape(rows, columns), short).reshape(-1, block[0], columns + short[1][1])
+    matrix: Array = arrays[0].reshape(rows, columns)
+    matrix = np.pad(matrix, short) if any(map(any, short)) else matrix
+    values = matrix.reshape(-1, block[0], columns + short[1][1])
     largest = np.maximum(values.max(axis=1), -values.min(axis=1)).reshape(len(values), -1, block[1]).max(axis=2)
     if not np.isfinite(largest).all():
         raise UnsupportedError(

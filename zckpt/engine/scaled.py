@@ -12,12 +12,12 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import numpy as np
 
-from zckpt.engine.cast import Array, cast
+from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
 from zckpt.state import Shape, Slot
@@ -212,46 +212,60 @@ def power_of_two(codes: Array) -> Array:
     return found
 
 
+@lru_cache(maxsize=8)
+def _pairs_of_fp4(scale_type: str, once: bytes, dtype: str, divides: bool | None) -> Array:
+    """Return two numbers, as a word, for each scale of a byte and byte of two codes: see `of_fp4`."""
+    every = np.arange(256, dtype=np.uint8)
+    if divides is None:
+        scale = cast(power_of_two(every), dtype)
+    else:
+        scale, whole = cast(every.view(numpy_dtype(scale_type)), "float32"), np.frombuffer(once, np.float32)
+        scale = scale / whole if divides else scale * whole
+    numbers = cast(cast(scale, "float32")[:, None] * in_pairs(every, FP4), dtype)
+    return numbers.view(f"u{2 * numbers.itemsize}" if numbers.itemsize < 4 else "c8").reshape(-1)
+
+
+def _taken(codes: Array, scale: Array, table: Array) -> Array:
+    index: Array = scale.view(np.uint8).astype(np.uint16)
+    index <<= 8
+    found: Array = np.take(table, index | codes, mode="wrap")
+    return found
+
+
 def of_fp4(arrays: list[Array], first: int, end: int, *, block: int, dtype: str, divides: bool | None) -> Array:
     """Return the numbers of FP4 with a scale for each `block` columns; of NVFP4 with another for the whole tensor.
 
     `divides`: the scales are divided by that, in float32 (compressed-tensors); False: multiplied (modelopt).
     """
     codes, scale, *whole = arrays
-    if divides is None:
-        scale = cast(power_of_two(scale), dtype)
-    else:
-        scale = scale / whole[0] if divides else scale * whole[0]
-    values = in_pairs(codes, FP4)
-    values *= np.repeat(cast(scale, "float32"), block)
-    return cast(values, dtype).reshape(end - first, -1)
+    table = _pairs_of_fp4(scale.dtype.name, whole[0].tobytes() if whole else b"", dtype, divides)
+    found = _taken(codes.reshape(-1, block // 2), scale.reshape(-1, 1), table)
+    return found.view(numpy_dtype(dtype)).reshape(end - first, -1)
 
 
 def of_experts(arrays: list[Array], first: int, end: int, *, columns: int) -> Array:
-    """Return rows of gpt-oss's experts, (in, out), of blocks that lie as (in / 32, out, 16)."""
+    """Return rows of gpt-oss's experts, (in, out), of blocks that lie as (in / 32, out, 16); all are bfloat16's."""
     codes, scale = arrays
     turned = np.ascontiguousarray(codes.reshape(-1, columns, 16).transpose(0, 2, 1))
-    values = np.empty((*turned.shape[:2], 2, columns), np.float32)
-    for half, shift in enumerate((0, 4)):
-        np.take(FP4[np.arange(256) >> shift & 15], turned, out=values[:, :, half], mode="wrap")
-    values *= power_of_two(scale).reshape(-1, 1, 1, columns)
-    found: Array = values.reshape(-1, columns)[first % 32 :][: end - first]
-    return found
+    pairs = _taken(turned, scale.reshape(-1, 1, columns), _pairs_of_fp4("uint8", b"", "bfloat16", None))
+    rows = pairs.view(np.uint16).reshape(-1, columns, 2).transpose(0, 2, 1)
+    found: Array = np.ascontiguousarray(rows).view(numpy_dtype("bfloat16")).reshape(-1, columns)
+    return found[first % 32 :][: end - first]
 
 
 def unpacked(words: Array, bits: int) -> Array:
-    """Return codes, float32, that lie end to end along rows of words, lowest bits first."""
+    """Return codes, uint8, that lie end to end along rows of words, lowest bits first."""
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 4:
-        return in_pairs(data, np.arange(16).astype(np.float32)).reshape(len(data), -1)
+        return in_pairs(data, np.arange(16, dtype=np.uint8)).reshape(len(data), -1)
     if not 8 % bits:
-        table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(np.float32)
+        table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(np.uint8)
         found: Array = table[data].reshape(len(data), -1)
         return found
     flat = np.unpackbits(data, axis=-1, bitorder="little")
     flat = flat[:, : flat.shape[1] // bits * bits].reshape(len(flat), -1, bits)
     codes: Array = flat.astype(np.float32) @ (1 << np.arange(bits)).astype(np.float32)
-    return codes
+    return codes.astype(np.uint8)
 
 
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -276,19 +290,21 @@ def of_integers(
             rows = rows.reshape(-1, len(AWQ_ORDER), width)[:, AWQ_ORDER].reshape(-1, width)
         return rows[first % 32 :][:count]
 
-    def spread(some: Array) -> Array:
-        return np.repeat(some, groups, axis=1)[:, :columns] if isinstance(groups, int) else some[:, groups]
-
     scale = scale.reshape(count, -1)
     codes = across(words, columns) if layout == "awq" else unpacked(words.reshape(count, -1), bits)[:, :columns]
-    zero = across(zeros[0], scale.shape[1]) + offset if zeros else np.full_like(scale, 1 << bits - 1)
+    zero = across(zeros[0], scale.shape[1]) + np.float32(offset) if zeros else np.full_like(scale, 1 << bits - 1)
     if offset and zero.max() >= 1 << bits:
         raise UnsupportedError(
             f"{what}: zeros that are not codes, which programs interpret differently",
             expected=f"at most {(1 << bits) - 1 - offset}, to which {offset} is added",
             advice="dequantise it with the program that made it",
         )
-    return cast((codes - spread(zero)) * spread(scale), dtype)
+    products = (np.arange(1 << bits, dtype=np.float32) - zero[..., None]) * scale[..., None]
+    index = np.arange(columns) // groups if isinstance(groups, int) else groups
+    index = (index + scale.shape[1] * np.arange(count)[:, None]) << bits
+    index += codes
+    found: Array = np.take(cast(products, dtype), index, mode="wrap")
+    return found
 
 
 def of_int8(arrays: list[Array], first: int, end: int) -> Array:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -23,6 +22,9 @@ from zckpt.storage.files import Sources
 
 GAP_NBYTES = 1 << 14
 """Bytes between two spans of a file below which one read is cheaper than two."""
+
+CELLS, NOWHERE = 1 << 14, 1 << 62
+"""Lines by ranges of files that are looked at together; where what no line has begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,14 +192,16 @@ class _Table:
     def windows(self) -> Iterator[tuple[Range, int]]:
         """Yield what is read, of which file: between two where a parameter begins or ends, of each file the same."""
         ends = np.unique(np.concatenate((self._first, self._first + 1, self._end - 1, self._end)))
-        for top, bottom in pairwise(ends.tolist()):
-            some = (self._first <= top) & (top < self._end)
-            if some.any():
-                line, shift = top * self._width[some], self._at[some]
-                begin = int((np.maximum(self._low[some] - line, 0) + shift).min()) * self._size
-                end = int((np.minimum(self._high[some] - line, self._width[some]) + shift).max()) * self._size
-                for file in range(top, bottom):
-                    yield (self._files.paths[file], self._files.offsets[file] + begin, end - begin), file
+        for one in np.array_split(ends[:-1], -(-len(ends) * len(self._low) // CELLS)):
+            some = (self._first <= one[:, None]) & (one[:, None] < self._end)
+            line = one[:, None] * self._width
+            begins = (np.maximum(self._low - line, 0) + self._at).min(axis=1, where=some, initial=NOWHERE)
+            stops = (np.minimum(self._high - line, self._width) + self._at).max(axis=1, where=some, initial=0)
+            after = ends[np.searchsorted(ends, one) + 1]
+            for top, bottom, begin, end in zip(*map(np.ndarray.tolist, (one, after, begins, stops)), strict=True):
+                nbytes = (end - begin) * self._size
+                for file in range(top, bottom) if begin < end else ():
+                    yield (self._files.paths[file], self._files.offsets[file] + begin * self._size, nbytes), file
 
     def read(self, sources: Sources, window: Range, file: int) -> None:
         """Read one of the windows."""

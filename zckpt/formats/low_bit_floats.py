@@ -248,8 +248,7 @@ class _Model:
             return None
         dtype = "bfloat16" if packed else "float32"
         divides = None if once is None else packed
-        read = "uint8" if once is None else "float32"
-        parts = Part(slot, width=slot.shape[1], dtype="uint8"), Part(scale, width=scale.shape[1], dtype=read)
+        parts = Part(slot, width=slot.shape[1], dtype="uint8"), Part(scale, width=scale.shape[1], dtype=scale.dtype)
         values = partial(scaled.of_fp4, block=size, dtype=dtype, divides=divides)
         function = matrices(shape, parts, values, shared=() if once is None else (whole(once),))
         return f"{of}weight", self._made(shape, function, dtype)

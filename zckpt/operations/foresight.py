@@ -7,6 +7,7 @@ estimated, under `dry_run`.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,16 +178,16 @@ def foresee(
     )
 
 
-def note_reads(found: dict[str, Reads], one: FilePlan) -> None:
+def note_reads(found: defaultdict[str, Reads], one: FilePlan) -> None:
     """Add what a target file's plan reads of each source file, in the order in which it comes to them."""
     cuts = [each.cut for each in one.fills if each.cut is not None]
     for path, offset, nbytes in ranges_of(cuts, BATCH_NBYTES):
-        found.setdefault(path, Reads()).add(offset, nbytes)
+        found[path].add(offset, nbytes)
     for copy in (copy for each in one.fills if each.cut is None for copy in each.copies):
         for path, offset, nbytes, count in _ranges(copy):
-            found.setdefault(path, Reads()).add(offset, nbytes, count)
+            found[path].add(offset, nbytes, count)
     for path, offset, nbytes in (window for pack in one.file.packs for window in pack.ranges()):
-        found.setdefault(path, Reads()).add(offset, nbytes)
+        found[path].add(offset, nbytes)
 
 
 def _ranges(copy: Copy) -> Iterator[tuple[str, int, int, int]]:

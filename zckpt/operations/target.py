@@ -11,6 +11,7 @@ name        all is synced to disk and gets its name in one step
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
@@ -276,7 +277,7 @@ def write_from(
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
     if damaged:  # files that come lazily are not kept
         laid = replace(laid, files=[one for one in laid.files if one.name not in damaged])
-    reads: dict[str, Reads] = {}
+    reads: defaultdict[str, Reads] = defaultdict(Reads)
     planned = plan(laid.files, partial(note_reads, reads) if how.dry_run else None)
     names = names_in(planned.names, target, owned)
     every = (*names, *outside, *recorded)

@@ -54,6 +54,15 @@ def children(node: object) -> Below:
 
     Leaves may be among them. A dict key that is no leaf comes under ("key", its number).
     """
+    kind = type(node)
+    if kind is list or kind is tuple:
+        return enumerate(node)  # type: ignore[arg-type]
+    if kind is dict and LEAVES.issuperset(map(type, node)):  # type: ignore[call-overload]
+        return iter(node.items())  # type: ignore[attr-defined]
+    return _children(node)
+
+
+def _children(node: object) -> Below:
     if isinstance(node, dict):
         for number, (key, value) in enumerate(node.items()):
             if type(key) not in LEAVES:
@@ -205,7 +214,7 @@ def check_depth(root: object, heights: dict[int, int] | None = None, record: str
 
 def inner(node: object) -> list[object]:
     """Return the objects directly below one that may have others below them."""
-    return [child for _, child in children(node) if not is_leaf(child)]
+    return [child for _, child in children(node) if type(child) not in LEAVES and not is_leaf(child)]
 
 
 class Digests:
