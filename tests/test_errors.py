@@ -14,7 +14,7 @@ import pytest
 import zckpt
 from tests.cli.console import FIXTURES, run
 from zckpt.cli import cli
-from zckpt.errors import DamagedFileError, about, as_keywords
+from zckpt.errors import DamagedFileError, about, as_keywords, require_torch
 from zckpt.operations.options import Converted
 
 
@@ -120,3 +120,17 @@ def test_a_verb_names_options_as_whoever_calls_it_does(verb, tmp_path):
     assert flags in done.stdout
     with pytest.raises(zckpt.ZckptError, match=re.escape(keywords)):  # again, after the command line
         call(tmp_path)
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.4.1+cu121", True), ("2.5.0", False), ("3.0.0a0+git1", False)])
+def test_a_torch_that_is_too_old_to_train_with_is_named(version, refused, monkeypatch):
+    """Reading tensors needs no newer one."""
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", version)
+    require_torch("read()", since=(2, 0))
+    if not refused:
+        require_torch("training")
+        return
+    with pytest.raises(zckpt.MissingPackageError, match=r"training needs torch 2\.5 or newer.*found torch 2\.4\.1"):
+        require_torch("training")
