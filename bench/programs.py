@@ -103,6 +103,7 @@ def _rank(rank: int, world_size: int, scratch: Path, function: Callable[..., Any
     import numpy as np
     import torch
     import torch.distributed as dist
+    import torch.distributed.checkpoint
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                    "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # fmt: skip
@@ -113,7 +114,10 @@ def _rank(rank: int, world_size: int, scratch: Path, function: Callable[..., Any
     rendezvous = f"file://{scratch}/rendezvous"
     wait = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=wait)
-    result = function(rank, world_size, *args)
+    try:
+        result = function(rank, world_size, *args)
+    except dist.checkpoint.api.CheckpointException as error:  # which is no Exception
+        raise RuntimeError(f"CheckpointException: {error}") from error
     dist.barrier()
     torch.save(result, scratch / str(rank))
     dist.destroy_process_group()
@@ -264,9 +268,7 @@ def _redundancy(cell: Cell) -> None:
             cell.column("resumed", go_on)
 
 
-def _on_torch_ranks(
-    wrap: str, to: str, how: tuple[Callable[..., Any], Callable[..., Any]], cell: Cell, **options: Any
-) -> None:
+def _on_torch_ranks(wrap: str, to: str, how: tuple[Callable[..., Any], Callable[..., Any]], cell: Cell) -> None:
     """Write what two ranks save, with the truth and the next losses, for three."""
     import zckpt
 
@@ -275,7 +277,7 @@ def _on_torch_ranks(
     if cell.column("made", lambda: saved.extend(on_ranks(how[0], 2, wrap, folder))):
         truth, losses = saved[0]
         cell.column("read", lambda: _assert_read(folder, truth))
-        convert = partial(zckpt.convert, folder, target, to=to, world_size=3, verify=True, **options)
+        convert = partial(zckpt.convert, folder, target, to=to, world_size=3, verify=True)
         if cell.column("written", lambda: convert() and None):
             cell.column("resumed", lambda: _near(on_ranks(how[1], 3, wrap, target)[0], losses))
 
@@ -283,8 +285,7 @@ def _on_torch_ranks(
 def _rank_files(wrap: str, cell: Cell) -> None:
     from tests.fsdp_training.versions import rank_files_resumed, rank_files_saved
 
-    options = {"device": "cpu"} if wrap == "fsdp1" else {}
-    _on_torch_ranks(wrap, "fsdp-rank-files", (rank_files_saved, rank_files_resumed), cell, **options)
+    _on_torch_ranks(wrap, "fsdp-rank-files", (rank_files_saved, rank_files_resumed), cell)
 
 
 def _saved(wrap: str, to: str, cell: Cell) -> None:
@@ -390,6 +391,31 @@ def _assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert_same(found[key], value, key)
 
 
+def _megatron(options: dict[str, Any], cell: Cell) -> None:
+    """Write what two data-parallel ranks save; the truth is what Megatron loads of its own files with one rank."""
+    import zckpt
+    from tests.megatron_core import Spec, loaded, saved
+
+    spec = Spec(**options)
+    step = "iter_0000002"
+    source, target = cell.place / "run" / step, cell.place / "again" / step
+    alone: list[Any] = []
+
+    def make() -> None:
+        on_ranks(saved, 2, spec, cell.place / "run")
+        alone.extend(on_ranks(loaded, 1, [(spec.alone(), source)])[0][0])
+
+    def go_on() -> str:
+        state, losses = on_ranks(loaded, 1, [(spec.alone(), target)])[0][0]
+        _assert_same(state, alone[0])
+        return _equal(losses, alone[1])
+
+    if cell.column("made", make):
+        cell.column("read", lambda: _assert_read(source, alone[0]))
+        if cell.column("written", lambda: zckpt.convert(source, target, to="megatron", verify=True) and None):
+            cell.column("resumed", go_on)
+
+
 def _adapter(options: dict[str, Any], cell: Cell) -> None:
     """Let PEFT train and save an adapter; what is written is merged, and transformers loads it."""
     import torch
@@ -456,7 +482,8 @@ _SLICES = (
     " rounding differs."
 )
 
-_FOR_OLD_PEFT = ("transformers==4.46.3", "tokenizers==0.20.3", "huggingface_hub==0.26.5", "accelerate==1.1.1")
+_OLDER = ("transformers==4.46.3", "tokenizers==0.20.3", "huggingface_hub==0.26.5")
+_OLDEST = ("transformers==4.40.2", "tokenizers==0.19.1", "huggingface_hub==0.23.5")
 
 PROGRAMS = (
     Program(
@@ -519,7 +546,7 @@ PROGRAMS = (
             Kind("dcp_dtensors", "DCP of DTensors on 2 ranks; for 3", partial(_saved, "dtensors", "dcp")),
             Kind("dcp_fsdp1", "DCP of FSDP1 on 2 ranks; for 3", partial(_saved, "fsdp1 orig", "dcp")),
             Kind("dcp_fsdp2", "DCP of FSDP2 on 2 ranks; for 3", partial(_saved, "fsdp2", "dcp")),
-            Kind("ranks_fsdp1", "rank files of FSDP1 on 2 ranks; for 3", partial(_rank_files, "fsdp1")),
+            Kind("ranks_fsdp1", "rank files of FSDP1 on 2 ranks; for 3", partial(_rank_files, "fsdp1 mesh")),
             Kind("ranks_fsdp2", "rank files of FSDP2 on 2 ranks; for 3", partial(_rank_files, "fsdp2")),
             Kind("zckpt", "`zckpt.save`, ZeroOptimizer on 2 ranks; for 3", partial(_saved, "zckpt", "zckpt")),
         ),
@@ -537,7 +564,7 @@ PROGRAMS = (
             Kind("llama_adafactor", "Trainer, Llama, Adafactor", partial(_trainer, "llama", optim="adafactor")),
         ),
         beside=(
-            ("4.45", ("tokenizers==0.19.1", "huggingface_hub==0.23.5", "accelerate==0.34.2")),
+            ("4.45", (*_OLDEST[1:], "accelerate==0.34.2")),
             ("4.52", ("tokenizers==0.21.4", "huggingface_hub==0.36.0", "accelerate==1.1.1")),
             ("5", ("tokenizers==0.22.1", "huggingface_hub==0.36.0", "accelerate==1.6.0")),
         ),
@@ -550,6 +577,7 @@ PROGRAMS = (
                  partial(_resumed, "Accelerate", 2, "accelerate", "accelerate", 1)),
             Kind("zckpt.accelerate", "`zckpt.accelerate` with 2 processes; for 3", _accelerate_door),
         ),
+        beside=(("0.28", _OLDEST), ("1.6", _OLDER)),
     ),
     Program(
         "lightning",
@@ -570,14 +598,23 @@ PROGRAMS = (
             Kind("dora", "DoRA, rank-stabilised",
                  partial(_adapter, {"target_modules": ["v_proj"], "use_dora": True, "use_rslora": True})),
         ),
-        beside=(("0.17", _FOR_OLD_PEFT),),
+        beside=(("0.17", (*_OLDER, "accelerate==1.1.1")),),
     ),
     Program(
         "megatron-core",
         ("0.8.0", "0.9.0", "0.10.0", "0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1"),
         (
-            Kind("torch_dist", "`torch_dist`, distributed optimizer, fp32, 1 rank; for 2",
-                 partial(_resumed, "Megatron", 1, "megatron", "megatron", 2)),
+            Kind(
+                "torch_dist",
+                "`torch_dist`, distributed optimizer, bf16, 2 ranks; for 1",
+                partial(_megatron, {"dp": 2, "llama": False, "groups": 4}),
+            ),
+            Kind(
+                "torch_dist_plain",
+                "`torch_dist`, every rank has the optimizer, bf16, 2 ranks; for 1",
+                partial(_megatron, {"dp": 2, "llama": False, "groups": 4, "distributed": False}),
+            ),
         ),
+        beside=(("0.10", ("setuptools==80.9.0",)),),  # for pkg_resources
     ),
 )  # fmt: skip

@@ -161,7 +161,7 @@ def require_torch(what: str, *, since: tuple[int, int] = (2, 5)) -> None:
         ) from error
     if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < since:
         wanted = f"{what} needs torch {since[0]}.{since[1]} or newer"
-        raise MissingPackageError(wanted, found=f"torch {found}", advice="pip install --upgrade 'zckpt[train]'")
+        raise MissingPackageError(wanted, found=f"torch {found}", advice=f"pip install 'torch>={since[0]}.{since[1]}'")
 
 
 def require(package: str, executor: str) -> None:

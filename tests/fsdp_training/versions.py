@@ -86,7 +86,12 @@ def _made(wrap: str, world_size: int, seed: int) -> tuple[Any, Any, Any]:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1), foreach=False)
         return model, optimizer, None
     if wrap != "zckpt":
-        return made(wrap, world_size, seed)
+        model, optimizer, scheduler = made(wrap, world_size, seed)
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one) if one.requires_grad else None
+        optimizer.step()  # so that there is state of all parameters: DCP makes as much to load into
+        optimizer.zero_grad()
+        return model, optimizer, scheduler
     from zckpt.optim import ZeroOptimizer
 
     torch.manual_seed(seed)
@@ -119,7 +124,7 @@ def saved(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
         zckpt.save(folder, model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
         held = {f"weight/{name}": one.detach().clone() for name, one in model.state_dict().items()}
     else:
-        dcp.save(_states(model, optimizer), checkpoint_id=folder)
+        dcp.save(_states(model, optimizer), storage_writer=dcp.FileSystemWriter(folder))
         held = {key: one.clone() for key, one in truth(model, optimizer).items()}
     return held, _steps(model, optimizer, scheduler, range(STEPS, STEPS + AFTER))
 
@@ -136,7 +141,7 @@ def resumed(rank: int, world_size: int, wrap: str, folder: Path) -> list[float]:
         zckpt.load(folder, model=model, optimizer=optimizer, scheduler=scheduler)
     else:
         states = _states(model, optimizer)
-        dcp.load(states, checkpoint_id=folder)
+        dcp.load(states, storage_reader=dcp.FileSystemReader(folder))
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
         if scheduler is not None:
             scheduler.last_epoch = STEPS
