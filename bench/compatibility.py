@@ -203,7 +203,8 @@ for that Python are named as such.
 
 
 def _section(program: Program, found: dict[str, dict[str, dict[str, str]]]) -> str:
-    versions = sorted({*program.versions, *found}, key=number)
+    versions = sorted(found, key=number)
+    untried = [one for one in program.versions if one not in found]
     failures, rows = [], []
     for kind in program.kinds:
         texts = []
@@ -224,7 +225,8 @@ def _section(program: Program, found: dict[str, dict[str, dict[str, str]]]) -> s
         f"## {program.name}",
         "",
         *([program.about, ""] if program.about else []),
-        f"{ran} of {len(program.kinds) * len(versions)} cells ran.",
+        f"{ran} of {len(program.kinds) * (len(versions) + len(untried))} cells ran."
+        + (f" Not tried: {', '.join(untried)}." if untried else ""),
         "",
         f"| checkpoint | {' | '.join(versions)} |",
         f"|---|{'---|' * len(versions)}",

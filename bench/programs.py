@@ -43,7 +43,8 @@ class Cell:
         lines = [line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
         lines = [line for line in lines if "gloo/transport" not in line] or lines  # said by the other ranks
         text = lines[0] if lines else f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return text.replace(f"{self.place}/", "").replace(f"{ROOT}/", "")[:REASON_LENGTH]
+        text = text.replace(f"{self.place}/", "").replace(f"{ROOT}/", "")
+        return re.sub(r"(?<![:/\w])/[\w./-]+/", "", text)[:REASON_LENGTH]  # whatever lies elsewhere, by its name
 
 
 class Kind(NamedTuple):
@@ -444,7 +445,7 @@ def _adapter(options: dict[str, Any], cell: Cell) -> None:
         adapted.save_pretrained(saved)
         adapter.update(
             {
-                name.replace(".default.", "."): one.detach().clone()
+                re.sub(r"(\.modules_to_save)?\.default", "", name): one.detach().clone()
                 for name, one in adapted.named_parameters()
                 if one.requires_grad
             }
@@ -552,6 +553,25 @@ PROGRAMS = (
         ),
         beside=(("2.3", ("numpy<2",)),),
         alone=False,
+        about=(
+            "Names that a version has elsewhere are put where newer ones have them, and gloo is given a"
+            " `reduce_scatter_tensor` where it has\nnone. Neither changes what is written."
+        ),
+        causes=(
+            (
+                "2.2.2, 2.4.1, 2.6.0",
+                "dcp_fsdp2, ranks_fsdp2",
+                "torch itself: 2.2 has no FSDP2; in 2.4 it asks for CUDA, in 2.6 for streams, which CPUs have not.",
+            ),
+            ("2.2.2", "dcp_fsdp1", "torch itself: to save FSDP1 with DCP it asks for a driver of NVIDIA's."),
+            (
+                "2.2.2, 2.4.1, 2.6.0",
+                "ranks_fsdp1",
+                "zckpt writes DTensors in the form of torch 2.13, as it says when it does; older ones lack modules"
+                " that are named in it. What `--to dcp` writes they load.",
+            ),
+            ("2.2.2, 2.4.1", "zckpt", "To train with zckpt takes torch 2.5 or newer."),
+        ),
     ),
     Program(
         "transformers",
@@ -564,9 +584,9 @@ PROGRAMS = (
             Kind("llama_adafactor", "Trainer, Llama, Adafactor", partial(_trainer, "llama", optim="adafactor")),
         ),
         beside=(
-            ("4.45", (*_OLDEST[1:], "accelerate==0.34.2")),
-            ("4.52", ("tokenizers==0.21.4", "huggingface_hub==0.36.0", "accelerate==1.1.1")),
-            ("5", ("tokenizers==0.22.1", "huggingface_hub==0.36.0", "accelerate==1.6.0")),
+            ("4.45", (*_OLDEST[1:], "accelerate==0.34.2", "peft==0.10.0")),
+            ("4.52", ("tokenizers==0.21.4", "huggingface_hub==0.36.0", "accelerate==1.1.1", "peft==0.13.2")),
+            ("5", ("tokenizers==0.22.1", "huggingface_hub==0.36.0", "accelerate==1.6.0", "peft==0.17.1")),
         ),
     ),
     Program(
@@ -577,7 +597,7 @@ PROGRAMS = (
                  partial(_resumed, "Accelerate", 2, "accelerate", "accelerate", 1)),
             Kind("zckpt.accelerate", "`zckpt.accelerate` with 2 processes; for 3", _accelerate_door),
         ),
-        beside=(("0.28", _OLDEST), ("1.6", _OLDER)),
+        beside=(("0.28", (*_OLDEST, "peft==0.10.0")), ("1.6", (*_OLDER, "peft==0.13.2"))),
     ),
     Program(
         "lightning",
