@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,14 +225,11 @@ def _section(program: Program, found: dict[str, dict[str, dict[str, str]]]) -> s
         "",
         f"## {program.name}",
         "",
-        *([program.about, ""] if program.about else []),
+        *([textwrap.fill(program.about, 120), ""] if program.about else []),
         f"{ran} of {len(program.kinds) * (len(versions) + len(untried))} cells ran."
         + (f" Not tried: {', '.join(untried)}." if untried else ""),
         "",
-        f"| checkpoint | {' | '.join(versions)} |",
-        f"|---|{'---|' * len(versions)}",
-        *rows,
-        "",
+        *([f"| checkpoint | {' | '.join(versions)} |", f"|---|{'---|' * len(versions)}", *rows, ""] if versions else []),
         *(["What fails:", "", *lines, ""] if lines else []),
         *(["Causes:", "", *causes, ""] if causes else []),
     ])  # fmt: skip

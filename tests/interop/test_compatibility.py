@@ -37,7 +37,7 @@ def cells() -> list[tuple[str, str, str]]:
         for program in known.PROGRAMS
         for row, kind in enumerate(program.kinds)
         for column, version in enumerate(program.versions)
-        if (row + column) % 3 == 0 and kind.name in results[program.name].get(version, {})
+        if (row + column) % 3 == 0 and kind.name in results.get(program.name, {}).get(version, {})
         if program.alone or version == known.installed(program.name)
     ]
 
