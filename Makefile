@@ -63,7 +63,7 @@ bench: $(VENV)/.development
 	-$(BIN)/python bench/cold_start.py
 	-$(BIN)/python bench/limits.py
 
-# Each version of DeepSpeed is installed in bench/cache, and they run one after the other.
+# Each version of each program is installed in bench/cache and removed after its cells; they run one after the other.
 compatibility: $(VENV)/.development
 	$(BIN)/python bench/compatibility.py
 

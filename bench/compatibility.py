@@ -1,12 +1,11 @@
-"""Let each version of DeepSpeed make checkpoints, zckpt work on them, and that same version resume what came of it.
+"""Let each version of each program make checkpoints, zckpt work on them, and that same version resume what came of it.
 
-    python bench/compatibility.py [--versions V,...] [--kinds KIND,...] [--environments DIR] [--table-only]
+    python bench/compatibility.py [--programs P,...] [--versions V,...] [--kinds KIND,...]
+                                  [--environments DIR] [--keep] [--table-only]
 
-Each cell is a kind of checkpoint by one version: made by its real engine on CPU ranks, read by zckpt and held against
-the truth gathered from the live optimizer, resharded and loaded by that version's `load_checkpoint`, which trains on,
-and converted and held against the truth again. The cells that ran are merged into `bench/compatibility.json`, from
-which `docs/compatibility.md` is made. Versions other than the installed one are installed, without what they depend
-on, in directories of their own that come first on the path: they run with the installed torch.
+The programs, their versions and what is tried of each are in `programs.py`. The cells that ran are merged into
+`bench/compatibility.json`, from which `docs/compatibility.md` is made. A version other than the installed one is
+installed in a directory of its own, which comes first on the path and is removed when its cells are done.
 """
 
 from __future__ import annotations
@@ -16,276 +15,223 @@ import fcntl
 import importlib.metadata
 import json
 import os
-import re
+import platform
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-VERSIONS = ("0.14.5", "0.15.4", "0.16.9", "0.17.6", "0.18.9", "0.19.8")
-COLUMNS = ("made", "read", "reshard", "resumed", "convert")
+from programs import COLUMNS, PROGRAMS, YES, Cell, Kind, Program, number  # noqa: E402  after the path to it
+
 RESULTS = ROOT / "bench" / "compatibility.json"
 TABLE = ROOT / "docs" / "compatibility.md"
-YES = "yes"
-BLOCKED = "blocked"  # an earlier column of the same cell failed
-REASON_LENGTH = 300
 
-# By version: kinds that fail, and the cause that was found in DeepSpeed.
-_LOSSES = (
-    "The loaded state is bit-equal, and so are the losses at the same number of ranks (tried): only the order of"
-    " 16-bit rounding differs."
-)
-_SLICES = (
-    "The loaded state is bit-equal, and in fp32 (`tp2_s2_fp32_dp2`) losses are within 2e-5: only the order of 16-bit"
-    " rounding differs."
-)
-CAUSES = {
-    **{version: [("tp2_s1_bf16_dp2", _SLICES)] for version in VERSIONS},
-    "0.17.6": [
-        ("tp2_s1_bf16_dp2", _SLICES),
-        (
-            "s1_fp32_dp2, s2_bf16_dp2, s2_bf16_dp2_elastic_fused, s2_fp16_dp2, s2_bf16_dp2_rr",
-            "DeepSpeed's `get_flat_partition` raises on a rank that holds nothing of a group; here one group has one"
-            " element. With two groups (also listed), it trains.",
-        ),
-        (
-            "s0_bf16_dp2, s1_bf16_dp2_bf16opt",
-            "DeepSpeed saves no optimizer: the model file has None in its place, and there is no other file. zckpt"
-            " reads the weights, and at stage 0 copies them for other ranks; DeepSpeed itself cannot load"
-            " the checkpoint.",
-        ),
-    ],
-    "0.18.9": [
-        ("tp2_s1_bf16_dp2", _SLICES),
-        (
-            "pp2_s1_bf16_dp1",
-            "DeepSpeed's step gathers tensors that require gradients, and gloo's `all_gather_into_tensor` refuses them"
-            " (also with torch 2.7.1, tried on `s1_fp32_dp2_2groups`). The bench runs all steps under"
-            " `torch.no_grad()`, which works.",
-        ),
-        ("s1_bf16_dp2_bf16opt", _LOSSES),
-    ],
-}
+Results = dict[str, dict[str, dict[str, dict[str, str]]]]
+"""By program, version and kind: what came of each column, and the versions of Python and torch that ran it."""
 
 
 class CannotInstallError(Exception):
     """What pip said of a version that it could not install."""
 
 
-class Kind(NamedTuple):
-    """A checkpoint of `tests.deepspeed_engine.SPECS`, and the data-parallel ranks that it is resharded to."""
-
-    spec: str
-    ranks: int
-    about: str
-    groups: int = 0  # of parameters, where not as many as the description has
-
-    @property
-    def name(self) -> str:
-        """What the command line and the results call it."""
-        return f"{self.spec}_{self.groups}groups" if self.groups else self.spec
-
-
-KINDS = (
-    Kind("s1_fp32_dp2", 3, "ZeRO-1, fp32"),
-    Kind("s1_fp32_dp2", 3, "ZeRO-1, fp32, every rank has a part of each group", groups=2),
-    Kind("s2_bf16_dp2", 3, "ZeRO-2, bf16"),
-    Kind("s2_bf16_dp2", 3, "ZeRO-2, bf16, every rank has a part of each group", groups=2),
-    Kind("s3_bf16_dp2", 3, "ZeRO-3, bf16"),
-    Kind("s2_bf16_dp2_elastic_fused", 3, "ZeRO-2, elastic, FusedAdam's layout"),
-    Kind("s0_bf16_dp2", 3, "stage 0, bf16"),
-    Kind("pp2_s1_bf16_dp1", 2, "pipeline of two stages, ZeRO-1, bf16"),
-    Kind("s3_bf16_dp2_subgroup", 3, "ZeRO-3, small sub-groups"),
-    Kind("moe_ep2_s2_bf16_dp2", 4, "experts over two ranks, ZeRO-2, bf16"),
-    Kind("s1_bf16_dp2_bf16opt", 3, "BF16_Optimizer, ZeRO-1"),
-    Kind("s2_fp16_dp2", 3, "ZeRO-2, fp16"),
-    Kind("tp2_s1_bf16_dp2", 1, "tensor parallel over two ranks, ZeRO-1, bf16"),
-    Kind("s2_bf16_dp2_rr", 3, "ZeRO-2, round robin gradients"),
-    Kind("s2_bf16_dp2_elastic_fused", 3, "ZeRO-2, elastic, every rank has a part of each group", groups=2),
-    Kind("s2_fp16_dp2", 3, "ZeRO-2, fp16, every rank has a part of each group", groups=2),
-    Kind("s2_bf16_dp2_rr", 3, "ZeRO-2, round robin, every rank has a part of each group", groups=2),
-    Kind("tp2_s2_fp32_dp2", 1, "tensor parallel over two ranks, ZeRO-2, fp32"),
-)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--versions", default=",".join(VERSIONS))
-    parser.add_argument("--kinds", default=",".join(kind.name for kind in KINDS))
-    parser.add_argument("--environments", type=Path, default=ROOT / "bench" / "cache" / "deepspeed")
-    parser.add_argument("--table-only", action="store_true", help="make the table from the results that there are")
+    parser.add_argument("--programs", default=",".join(one.name for one in PROGRAMS))
+    parser.add_argument("--versions", help="any that there are; without, those of the table")
+    parser.add_argument("--kinds", help="without, all of the program")
+    parser.add_argument("--environments", type=Path, default=ROOT / "bench" / "cache" / "environments")
+    parser.add_argument("--keep", action="store_true", help="do not remove what was installed")
+    parser.add_argument("--table-only", action="store_true", help="make the page from the results that there are")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in the environment of one version
     arguments = parser.parse_args()
-    wanted = arguments.kinds.split(",")
-    if unknown := set(wanted) - {kind.name for kind in KINDS} | set(arguments.versions.split(",")) - set(VERSIONS):
+    programs = [one for one in PROGRAMS if one.name in arguments.programs.split(",")]
+    kinds = {kind.name for one in programs for kind in one.kinds}
+    wanted = set(arguments.kinds.split(",")) if arguments.kinds else kinds
+    unknown = set(arguments.programs.split(",")) - {one.name for one in PROGRAMS} | wanted - kinds
+    if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    kinds = [kind for kind in KINDS if kind.name in wanted]
-    if arguments.here:
-        for kind in kinds:
-            print(json.dumps([kind.name, run_cell(kind)]), flush=True)
-        return 0
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    for version in () if arguments.table_only else arguments.versions.split(","):
-        environment = environment_of(version, arguments.environments)
-        for kind, cell in cells(version, environment, kinds):
-            results.setdefault(version, {})[kind] = cell
-            if cell["deepspeed"] != version:
-                raise SystemExit(f"DeepSpeed {cell['deepspeed']} ran in the place of {version}")
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-            print(version, kind, *(f"{column}: {cell.get(column, BLOCKED)}" for column in COLUMNS), sep="\t")
-    TABLE.write_text(table(results))
+    for program in () if arguments.table_only else programs:
+        chosen = [kind for kind in program.kinds if kind.name in wanted]
+        if arguments.here:
+            for kind in chosen:
+                print(json.dumps([kind.name, run_cell(program, kind)]), flush=True)
+            continue
+        for version in arguments.versions.split(",") if arguments.versions else program.versions:
+            found = cells(program, version, chosen, arguments.environments, keep=arguments.keep)
+            for kind_name, cell in found:
+                merge(program.name, version, kind_name, cell)
+                said = (f"{column}: {cell[column]}" for column in COLUMNS if column in cell)
+                print(program.name, version, kind_name, *said, sep="\t", flush=True)
+    if not arguments.here:
+        TABLE.write_text(page(json.loads(RESULTS.read_text())))
     return 0
 
 
-def environment_of(version: str, directory: Path) -> Path | None:
-    """Return the directory that this version of DeepSpeed is installed in, installing it; None for .venv's own.
+def merge(program: str, version: str, kind: str, cell: dict[str, str]) -> None:
+    """Put a cell among the results, to which other runs may be adding theirs."""
+    with RESULTS.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        results: Results = json.load(file)
+        results.setdefault(program, {}).setdefault(version, {})[kind] = cell
+        file.seek(0)
+        file.write(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        file.truncate()
+
+
+def cells(program: Program, version: str, kinds: list[Kind], environments: Path, *, keep: bool):
+    """Run the cells of one version in a process that finds it first; yields (kind, cell)."""
+    try:
+        environment = environment_of(program, version, environments)
+    except CannotInstallError as error:
+        said = [line for line in str(error).splitlines() if "ERROR" in line] or str(error).splitlines()[-1:]
+        yield from ((kind.name, {"made": f"not installed: {said[-1]}"} | machine("")) for kind in kinds)
+        return
+    path = os.pathsep.join(str(place) for place in (environment, ROOT) if place)
+    variables = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": ""}
+    if program.name == "deepspeed":  # old versions do not say that they trust what they load
+        variables["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    while kinds:
+        names = ",".join(kind.name for kind in kinds)
+        command = [sys.executable, __file__, "--here", "--programs", program.name, "--kinds", names]
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        ):
+            for line in process.stdout or ():
+                if line.startswith('["'):  # what imports say is not
+                    name, cell = json.loads(line)
+                    if cell[program.name] != version:
+                        raise SystemExit(f"{program.name} {cell[program.name]} ran in the place of {version}")
+                    yield name, cell
+                    kinds = [kind for kind in kinds if kind.name != name]
+            if process.wait():
+                errors.seek(0)
+                last = (errors.read().strip() or f"it ended with {process.returncode}").splitlines()[-1]
+                yield kinds[0].name, {"made": last} | machine("")
+                kinds = kinds[1:]
+    if environment and not keep:
+        shutil.rmtree(environment)
+
+
+def environment_of(program: Program, version: str, directory: Path) -> Path | None:
+    """Return the directory that this version is installed in, installing it; None for the installed one.
 
     It appears whole or not at all, and processes that want it at the same time wait for the first.
     """
-    if importlib.metadata.version("deepspeed") == version:
+    if installed(program.name) == version:
         return None
-    place = directory / version
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f"{version}.lock").open("w") as lock:
+    place = directory / program.name / version
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f"{version}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (place / f"deepspeed-{version}.dist-info").exists():
-            with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=directory) as name:
+        if not place.exists():
+            with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=place.parent) as name:
                 target = Path(name) / version
-                how = ("--quiet", "--no-deps", "--no-build-isolation", "--target", str(target))
-                command = [sys.executable, "-m", "pip", "install", *how, f"deepspeed=={version}"]
+                pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target)]
+                beside = next((its for before, its in program.beside if number(version) < number(before)), ())
+                how = ["--no-deps", "--no-build-isolation"] if program.alone else []
+                command = [*pip, *how, f"{program.name}=={version}", *beside]
                 without_kernels = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
                 done = subprocess.run(command, check=False, env=without_kernels, capture_output=True, text=True)
                 if done.returncode:
                     raise CannotInstallError(done.stderr)
-                shutil.rmtree(place, ignore_errors=True)  # half of it
                 target.rename(place)
     return place
 
 
-def cells(version: str, environment: Path | None, kinds: list[Kind]):
-    """Run the cells of one version in a process that finds it first; yields (kind, cell)."""
-    path = os.pathsep.join(str(place) for place in (environment, ROOT) if place)
-    command = [sys.executable, __file__, "--here", "--kinds", ",".join(kind.name for kind in kinds)]
-    variables = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    variables["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"  # old versions do not say that they trust what they load
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout or ():
-            if line.startswith('["'):  # what imports say is not
-                yield json.loads(line)
-    if process.returncode:
-        raise SystemExit(f"DeepSpeed {version}: its process ended with {process.returncode}")
+def installed(package: str) -> str:
+    return importlib.metadata.version(package).split("+")[0]
 
 
-def run_cell(kind: Kind) -> dict[str, str]:
+def machine(torch: str) -> dict[str, str]:
+    return {"python": platform.python_version(), **({"torch": torch} if torch else {})}
+
+
+def run_cell(program: Program, kind: Kind) -> dict[str, str]:
     """Run one cell; returns what came of each column: `yes`, or why not."""
-    import torch
-
-    import zckpt
-    from tests.deepspeed_engine import SPECS, resume, train
-    from tests.truth import Truth, assert_consolidated
-
-    spec = SPECS[kind.spec]
-    if kind.groups:
-        spec = spec.at(spec.world_size, groups=kind.groups)
-    wider = spec.at(kind.ranks * spec.tensor_parallel * spec.pipeline_parallel)
-    cell = {"deepspeed": importlib.metadata.version("deepspeed"), "torch": torch.__version__.split("+")[0]}
-    with tempfile.TemporaryDirectory(prefix="zckpt-compatibility-") as name:
-        place = Path(name)
-
-        def column(column: str, action: Callable[[], Any]) -> bool:
-            try:
-                verdict = action()
-                cell[column] = YES if verdict is None or verdict.ok else f"differs: {_first(verdict)}"
-            except Exception as error:  # noqa: BLE001 (a cell that fails is a result)
-                cell[column] = _reason(error, place)
-            return cell[column] == YES
-
-        def read(source: Path, scratch: str) -> None:
-            (place / scratch).mkdir()
-            assert_consolidated(source, Truth(folder), place / scratch)
-
-        def make() -> None:
-            about = json.loads((train(spec, place) / "truth.json").read_text())
-            if about["deepspeed"] != cell["deepspeed"]:  # what its ranks imported
-                raise SystemExit(f"the ranks run DeepSpeed {about['deepspeed']}, not {cell['deepspeed']}")
-
-        folder = place / spec.name
-        if column("made", make):
-            column("read", lambda: read(folder, "read"))
-            if column("reshard", lambda: zckpt.reshard(folder, place / "cut", world_size=kind.ranks) and None):
-                column("resumed", lambda: resume(place / "cut", wider, folder))
-            converted = place / "converted"
-            column("convert", lambda: zckpt.convert(folder, converted, to="zckpt") and read(converted, "again"))
-    return cell
+    with tempfile.TemporaryDirectory(prefix="zckpt-compatibility-", ignore_cleanup_errors=True) as name:
+        cell = Cell(Path(name))
+        try:
+            kind.run(cell)
+        except Exception as error:  # noqa: BLE001 (a program that cannot be imported is a result)
+            cell.columns.setdefault("made", cell.reason(error))
+        return cell.columns | machine(installed("torch")) | {program.name: installed(program.name)}
 
 
-def _first(verdict: Any) -> str:
-    """Say what a resumed run had that the truth has not."""
-    for what in ("slots", "weights", "hyperparameters", "steps"):
-        if found := getattr(verdict, what):
-            return f"{what}: {found[0]} and {len(found) - 1} more"
-    return f"losses by {verdict.loss_difference:.2g}, allowed are {verdict.loss_tolerance:.2g}"
+def page(results: Results) -> str:
+    """Return the page: for each program a table, what fails in it, and why."""
+    ran = {"python": set[str](), "torch": set[str]()}
+    for name, versions in results.items():
+        for cell in (cell for row in versions.values() for cell in row.values()):
+            ran["python"] |= {cell["python"]} - {""}
+            ran["torch"] |= {cell.get("torch", "")} - {""} if name != "torch" else set()
+    pythons, torches = (" and ".join(sorted(some, key=number)) for some in ran.values())
+    return INTRODUCTION.format(pythons=pythons, torches=torches) + "".join(
+        _section(program, results.get(program.name, {})) for program in PROGRAMS
+    )
 
 
-def _reason(error: Exception, place: Path) -> str:
-    """Return the line of an error that says what it is, of the first rank for those of ranks, without paths."""
-    lines = [line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    lines = [line for line in lines if "gloo/transport" not in line] or lines  # said by the other ranks
-    text = lines[0] if lines else f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return text.replace(f"{place}/", "").replace(f"{ROOT}/", "")[:REASON_LENGTH]
+INTRODUCTION = """\
+# Versions that were tried
+
+`make compatibility` makes this page: it lets each version of each program make small checkpoints on CPU ranks, zckpt
+work on them, and that same version go on from what zckpt wrote. A cell is one kind of checkpoint of one version. Four
+things are checked in it:
+
+- **made**: the program trains a small model and saves it; what it holds in memory then is the truth;
+- **read**: what zckpt reads, optimizer included, is bit for bit the truth;
+- **written**: zckpt writes it again in a format of that program, mostly for another number of ranks, and compares it
+  with its source;
+- **resumed**: *that version* loads what zckpt wrote. Either all that it then holds is equal to the truth, bit for bit,
+  or its next losses are those of the run that was not stopped: equal where the ranks are as many, within 1e-5 where
+  another number of ranks sums in another order. Tables say where it is otherwise.
+
+`all`: all of these hold. `not run`: not tried. What fails is listed below each table, with the cause where it is known.
+
+To repeat a part: `python bench/compatibility.py --programs torch --versions 2.4.1 --kinds plain,dcp_fsdp1`. It installs
+the version in a directory of its own, and merges what comes of it into `bench/compatibility.json`; `--versions` takes
+any version that pip finds. What is tried of each program is in `bench/programs.py`.
+
+The cells ran with Python {pythons}; those of all programs but torch with torch {torches}. Versions that have no wheel
+for that Python are named as such.
+"""
 
 
-def table(results: dict[str, dict[str, dict[str, str]]]) -> str:
-    """Return the page: a row for each kind, a column for each version, and below what failed and why."""
-    torches = sorted({cell["torch"] for row in results.values() for cell in row.values()})
-    ran = sum(len(row) for row in results.values())
+def _section(program: Program, found: dict[str, dict[str, dict[str, str]]]) -> str:
+    versions = sorted(found, key=number)
+    untried = [one for one in program.versions if one not in found]
     failures, rows = [], []
-    for kind in KINDS:
+    for kind in program.kinds:
         texts = []
-        for version in VERSIONS:
-            cell = results.get(version, {}).get(kind.name)
-            if cell is None:
-                texts.append("not run")
-                continue
-            failed = [column for column in COLUMNS if cell.get(column, YES) != YES]
-            texts.append(", ".join(f"{column} fails" for column in failed) or "all")
-            failures += [f"- {version}, `{kind.name}`, {column}: `{cell[column]}`" for column in failed]
-        rows.append(f"| {kind.about} (`{kind.name}`) | {kind.ranks} | {' | '.join(texts)} |")
-    head = f"| checkpoint | resharded to | {' | '.join(VERSIONS)} |\n|---|---|{'---|' * len(VERSIONS)}"
+        for version in versions:
+            cell = found.get(version, {}).get(kind.name)
+            failed = [column for column in COLUMNS if cell and cell.get(column, YES) != YES]
+            texts.append("not run" if not cell else ", ".join(f"{one} fails" for one in failed) or "all")
+            failures += [(kind.name, column, cell[column], version) for column in failed if cell]
+        rows.append(f"| {kind.about} (`{kind.name}`) | {' | '.join(texts)} |")
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for *what, version in failures:
+        said.setdefault((what[0], what[1], what[2]), []).append(version)
+    lines = [f"- {', '.join(some)}, `{name}`, {column}: `{why}`" for (name, column, why), some in said.items()]
+    causes = [f"- {some}, `{names.replace(', ', '`, `')}`: {cause}" for some, names, cause in program.causes]
+    ran = sum(kind.name in found.get(version, {}) for kind in program.kinds for version in versions)
     return "\n".join([
-        "# Versions of DeepSpeed",
         "",
-        "`make compatibility` makes this page. Each cell is a checkpoint that this version's real engine made on CPU",
-        "ranks (gloo) in five steps of a small model. Four things are checked:",
+        f"## {program.name}",
         "",
-        "- **read**: what `zckpt consolidate` writes, optimizer included, is bit for bit what the live optimizer held;",
-        "- **reshard**: `zckpt reshard` writes it for another number of data-parallel ranks, given in the table;",
-        "- **resumed**: *that version's* `load_checkpoint` then holds bit-equal masters, slots, weights, steps and",
-        "  hyperparameters on those ranks, and its next five losses equal those of the uninterrupted run",
-        "  (within 2e-5 in fp32, 3e-3 in 16 bits);",
-        "- **convert**: `zckpt convert --to zckpt`, read again, is still bit-equal to the live optimizer.",
+        *([textwrap.fill(program.about, 120), ""] if program.about else []),
+        f"{ran} of {len(program.kinds) * (len(versions) + len(untried))} cells ran."
+        + (f" Not tried: {', '.join(untried)}." if untried else ""),
         "",
-        f"All cells ran with torch {' and '.join(torches) or '(none)'} and `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`.",
-        "Without it, torch 2.6 and newer refuse what old versions of DeepSpeed load, whoever wrote the checkpoint.",
-        f"`all`: all four hold; `not run`: not tried. {ran} of {len(KINDS) * len(VERSIONS)} cells ran.",
-        "",
-        head,
-        *rows,
-        "",
-        "## What fails",
-        "",
-        *(failures or ["Nothing that ran."]),
-        "",
-        "Causes:",
-        "",
-        *(f"- {v}, `{names.replace(', ', '`, `')}`: {cause}" for v, found in CAUSES.items() for names, cause in found),
-        "",
+        *([f"| checkpoint | {' | '.join(versions)} |", f"|---|{'---|' * len(versions)}", *rows, ""] if versions else []),
+        *(["What fails:", "", *lines, ""] if lines else []),
+        *(["Causes:", "", *causes, ""] if causes else []),
     ])  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import logging
 import multiprocessing
 import re
@@ -78,13 +79,8 @@ class Live:
         self._step(lambda _: None)  # makes the state that is loaded into
 
     def _model(self) -> Any:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import (
-            get_gpt_decoder_block_spec,
-            get_gpt_layer_local_spec,
-            get_gpt_mtp_block_spec,
-        )
-        from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+        from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+        from megatron.core.transformer import transformer_config
 
         spec = self.spec
         about: dict[str, Any] = {
@@ -109,18 +105,22 @@ class Live:
             about |= {"hidden_size": 24, "num_attention_heads": 6, "kv_channels": 8, "ffn_hidden_size": 20,
                       "layernorm_epsilon": 1e-6, **family.settings}  # fmt: skip
         latent = about.get("multi_latent_attention")
-        config = (MLATransformerConfig if latent else TransformerConfig)(**about)
+        config = getattr(transformer_config, "MLATransformerConfig" if latent else "TransformerConfig")(**about)
         norm = about["normalization"]
         if family:
             layers = family_layers(config, spec.family)
         elif spec.moe_layers:
-            layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
+            make = gpt_layer_specs.get_gpt_decoder_block_spec
+            layers = make(config, use_transformer_engine=False, normalization=norm)
         else:
-            layers = get_gpt_layer_local_spec(spec.experts or None, moe_grouped_gemm=False, normalization=norm)
+            make = gpt_layer_specs.get_gpt_layer_local_spec
+            norms = {"normalization": norm} if "normalization" in inspect.signature(make).parameters else {}
+            layers = make(spec.experts or None, moe_grouped_gemm=False, **norms)
         more = {"share_embeddings_and_output_weights": not spec.llama,
                 "position_embedding_type": "rope" if spec.llama else "learned_absolute"}  # fmt: skip
         if about.get("mtp_num_layers"):
-            more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False)
+            make = gpt_layer_specs.get_gpt_mtp_block_spec
+            more["mtp_block_spec"] = make(config, layers, use_transformer_engine=False)
         model = GPTModel(config, layers, VOCABULARY, LENGTH, pre_process=self.state.is_pipeline_first_stage(),
                          post_process=self.state.is_pipeline_last_stage(),
                          **{**more, **(family.model if family else {})})  # fmt: skip
@@ -133,15 +133,17 @@ class Live:
         return model
 
     def _sharded(self, *, loading: bool) -> dict[str, Any]:
-        from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+        from megatron.core.transformer import utils
 
         about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
         if self.spec.distributed:
             about |= {"distrib_optim_sharding_type": "fully_reshardable",
                       "distrib_optim_fully_reshardable_mem_efficient": False}  # fmt: skip
-        metadata = ensure_metadata_has_dp_cp_group(dict(about))
+        metadata = getattr(utils, "ensure_metadata_has_dp_cp_group", dict)(about)
         model = self.model.sharded_state_dict(metadata=metadata)
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        cut = self.optimizer.sharded_state_dict
+        more = {"metadata": metadata} if {"metadata", "kwargs"} & {*inspect.signature(cut).parameters} else {}
+        optimizer = cut(model, is_loading=loading, **more)
         rest = {} if loading else {"content_metadata": about, "iteration": 2, "checkpoint_version": 3.0}
         return {"model": model, "optimizer": optimizer, **rest}
 
@@ -266,6 +268,10 @@ class Live:
 
     def _state(self, optimizer: Any, one: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.spec.distributed:
+            if not hasattr(optimizer, "_get_main_param_and_optimizer_states"):  # before 0.12
+                group, place = optimizer.model_param_group_index_map[one]
+                main = optimizer.optimizer.param_groups[group]["params"][place]
+                return {"master": main, **optimizer.optimizer.state[main]}
             state: dict[str, torch.Tensor] = dict(optimizer._get_main_param_and_optimizer_states(one))
             return {"master" if key == "param" else key: value for key, value in state.items()}
         for groups, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
@@ -317,11 +323,12 @@ def patch() -> None:
     torch.cuda.synchronize = lambda *_, **__: None
     np.product = np.prod  # type: ignore[attr-defined]  # which it calls, and newer NumPy has not
     of_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
-    whole = DistributedOptimizer._set_main_param_and_optimizer_states
+    whole = getattr(DistributedOptimizer, "_set_main_param_and_optimizer_states", None)  # since 0.12
 
     def with_step(self: Any, one: Any, tensors: Any) -> None:
         """Torch's Adam has a step for each parameter, of which the files have one and this asks for its tensor."""
         own = self._get_main_param_and_optimizer_states(one)
+        assert whole is not None
         whole(self, one, {**({"step": own["step"]} if "step" in own else {}), **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step

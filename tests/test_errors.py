@@ -14,7 +14,7 @@ import pytest
 import zckpt
 from tests.cli.console import FIXTURES, run
 from zckpt.cli import cli
-from zckpt.errors import DamagedFileError, about, as_keywords
+from zckpt.errors import DamagedFileError, about, as_keywords, require_torch
 from zckpt.operations.options import Converted
 
 
@@ -130,3 +130,17 @@ def test_notes_and_warnings_name_options_as_whoever_calls_does(tmp_path):
         assert not any("--" in one for one in warnings)
     done = run("convert", source, tmp_path / "y", "--to", "zckpt")
     assert "give --names FILE" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.4.1+cu121", True), ("2.5.0", False), ("3.0.0a0+git1", False)])
+def test_a_torch_that_is_too_old_to_train_with_is_named(version, refused, monkeypatch):
+    """Reading tensors needs no newer one."""
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", version)
+    require_torch("read()", since=(2, 0))
+    if not refused:
+        require_torch("training")
+        return
+    with pytest.raises(zckpt.MissingPackageError, match=r"training needs torch 2\.5 or newer.*found torch 2\.4\.1"):
+        require_torch("training")

@@ -146,22 +146,27 @@ def stands_for_urls() -> bool:
     return bool(_AS_URLS)
 
 
-def require_torch(what: str) -> None:
+def require_torch(what: str, *, since: tuple[int, int] = (2, 5)) -> None:
     """Raise MissingPackageError unless torch can be imported, which the tools do without.
 
     Parameters
     ----------
     what : str
         What needs it.
+    since : tuple of int and int
+        The first version that has what it needs; training needs `torch.distributed.tensor`.
     """
     try:
-        import_module("torch")
+        found = str(import_module("torch").__version__)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         raise MissingPackageError(
             f"{what} needs torch, which is not installed", advice="pip install 'zckpt[train]'"
         ) from error
+    if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) < since:
+        wanted = f"{what} needs torch {since[0]}.{since[1]} or newer"
+        raise MissingPackageError(wanted, found=f"torch {found}", advice=f"pip install 'torch>={since[0]}.{since[1]}'")
 
 
 def require(package: str, executor: str) -> None:

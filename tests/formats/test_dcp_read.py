@@ -39,6 +39,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.formats import open_checkpoint
+from zckpt.formats.account import take_inventory
 from zckpt.formats.dcp import items
 from zckpt.formats.dcp import reader as adapter
 from zckpt.formats.dcp.directory import find
@@ -291,6 +292,7 @@ def test_same_state_under_any_keys(form, kind, tmp_path):
     assert set(checkpoint.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert (checkpoint.unnamed, checkpoint.warnings) == ({}, [])
     assert set(checkpoint.metadata) == {"step", "more"}
+    assert not take_inventory(checkpoint).left_out
 
 
 @pytest.mark.parametrize("form", ["usual", "nested in a user's key", "raw", "flattened"])

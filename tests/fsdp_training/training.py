@@ -49,16 +49,18 @@ class Net(nn.Module):
 def placed(model: nn.Module, wrap: str, world_size: int) -> nn.Module:
     """Wrap a model as the words of `wrap` say."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     words = set(wrap.split())
     sizes = (2, world_size // 2) if {"hsdp", "tp"} & words else (world_size,)
     names = ("ddp", "fsdp") if "hsdp" in words else ("fsdp", "tp") if "tp" in words else ("fsdp",)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=None if "unnamed" in words else names)
     if "fsdp2" in words:
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
         if "tp" in words:
             for layer in model.layers:  # type: ignore[union-attr]
                 parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -114,7 +116,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, see
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 13, (4, 5), generator=generator)
     loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten().roll(1))
-    loss.backward()
+    getattr(optimizer, "backward", torch.Tensor.backward)(loss)  # ZeRO's
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()

@@ -121,7 +121,7 @@ def ranks() -> Iterator[Executor | None]:
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         raise UsageError("torchrun has not started this process", expected="`torchrun --nproc-per-node N -m zckpt ...`")
-    require_torch("--executor torchrun")
+    require_torch("--executor torchrun", since=(2, 0))
     import torch.distributed as dist
 
     try:

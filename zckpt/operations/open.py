@@ -56,7 +56,7 @@ class OpenedCheckpoint(Checkpoint):
         SourceError
             The files cannot be read.
         """
-        require_torch("read()")
+        require_torch("read()", since=(2, 0))
         import torch
 
         from zckpt.engine.checking import Checks

@@ -24,7 +24,7 @@ from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, listed, slo
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, describe, lay_out_document, place
-from zckpt.formats.remainder import BESIDE
+from zckpt.formats.remainder import BESIDE, RANDOM
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
@@ -37,7 +37,7 @@ from zckpt.state import Checkpoint, Extent, Parameter, Shape, Slot, Span, Topolo
 from zckpt.state.partition import even_extents
 from zckpt.storage.durable import written
 from zckpt.training.live import Part
-from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
+from zckpt.training.other_state import SAVED_BY, SELF, other_values
 
 if TYPE_CHECKING:
     from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer

@@ -17,7 +17,6 @@ from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import Optimizer, attach, read_optimizer
 from zckpt.formats.dcp.own import prepare, restore_own
 from zckpt.formats.dcp.tree import (
-    PARAMS,
     Branch,
     ModelPart,
     Node,
@@ -229,8 +228,6 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
 
     What `zckpt.pt` holds as it was (`rewritten`) is there once more for programs that do not know that file.
     """
-    known = {PARAMS, *(key for group in checkpoint.param_groups for key in (*group.hyperparameters, *group.state))}
-    known |= {key for p in checkpoint.holders() for key in (*p.state, *p.slots)}
     kept = {*checkpoint.metadata, *checkpoint.optimizer_metadata}
     for file in checkpoint.files:
         folder = folders.get(str(Path(file.path).parent))
@@ -246,7 +243,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
                 rules.append(Rule((key, REST), fate, about, tensors=rewritten))
             elif key in STEP_KEYS and checkpoint.step is not None:
                 rules.append(Rule((key, REST), IMPLIED, "the step"))
-            elif known & {part for step in steps for part in (str(step), str(step).rpartition(".")[2])}:
+            else:  # of an optimizer, or of a dict of it: torch before 2.4 kept those without tensors whole
                 rules.append(Rule((key, REST), STATE, "single values and hyperparameters"))
         file.rules = (*file.rules, *rules)
 
