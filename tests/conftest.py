@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
+import io
 import itertools
 import os
 import pickle
 import re
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 
 from zckpt.errors import ZckptError
+from zckpt.naming import installed, traced
 
 ZckptError.names_flags = True
 """Texts are those of the command line, whoever calls; `test_errors.py` is about those of Python."""
@@ -55,6 +60,20 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def maps_made_here() -> Iterator[None]:
+    """Make maps of transformers here: to import it again takes seconds. `test_transformers_map.py` starts a process."""
+
+    def run(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:  # noqa: A002
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            status = traced.main(lambda: input)
+        return subprocess.CompletedProcess(command, status, out.getvalue(), "")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(installed, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
+        yield
 
 
 _numbers = itertools.count()
