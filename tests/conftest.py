@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ ZckptError.names_flags = True
 """Texts are those of the command line, whoever calls; `test_errors.py` is about those of Python."""
 
 # How long an example takes is no property of the product. `make test-all` draws more of them.
-settings.register_profile("zckpt", deadline=None, max_examples=50)
+settings.register_profile("zckpt", deadline=None, max_examples=20)
 settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.load_profile("zckpt")
 
@@ -52,6 +53,18 @@ os.fsync = os.fdatasync = _synced
 def pytest_configure() -> None:
     """Collect no garbage while test modules are imported: what they make stays, and there is ever more of it."""
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let `nightly` be all but each n-th case of a test that is marked `every(n)`."""
+    numbers = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("every")) is not None and item.get_closest_marker("nightly") is None:
+            test = item.nodeid.partition("[")[0]
+            if numbers[test] % mark.args[0]:
+                item.add_marker("nightly")
+            numbers[test] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -308,7 +308,7 @@ def deepest(text: str) -> int:
     return most
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(trees())
 def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree):
     carried = FromFile(tree, "none")
@@ -317,7 +317,6 @@ def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree):
     assert dump(found.node).data == dump(tree).data
 
 
-@settings(max_examples=100)
 @given(st.floats(), st.integers(), texts)
 def test_numbers_and_text_are_exact(number, integer, text):
     values = [number, integer, text, {text: number}, -number, (number, integer)]
@@ -449,7 +448,6 @@ def test_names_that_would_be_one_key_stay_apart(tmp_path):
 
 
 @given(data=st.data(), shape=shapes(), dtype=st.sampled_from(["float32", "complex64", "bool"]))
-@settings(max_examples=60)
 def test_boxes_and_ranges_of_any_layout_are_read(data, shape, dtype, tmp_path_factory):
     directory = tmp_path_factory.mktemp("layout")
     slot = stored(directory / "source.bin", random_tensor(dtype, shape))

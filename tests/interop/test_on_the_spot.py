@@ -86,7 +86,9 @@ MADE = [*(dataclasses.replace(spec, steps=2, steps_after=0) for spec in OWN), *O
 NIGHTLY = (
     "s3_dp12_fp16", "s2_dp12_elastic_rr", "s1_dp12_bf16opt", "s3_dp3_lion", "moe_ep2_dp4_s1_fp32", "s1_dp3_fp32",
     "s1_dp5_fp32", "s2_dp1_fp32", "s2_dp3", "s2_dp5", "s2_dp12", "s3_dp3", "s3_dp5", "s1_dp3_rr_fp32",
-    "s2_dp3_untied_1g", "s3_dp2_sgdm_fp32", "pp2_s1_dp3_fp32", "tp2_s1_dp3",
+    "s2_dp3_untied_1g", "s3_dp2_sgdm_fp32", "pp2_s1_dp3_fp32", "tp2_s1_dp3", "s1_dp1", "s1_dp12", "s1_dp3_elastic",
+    "moe_ep4_dp4", "tp2_s3_dp2", "s0_dp2_bf16", "s2_dp3_rr", "s2_dp3_palign", "s1_dp3_bf16opt",
+    "s3_dp3_frozen_in_group", "s3_dp3_2g", "s3_dp1",
 )  # fmt: skip
 """Those of numbers of ranks and of kinds whose forms others have at other numbers, or at another stage."""
 

@@ -83,7 +83,10 @@ NIGHTLY = (
     "s3_dp12-to-4", "s3_sgdm_fp32-to-6", "s2_sgdm-to-2", "s3_lion-to-2", "s3_fused_layout-to-2", "s1_bf16opt-to-6",
     "s2_bf16-to-1", "s2_bf16-to-6", "s3_bf16-to-1", "s3_bf16-to-12", "s1_fp32-to-3", "s2_fp32-to-3", "s2_dp12-to-4",
     "s1_fp32-to-6-stage=3", "s2_fp32-to-2-stage=1", "s3_fp32-to-4-stage=1", "s2_fused_layout-to-2-stage=3",
-    "s2_fp32-to-3-parameter_alignment=True-round_robin=True", "s2_zerodim-to-2-stage=1",
+    "s2_fp32-to-3-parameter_alignment=True-round_robin=True", "s2_zerodim-to-2-stage=1", "s3_fp32-to-2",
+    "s3_fp16-to-3", "s1_bf16-to-3-stage=2", "s3_fp32-to-3-stage=2", "s2_lion-to-2", "s2_fused_layout-to-2",
+    "s2_rr-to-4", "s2_palign-to-2", "s2_bf16-to-3-parameter_alignment=True", "s2_rr-to-2-round_robin=False",
+    "s3_frozengroup-to-2", "s2_untied-to-2", "s3_client-to-4",
 )  # fmt: skip
 """Numbers of ranks, from and to which every run reshards another type or stage; optimizers likewise."""
 
