@@ -57,12 +57,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let `nightly` be all but each n-th case of a test that is marked `every(n)`."""
+    """Let `nightly` be all but each n-th case of a test that is marked `every(n, first)`."""
     numbers = Counter[str]()
     for item in items:
         if (mark := item.get_closest_marker("every")) is not None and item.get_closest_marker("nightly") is None:
             test = item.nodeid.partition("[")[0]
-            if numbers[test] % mark.args[0]:
+            n, first = (*mark.args, 0)[:2]
+            if numbers[test] % n != first:
                 item.add_marker("nightly")
             numbers[test] += 1
 

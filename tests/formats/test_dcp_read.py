@@ -295,6 +295,7 @@ def test_same_state_under_any_keys(form, kind, tmp_path):
 
 @pytest.mark.parametrize("form", ["usual", "nested in a user's key", "raw", "flattened"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.every(3)
 def test_dicts_that_torch_2_3_did_not_take_apart(form, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(_version, "_derived_version", "2_3")
     test_same_state_under_any_keys(form, kind, tmp_path)
@@ -757,6 +758,7 @@ def test_keys_without_paths_are_a_flat_dict(small):
 @pytest.mark.parametrize("name", ["dcp_fsdp2_dp3", "dcp_fsdp2_dp2_stformat"])
 @pytest.mark.parametrize("keep", [0, 10, 1500, 0.3, 0.9, -1])
 @pytest.mark.parametrize("which", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+@pytest.mark.every(3)
 def test_file_that_is_cut_short_is_refused(name, keep, which, tmp_path):
     path = copied(name, tmp_path)
     data = (path / which).read_bytes()

@@ -136,6 +136,7 @@ def state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DEEPSPEED, [1, 3]), indirect=["world_size"])
+@pytest.mark.every(3)
 def test_torch_loads_the_truth_into_plain_tensors_and_nothing_is_lost_on_the_way_back(name, world_size, tmp_path):
     checkpoint, truth = open_checkpoint(FIXTURES / name), Truth(FIXTURES / name)
     back = assert_comes_back(checkpoint, tmp_path / "dcp", world_size)

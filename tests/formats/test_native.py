@@ -161,6 +161,7 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
 
 
 @pytest.mark.parametrize(("name", "world_size"), each([*RUNS, *OTHERS], WORLD_SIZES))
+@pytest.mark.every(3, 1)
 def test_everything_comes_back(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     directory = written(expected, tmp_path / str(world_size), world_size)

@@ -35,6 +35,7 @@ def lost(inventory: Inventory, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.every(3, 2)
 def test_nothing_of_a_real_checkpoint_is_left_out(name):
     """Each file, each byte of those that are read, and each byte of every tensor has a fate."""
     source = SOURCES[name]

@@ -44,6 +44,7 @@ def but_for_the_cut(checkpoint: zckpt.OpenedCheckpoint) -> zckpt.OpenedCheckpoin
 
 
 @pytest.mark.parametrize(("name", "to"), each(DENSE, TARGETS))
+@pytest.mark.every(3)
 def test_state_is_that_of_the_source(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))

@@ -43,6 +43,7 @@ WORLD_SIZES = (1, 3, 7, 17)
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DENSE, WORLD_SIZES))
+@pytest.mark.every(4)
 def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size)
