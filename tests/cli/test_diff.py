@@ -109,6 +109,7 @@ def test_metadata_may_be_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
+@pytest.mark.every(2)
 def test_text_fits_the_width(columns, changed):
     done = subprocess.run(
         command("diff", SOURCE, changed),

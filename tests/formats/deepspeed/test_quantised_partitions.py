@@ -83,6 +83,7 @@ def assert_alike(codes: Path, floats: Path, scratch: Path, **options: Any) -> No
 
 
 @pytest.mark.parametrize("cls", CLASSES.values())
+@pytest.mark.every(3)
 def test_state_of_torchao(cls, torchao, tmp_path):
     codes, floats = (copy("s2_fp32_dp2", tmp_path / kind) for kind in ("codes", "floats"))
     for rank in range(2):
