@@ -78,6 +78,7 @@ def copied(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.every(3)
 def test_real_checkpoint_is_the_truth(name):
     truth = Truth(OTHER / name)
     groups = truth.facts["param_groups"]
@@ -108,6 +109,7 @@ def test_real_checkpoint_is_the_truth(name):
 
 
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.every(3, 1)
 def test_real_checkpoint_is_recognised_and_its_files_are_described(name):
     assert find(source(name)) is not None
     checkpoint = open_checkpoint(source(name))

@@ -530,6 +530,7 @@ def independently(directory: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
+@pytest.mark.every(3)
 def test_specification_suffices_to_read_all_tensors(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     found = independently(written(expected, tmp_path / "native", world_size))

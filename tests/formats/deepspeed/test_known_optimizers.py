@@ -83,7 +83,6 @@ def test_estimates_of_prodigy_are_known():
 
 
 @pytest.mark.parametrize("name", MAKES)
-@pytest.mark.every(3)
 def test_single_values_are_what_their_keys_say(name):
     first, second = states(MAKES[name])
     for key, value in first.items():

@@ -52,6 +52,7 @@ def names_of(tag: Path, mp_rank: int) -> list[list[str]]:
         (EXPERTS, 1, {"expert_parallel_size": 1, "stage_bounds": "0,2,6", "pipeline_layers": EXPERT_LAYERS}),
     ],
 )
+@pytest.mark.every(3)
 def test_everything_arrives(name, world_size, options, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, **options)

@@ -306,6 +306,7 @@ def test_weight_check_samples_every_parameter(parameter, position, tmp_path):
         "moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2",
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_swapped_ranks_are_refused(name, tmp_path):
     tag = copy(name, tmp_path)
     first, second = optimizer_file(tag, 0), optimizer_file(tag, 1)
