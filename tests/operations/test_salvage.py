@@ -38,6 +38,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize(("name", "pattern"), LOST, ids=[f"{name}-{pattern}" for name, pattern in LOST])
+@pytest.mark.every(2)
 def test_what_is_left_is_bit_for_bit_and_what_is_filled_too(name: str, pattern: str, tmp_path: Path) -> None:
     source = copy(name, tmp_path)
     whole, aliases = tmp_path / "whole.safetensors", zckpt.open(source).aliases

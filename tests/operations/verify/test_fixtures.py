@@ -134,6 +134,7 @@ def test_elements_of_what_is_one_piece_are_named(name, sums, tmp_path):
         ["zckpt", "deepspeed", "universal", "consolidated", "dcp", "zero-redundancy"],
     ),
 )
+@pytest.mark.every(2)
 def test_what_zckpt_writes_is_sound(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "target", to=to)
     assert verify(tmp_path / "target", deep=True).findings == []
