@@ -35,7 +35,6 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, label: str) -> Non
 
 
 @pytest.mark.parametrize("name", MERGED)
-@pytest.mark.every(3)
 def test_what_peft_merges(name, tmp_path):
     source = ADAPTERS / name
     done = zckpt.merge_adapter(source / "base.safetensors", source, tmp_path / "m.safetensors", verify=True)

@@ -98,7 +98,6 @@ def test_the_sample_tries_every_kind_of_file_that_ranks_have():
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-@pytest.mark.every(3)
 def test_a_copy_is_found_and_nothing_is_written_from_it(name, tmp_path):
     assert_found(name, one_of_each_kind(name), tmp_path)
 
