@@ -236,10 +236,6 @@ def of_target(in_turn: bool, at_target: bool) -> bool:
     return in_turn and at_target
 
 
-def one_each(in_turn: bool, at_target: bool) -> bool:
-    return in_turn
-
-
 def each_of_target(in_turn: bool, at_target: bool) -> bool:
     """Each error of each call about the target, and one of each call about a source: these are alike in all verbs."""
     return in_turn or at_target

@@ -78,7 +78,6 @@ def both(name: str, **changes: Any) -> Spec:
 BOTH, DATA_FIRST = both("tp2_ep2"), moe("dbe_ep2", expert_parallel=2, dtype="fp32",
                                         config={"use_data_before_expert_parallelism": True})  # fmt: skip
 SEVERAL = moe("layers", model="moe_layers", expert_layers=LAYERS, dtype="fp32", world_size=3)
-TP2_EP4 = both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16")
 SLICED_EXPERTS = both("tp2_sliced_experts", sliced_experts=True)
 EVERY_THIRD = {"expert_layers": ((3, 3, True), (6, 3, False))}
 

@@ -89,7 +89,7 @@ MORE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("most", [AT_MOST, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("most", some([AT_MOST], [1000]))
 @pytest.mark.parametrize(("source", "to", "family", "world_size"), some(CASES, MORE))
 def test_every_record_that_is_damaged_is_refused_or_not_needed(source, to, family, world_size, most, tmp_path):
     path = tmp_path / "x"
