@@ -80,6 +80,7 @@ def test_deepspeed_is_rewritten_from_any_format(name, to, stage, tmp_path):
         ((name, first) for number, name in enumerate(RUNG) for first in range(len(RING)) if first != 2 * number),
     ),
 )
+@pytest.mark.every(2)
 def test_the_ring_of_all_formats_loses_nothing(name, first, tmp_path):
     at = FIXTURES / name
     for number, to in enumerate(RING[first:] + RING[:first]):

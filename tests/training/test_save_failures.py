@@ -143,6 +143,7 @@ def fail(rank, world_size, directory: Path, failure: str, async_: bool, name: st
 
 @pytest.mark.parametrize("failure", ["no space", "vanished"])
 @pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.every(3)
 def test_a_failure_of_one_rank_is_one_of_all(failure, async_, tmp_path):
     directory = tmp_path / "run"
     for _ in range(5):  # on a busy machine the directory may go when all of it has been written
