@@ -28,6 +28,7 @@ def three(tmp_path_factory):
         yield name, folder / "mark"
 
 
+@pytest.mark.nightly
 def test_worker_killed_midway_changes_no_bit(three, source, tmp_path, monkeypatch):
     name, mark = three
     zckpt.consolidate(source, tmp_path / "threads.safetensors")

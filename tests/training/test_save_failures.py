@@ -73,6 +73,7 @@ def kill(directory: Path, victim: int, share: float) -> int:
     return step
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kills", some([8], [50]))
 def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(kills, tmp_path):
     chance = random.Random(7)
