@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
+import io
 import itertools
 import os
 import pickle
 import re
 import shutil
 import signal
-from collections.abc import Callable
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
 from hypothesis import settings
 
 from zckpt.errors import ZckptError
+from zckpt.naming import installed, traced
 
 ZckptError.names_flags = True
 """Texts are those of the command line, whoever calls; `test_errors.py` is about those of Python."""
 
 # How long an example takes is no property of the product. `make test-all` draws more of them.
-settings.register_profile("zckpt", deadline=None, max_examples=50)
+settings.register_profile("zckpt", deadline=None, max_examples=20)
 settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.load_profile("zckpt")
 
@@ -49,12 +55,39 @@ def pytest_configure() -> None:
     gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let `nightly` be all but each n-th case of a test that is marked `every(n, first)`."""
+    numbers = Counter[str]()
+    for item in items:
+        if (mark := item.get_closest_marker("every")) is not None and item.get_closest_marker("nightly") is None:
+            test = item.nodeid.partition("[")[0]
+            n, first = (*mark.args, 0)[:2]
+            if numbers[test] % n != first:
+                item.add_marker("nightly")
+            numbers[test] += 1
+
+
 def pytest_collection_finish() -> None:
     """Let no collection of garbage during the tests look at what every test module imported, and let them be few."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def maps_made_here() -> Iterator[None]:
+    """Make maps of transformers here: to import it again takes seconds. `test_transformers_map.py` starts a process."""
+
+    def run(command: list[str], *, input: str, **_: object) -> subprocess.CompletedProcess[str]:  # noqa: A002
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            status = traced.main(lambda: input)
+        return subprocess.CompletedProcess(command, status, out.getvalue(), "")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(installed, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run}))
+        yield
 
 
 _numbers = itertools.count()

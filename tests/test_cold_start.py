@@ -61,6 +61,7 @@ SHOWN_WITHOUT_FORMATS = 20
 
 PROGRAM = """
 import json, os, sys
+import click  # once for all: nothing of it is heavy
 
 found = {}
 for command in json.load(sys.stdin):

@@ -118,6 +118,7 @@ def test_only_the_weights_are_compared(changed):
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
+@pytest.mark.every(2)
 def test_text_fits_the_width(columns, changed):
     done = subprocess.run(
         command("diff", SOURCE, changed),

@@ -37,6 +37,9 @@ VERBS: dict[str, list[object]] = {
     "average": ["average", SOURCE, OTHER, "--target", "m", "--weights", "1,3", "--slots", "all"],
     "merge-adapter": ["merge-adapter", SOURCE, ADAPTER, "m.safetensors"],
 }
+KILLED = ("consolidate", "universal", "sanitize")
+"""Of the verbs, in every run: a file, a directory, files that are copied."""
+
 WORKERS = 8
 """More than there are threads."""
 
@@ -451,7 +454,7 @@ def test_little_work_is_not_kept(source, out):
 # --- kills
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", KILLED)
 def test_killed_at_random_times_and_gone_on_with(verb, tmp_path):
     assert forked(kill_and_resume, verb, 2, 1, tmp_path) == []
 

@@ -113,6 +113,7 @@ def in_one_line(done: Any) -> None:
 
 @pytest.mark.parametrize(("tree", "place"), each(TREES, ["beside the model", "in a group"]))
 @pytest.mark.usefixtures("fewer_leaves")
+@pytest.mark.every(3)
 def test_every_verb_reads_a_file_with_such_a_tree(tree, place, tmp_path):
     source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
     in_one_line(run("inspect", source, "--parameters", "--globals"))

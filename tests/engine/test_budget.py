@@ -109,6 +109,7 @@ def cast_and_columns(path: Path) -> list[TargetFile]:
 
 
 @pytest.mark.parametrize("threads", [None, 1, 16])
+@pytest.mark.every(2)
 def test_buffers_of_any_number_of_threads_stay_within_the_budget(tmp_path, threads):
     (tmp_path / "s").write_bytes(np.random.default_rng(0).bytes(12 * MEBIBYTE))
     made = plan(cast_and_columns(tmp_path / "s"))

@@ -525,27 +525,27 @@ MEBIBYTE = 1 << 20
 
 
 def large_copy(directory: Path) -> Plan:
-    shape = (75 * MEBIBYTE,)
+    shape = (20 * MEBIBYTE,)
     return plan(
-        [file_of(hole_of(slot_of(Span(Extent.whole(shape), sparse(directory / "s", 300 * MEBIBYTE), 0, "float32"))))]
+        [file_of(hole_of(slot_of(Span(Extent.whole(shape), sparse(directory / "s", 80 * MEBIBYTE), 0, "float32"))))]
     )
 
 
 def large_cast(directory: Path) -> Plan:
-    shape = (75 * MEBIBYTE,)
-    span = Span(Extent.whole(shape), sparse(directory / "s", 300 * MEBIBYTE), 0, "float32")
+    shape = (20 * MEBIBYTE,)
+    span = Span(Extent.whole(shape), sparse(directory / "s", 80 * MEBIBYTE), 0, "float32")
     return plan([file_of(hole_of(slot_of(span), dtype="bfloat16"))])
 
 
 def large_transpose(directory: Path) -> Plan:
-    shape = (4096, 4096)
-    span = Span(Extent.whole(shape), sparse(directory / "s", 64 * MEBIBYTE), 0, "float32", (1, 4096))
+    shape = (2048, 4096)
+    span = Span(Extent.whole(shape), sparse(directory / "s", 32 * MEBIBYTE), 0, "float32", (1, 2048))
     return plan([file_of(hole_of(slot_of(span)))])
 
 
 def large_slices(directory: Path) -> Plan:
-    """Eight ranks' columns of a tall matrix: millions of runs of 16 bytes."""
-    rows, columns = 1 << 20, 64
+    """Eight ranks' columns of a tall matrix: a million runs of 16 bytes."""
+    rows, columns = 1 << 18, 64
     spans = [
         Span(Extent((0, 8 * i), (rows, 8), 0, rows * 8), sparse(directory / f"s{i}", rows * 16), 0, "bfloat16")
         for i in range(8)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.evidence.modules import MOST_DEPTH, Search, TooManyOrdersError, tree_of
@@ -34,7 +34,6 @@ def _joined(names: list[str], first: list[str], prefix: str, children: list[str]
         yield from _joined(names, [*first, *one], prefix, children[1:])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_possible_names_are_those_of_all_orders_that_fit(data):
     names = data.draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=7, unique=True))

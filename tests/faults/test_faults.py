@@ -76,14 +76,14 @@ def errors_of(name: str, *, creates: bool) -> tuple[int, ...]:
     return (errno.EIO, errno.ESTALE, *also)
 
 
-def explore(name: str, base: Path, wanted: Callable[[bool, bool], bool]) -> tuple[Counter[str], list[str]]:
-    """Run a verb with the faults that are wanted; return what came of how many, and what was wrong.
+def explore(name: str, base: Path, wanted: Callable[[bool, bool], bool], every: int) -> tuple[Counter[str], list[str]]:
+    """Run a verb with the faults that are wanted of each n-th call; return what came of how many, and what was wrong.
 
     `wanted`: tells by whether it is a call's turn to have this error, and whether it is about the target.
     """
     run = prepared(name, base)
     counts, wrong = Counter[str](), list[str]()
-    for number, (key, (creates, is_folder)) in enumerate(run.calls()):
+    for number, (key, (creates, is_folder)) in enumerate([*run.calls()][::every]):
         errors = [one for one in errors_of(key[0], creates=creates) if not (is_folder and one == SIGNAL)]
         for at, error in enumerate(errors):
             if wanted(number % len(errors) == at, key[1].startswith("out")):
@@ -236,29 +236,25 @@ def of_target(in_turn: bool, at_target: bool) -> bool:
     return in_turn and at_target
 
 
-def one_each(in_turn: bool, at_target: bool) -> bool:
-    return in_turn
-
-
-def every(in_turn: bool, at_target: bool) -> bool:
+def each_of_target(in_turn: bool, at_target: bool) -> bool:
     """Each error of each call about the target, and one of each call about a source: these are alike in all verbs."""
     return in_turn or at_target
 
 
-def without_wrong(name: str, source: Path, wanted: Callable[[bool, bool], bool]) -> None:
-    counts, wrong = spawned(explore, name, source, wanted)
+def without_wrong(name: str, source: Path, wanted: Callable[[bool, bool], bool], every: int = 1) -> None:
+    counts, wrong = spawned(explore, name, source, wanted, every)
     print(name, dict(counts))
     assert wrong == []
-    assert counts.total() > 20
+    assert counts.total() > 10
 
 
 @pytest.mark.parametrize("name", ["consolidate-deep"])
 def test_each_call_about_a_target_fails(name, made_inputs):
-    """A file with checksums, in new directories."""
-    without_wrong(name, made_inputs, of_target)
+    """A file with checksums, in new directories; each third call."""
+    without_wrong(name, made_inputs, of_target, 3)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", VERBS)
 def test_each_call_fails_in_every_way(name, made_inputs):
-    without_wrong(name, made_inputs, every)
+    without_wrong(name, made_inputs, each_of_target)

@@ -34,6 +34,7 @@ from hypothesis.stateful import (
 from tests.cli.console import run
 from tests.faults.system_calls import SYNCING, Answer, Call, Supervised, can_ask, real_syncs
 from tests.faults.verbs import RUN, called, checkpointer, optimizer_state, saved, trained, tree, whole_save
+from tests.pairwise import some
 from zckpt.errors import ZckptError
 from zckpt.training.run_directory import unsound
 
@@ -203,7 +204,7 @@ def together(examples: int) -> None:
         run_state_machine_as_test(Together, settings=given)
 
 
-@pytest.mark.parametrize("examples", [1, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", some([1], [100]))
 def test_readers_saves_prunes_and_packs_at_once(examples):
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(together, examples).result()

@@ -79,6 +79,7 @@ def copied(name: str, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.every(3)
 def test_real_checkpoint_is_the_truth(name):
     truth = Truth(OTHER / name)
     groups = truth.facts["param_groups"]
@@ -109,6 +110,7 @@ def test_real_checkpoint_is_the_truth(name):
 
 
 @pytest.mark.parametrize("name", REAL)
+@pytest.mark.every(3, 1)
 def test_real_checkpoint_is_recognised_and_its_files_are_described(name):
     assert find(source(name)) is not None
     checkpoint = open_checkpoint(source(name))
@@ -297,6 +299,7 @@ def test_same_state_under_any_keys(form, kind, tmp_path):
 
 @pytest.mark.parametrize("form", ["usual", "nested in a user's key", "raw", "flattened"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.every(3)
 def test_dicts_that_torch_2_3_did_not_take_apart(form, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(_version, "_derived_version", "2_3")
     test_same_state_under_any_keys(form, kind, tmp_path)
@@ -759,6 +762,7 @@ def test_keys_without_paths_are_a_flat_dict(small):
 @pytest.mark.parametrize("name", ["dcp_fsdp2_dp3", "dcp_fsdp2_dp2_stformat"])
 @pytest.mark.parametrize("keep", [0, 10, 1500, 0.3, 0.9, -1])
 @pytest.mark.parametrize("which", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+@pytest.mark.every(3)
 def test_file_that_is_cut_short_is_refused(name, keep, which, tmp_path):
     path = copied(name, tmp_path)
     data = (path / which).read_bytes()

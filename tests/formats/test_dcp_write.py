@@ -136,6 +136,7 @@ def state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DEEPSPEED, [1, 3]), indirect=["world_size"])
+@pytest.mark.every(3)
 def test_torch_loads_the_truth_into_plain_tensors_and_nothing_is_lost_on_the_way_back(name, world_size, tmp_path):
     checkpoint, truth = open_checkpoint(FIXTURES / name), Truth(FIXTURES / name)
     back = assert_comes_back(checkpoint, tmp_path / "dcp", world_size)
@@ -170,6 +171,7 @@ def test_torch_loads_the_truth_into_plain_tensors_and_nothing_is_lost_on_the_way
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp3", "s2_bf16_dp2_zerodim"])
+@pytest.mark.every(2)
 def test_torch_makes_one_file_of_a_directory(name, world_size, tmp_path):
     directory = written(open_checkpoint(FIXTURES / name), tmp_path / "dcp", world_size=world_size)
     dcp_to_torch_save(directory, tmp_path / "one.pt")
@@ -473,6 +475,7 @@ def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tm
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s2_bf16_dp2_frozengroup", "s3_bf16_dp2_sgdm", "s2_bf16_dp2_client"])
+@pytest.mark.every(2)
 def test_flat_keys_come_back_with_their_groups(name, world_size, tmp_path):
     checkpoint = open_checkpoint(FIXTURES / name)
     write_directory(plan(writer.lay_out(checkpoint, world_size=world_size, keys="flat")), tmp_path / "dcp")

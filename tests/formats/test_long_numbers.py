@@ -48,6 +48,7 @@ def lengthened(node: Any, pattern: re.Pattern[str]) -> Any:
     ("name", "which"),
     some(itertools.product(DAILY, WHICH), itertools.product(sorted(SOURCES.keys() - set(DAILY)), WHICH)),
 )
+@pytest.mark.every(4)
 def test_names_in_files_may_have_long_numbers(name, which, tmp_path):
     source = SOURCES[name]
     if not any(path.suffix in (".pt", ".bin", ".pth") for path in source.rglob("*")):
@@ -120,6 +121,7 @@ def replaced(node: Any, key: str, value: object) -> Any:
         ("other/zro_dp2_adamw", "step"), ("universal/s2_bf16_dp4", "skipped_steps"),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_numbers_in_files_may_be_beyond_all_floats(name, key, value, tmp_path):
     shutil.copytree(SOURCES[name], tmp_path / "a") if SOURCES[name].is_dir() else shutil.copy(
         SOURCES[name], tmp_path / "a"

@@ -47,6 +47,7 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[ty
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.every(2)
 def test_every_slot_is_bit_equal_to_the_live_optimizer(name):
     opened = zckpt.open(OTHER / name / "ckpt")
     assert_slots_equal(opened, OTHER / name / "truth.safetensors")
@@ -58,6 +59,7 @@ def test_every_slot_is_bit_equal_to_the_live_optimizer(name):
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.every(2, 1)
 def test_nothing_is_left_out_and_copies_agree(name):
     source = OTHER / name / "ckpt"
     items = zckpt.inspect(source, include_inventory=True).as_dict()["inventory"]["items"]
@@ -256,6 +258,7 @@ def old_model(version: float, tp: int, whole: torch.Tensor) -> list[torch.Tensor
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+@pytest.mark.every(3)
 def test_old_orders_of_query_key_and_value_come_out_as_todays(version, tp, tmp_path):
     torch.manual_seed(0)
     weight = torch.randn(3 * HEADS * WIDTH, HIDDEN).bfloat16()

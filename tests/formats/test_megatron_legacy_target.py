@@ -61,6 +61,7 @@ def assert_same(found: Any, expected: Any, at: str = "") -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.every(2)
 def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name, tmp_path):
     source = OTHER / name / "ckpt"
     chunks = {"virtual_pipeline_parallel_size": 2} if name.endswith("vp2") else {}
@@ -81,6 +82,7 @@ def test_on_other_ranks_and_back_the_files_are_those_of_megatron_core(name, tmp_
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.every(2, 1)
 def test_every_slot_arrives_at_any_cut(name, tmp_path):
     source, truth = OTHER / name / "ckpt", load_file(OTHER / name / "truth.safetensors")
     for at, (tp, pp) in enumerate([(1, 1), (2, 1), (1, 2)][: 2 if "grouped" in name else 3]):  # that has one layer

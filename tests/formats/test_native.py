@@ -161,6 +161,7 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
 
 
 @pytest.mark.parametrize(("name", "world_size"), each([*RUNS, *OTHERS], WORLD_SIZES))
+@pytest.mark.every(3, 1)
 def test_everything_comes_back(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     directory = written(expected, tmp_path / str(world_size), world_size)
@@ -308,7 +309,7 @@ def deepest(text: str) -> int:
     return most
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(trees())
 def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree):
     carried = FromFile(tree, "none")
@@ -317,7 +318,6 @@ def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree):
     assert dump(found.node).data == dump(tree).data
 
 
-@settings(max_examples=100)
 @given(st.floats(), st.integers(), texts)
 def test_numbers_and_text_are_exact(number, integer, text):
     values = [number, integer, text, {text: number}, -number, (number, integer)]
@@ -449,7 +449,6 @@ def test_names_that_would_be_one_key_stay_apart(tmp_path):
 
 
 @given(data=st.data(), shape=shapes(), dtype=st.sampled_from(["float32", "complex64", "bool"]))
-@settings(max_examples=60)
 def test_boxes_and_ranges_of_any_layout_are_read(data, shape, dtype, tmp_path_factory):
     directory = tmp_path_factory.mktemp("layout")
     slot = stored(directory / "source.bin", random_tensor(dtype, shape))
@@ -531,6 +530,7 @@ def independently(directory: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
+@pytest.mark.every(3)
 def test_specification_suffices_to_read_all_tensors(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     found = independently(written(expected, tmp_path / "native", world_size))

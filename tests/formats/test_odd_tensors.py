@@ -36,6 +36,7 @@ KINDS = ["sparse", "compressed", "parameter", "quantised", "packed", "nested", "
 
 @pytest.mark.parametrize("form", ["flat", "model", "with optimizer"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.every(2)
 def test_nothing_is_written_without_it(kind, form, tmp_path):
     source, target = tmp_path / "x.pt", tmp_path / "m.safetensors"
     state = {**PLAIN, "odd_one": odd(kind)}

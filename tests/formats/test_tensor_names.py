@@ -57,6 +57,7 @@ def test_a_torch_file_holds_any_name(name, tmp_path):
 
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+@pytest.mark.every(3)
 def test_other_names_arrive(name, to, tmp_path):
     tensors = saved(tmp_path / "x.pt", name)
     zckpt.convert(tmp_path / "x.pt", tmp_path / "target", to=to, verify=True)

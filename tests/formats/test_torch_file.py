@@ -169,6 +169,7 @@ def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
     ],
     ids=lambda value: getattr(value, "__name__", "-".join(value) if isinstance(value, dict) else None),
 )
+@pytest.mark.every(2)
 def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
     model, optimizer = trained(kind, named=named, **options)
     path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})

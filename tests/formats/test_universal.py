@@ -124,6 +124,7 @@ def test_empty_parameters_are_not_taken_for_each_other():
 
 
 @pytest.mark.parametrize("name", some(WRITTEN, OTHERS))
+@pytest.mark.every(3)
 def test_nothing_is_lost(name, tmp_path):
     checkpoint = zckpt.open(FIXTURES / name)
     target = written(checkpoint, tmp_path / "u")

@@ -319,6 +319,7 @@ def test_names_in_another_order_are_refused(tmp_path):
     ], FORMS),
     ids=str,
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_nothing_of_a_deepspeed_checkpoint_is_lost(name, form, tmp_path):
     source = opened(open_checkpoint(FIXTURES / name))
     assert_same_state(read(written(source, tmp_path / "out", **form)), source)
@@ -596,6 +597,7 @@ def test_metadata_of_another_type_is_refused(content, tmp_path):
 
 @pytest.mark.parametrize("name", ["model.pt", "metadata.pt", "optimizer_rank_1.pt"])
 @pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
+@pytest.mark.every(3)
 def test_file_that_is_cut_short_is_refused(name, keep, tmp_path):
     out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
     data = (out / name).read_bytes()

@@ -16,6 +16,7 @@ from tests.fuzz import run
 from tests.fuzz.oracles import check_error
 from tests.fuzz.targets import FIXTURES, ROOT, TARGETS, Checkpoints, opened
 from tests.fuzz.trees import EDIT, files_of, of_folder
+from tests.pairwise import some
 from zckpt.errors import ZckptError
 
 CORPUS = sorted(path for path in Path(__file__).with_name("corpus").rglob("*") if path.is_file())
@@ -29,9 +30,10 @@ def test_what_was_found_once(path):
         check_error(error)
 
 
-def test_every_target_runs(tmp_path):
+@pytest.mark.parametrize("seconds", some([20], [60]))
+def test_every_target_runs(seconds, tmp_path):
     pytest.importorskip("atheris", reason="there is no wheel of atheris for this Python")
-    command = [sys.executable, "-m", "tests.fuzz.run", "--time", "60", "--seed", "1", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.fuzz.run", "--time", str(seconds), "--seed", "1", "--out", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     finds = [path.read_text() for path in (tmp_path / "finds").glob("*.txt")]

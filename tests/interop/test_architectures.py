@@ -85,12 +85,14 @@ def read_back(model: torch.nn.Module, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", some(USUAL[::2], USUAL[1::2]))
+@pytest.mark.every(2)
 def test_numbers_of_the_trainer_become_names_again_and_never_wrong_ones(kind):
     for model in models(kind):
         read_back(model, kind)
 
 
 @pytest.mark.parametrize("kind", USUAL)
+@pytest.mark.every(2)
 def test_order_of_usual_models(kind):
     hold(kind)
 

@@ -61,6 +61,7 @@ def test_deepspeed_resumes_what_went_around_the_ring(source, world_size, stage, 
 
 
 @pytest.mark.parametrize(("dtype", "stage"), each(["fp32", "bf16"], [1, 2, 3]))
+@pytest.mark.every(2)
 def test_a_run_without_zero_goes_on_with_it(stage, dtype, made, tmp_path):
     source = spec(f"s0_{dtype}", stage=0, dtype=dtype, world_size=2)
     folder = made(source)
@@ -79,6 +80,7 @@ def loss_scaler(rank, world_size, wanted: Spec, run: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.every(2)
 def test_loss_scale_of_a_run_without_zero_goes_on(stage, made, tmp_path):
     """Without ZeRO, DeepSpeed 0.19 divides gradients by a scale that the loss never had: losses are another matter."""
     source = spec("s0_fp16", stage=0, dtype="fp16", world_size=2)

@@ -206,6 +206,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
         ),
     ],
 )
+@pytest.mark.every(3)
 def test_fsdp2_goes_on_as_if_never_stopped(ranks, fsdp, files, run, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "CUT_NBYTES", 64)
     directory = written(run["checkpoint"], tmp_path / "dcp", files)
@@ -215,6 +216,7 @@ def test_fsdp2_goes_on_as_if_never_stopped(ranks, fsdp, files, run, tmp_path, mo
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.every(2)
 def test_tensors_are_cut_as_fsdp2_saves_them(ranks, run, tmp_path, monkeypatch):
     """Each rank then reads its own file only. FSDP2 also writes empty pieces, where there are fewer rows than ranks."""
     monkeypatch.setattr(writer, "CUT_NBYTES", 0)
@@ -233,6 +235,7 @@ def test_tensors_are_cut_as_fsdp2_saves_them(ranks, run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "stage"), [("s1_fp32_dp2", 1), ("s3_fp32_dp2", 3)])
+@pytest.mark.every(2)
 def test_fsdp2_goes_on_from_a_deepspeed_training(name, stage, tmp_path):
     spec, truth = Spec(name, stage=stage, dtype="fp32"), Truth(FIXTURES / name)
     directory = written(open_checkpoint(FIXTURES / name), tmp_path / "dcp", 2)

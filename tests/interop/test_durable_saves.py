@@ -118,9 +118,7 @@ def save(rank, world_size, spec: Spec, directory: Path) -> list[list[str]]:
     return [synced.saved, saves.saved, told, [] if told else names_of(engine)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if n >= FEW else []) for n, name in enumerate(EVERY)]
-)
+@pytest.mark.parametrize("name", some(EVERY[:FEW], EVERY[FEW:]))
 def test_files_are_those_that_deepspeed_writes(name, tmp_path):
     spec = SPECS[name]
     told = run(save, spec.world_size, spec, tmp_path)

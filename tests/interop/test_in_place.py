@@ -47,6 +47,7 @@ def assert_resumes(run_directory: Path, spec: Spec, truth: Path) -> None:
         for case in ((s, stage, n) for s in SOURCES for stage in range(4) for n in (1, 2, 3, 4))
     ],
 )
+@pytest.mark.every(2)
 def test_engine_goes_on_at_any_stage_and_number_of_ranks(source, stage, world_size):
     spec = SPECS[source].at(world_size, stage=stage)
     assert_resumes(FIXTURES / source, spec, FIXTURES / source)

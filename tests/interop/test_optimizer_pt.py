@@ -50,6 +50,7 @@ def load_masters(model: torch.nn.Module, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ADAMW)
+@pytest.mark.every(3)
 def test_optimizer_loads_into_adamw_as_it_is(name, tmp_path):
     truth = Truth(FIXTURES / name)
     state = written(name, tmp_path)
@@ -72,6 +73,7 @@ def test_optimizer_loads_into_adamw_as_it_is(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp2_rr", "s3_bf16_dp3", "s1_fp32_dp3"])
+@pytest.mark.every(2)
 def test_next_step_is_that_of_the_state_itself(name, tmp_path):
     """A step from the loaded optimizer and one from state that was put in by hand have the same result."""
     truth = Truth(FIXTURES / name)
@@ -202,6 +204,7 @@ def test_hugging_face_loads_the_directory(size, tmp_path):
 @pytest.mark.interop
 @pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
 @pytest.mark.parametrize("tied", ["duplicate", "drop"])
+@pytest.mark.every(3)
 def test_hugging_face_loads_the_model_in_its_own_dtype(tied, dtype, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -175,6 +175,7 @@ def load_without_frozen(
         )),
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_tied_parameters_of_which_the_first_name_was_left_out(layer, saved, stage, ranks, tmp_path):
     was = run(save_without_frozen, 2, tmp_path, saved, layer)[0]
     before, after, notes = run(load_without_frozen, ranks, tmp_path, stage, layer)[0]

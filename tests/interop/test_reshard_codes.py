@@ -28,6 +28,7 @@ def run(tmp_path_factory) -> tuple[Path, list[float]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.every(2)
 def test_codes_are_cut_where_partitions_begin_with_blocks(world_size, run, tmp_path):
     folder, losses = run
     done = zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, verify=True)
@@ -69,6 +70,7 @@ def test_blocks_with_two_scales_are_refused_and_floats_are_not(run, tmp_path):
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(3, 2), (3, 3)])
+@pytest.mark.every(2)
 def test_codes_are_made_anew_where_blocks_have_other_elements(world_size, stage, run, tmp_path):
     """As bitsandbytes' function for any device makes them of the floats that `--dequantize` writes."""
     folder, losses = run

@@ -11,6 +11,7 @@ import torch
 import zckpt
 from tests.deepspeed_engine import Spec, resume
 from tests.interop.cut import cut
+from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
@@ -38,7 +39,7 @@ NADAM = spec("nadam_s2", optimizer="nadam")
 CASES = [spec(f"{kind}_s{stage}", optimizer=kind, stage=stage, dtype="fp32", world_size=2)
          for kind, stage in (("lamb", 2), ("adafactor", 1), ("blockwise", 1), ("blockwise", 3))]  # fmt: skip
 CASES.append(spec("prodigy_s2", optimizer="prodigy", dtype="fp32", world_size=2, groups=2))
-each = pytest.mark.parametrize("source", CASES, ids=lambda one: one.name)
+each = pytest.mark.parametrize("source", some(CASES[::2], CASES[1::2]), ids=lambda one: one.name)
 
 
 @each
@@ -110,7 +111,9 @@ def test_what_stages_and_slices_have_of_their_own_is_read_so(made, tmp_path):
     assert [*verdict.slots, *verdict.hyperparameters, *verdict.steps] == []
 
 
-@pytest.mark.parametrize("source", [MUON, MUON_FP32, MUON_ALIGNED, MUON_TWO, MUON_S3, NADAM], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "source", some([MUON, MUON_S3, NADAM], [MUON_FP32, MUON_ALIGNED, MUON_TWO]), ids=lambda one: one.name
+)
 def test_what_is_read_is_the_truth(source, made, tmp_path):
     folder = made(source)
     assert_consolidated(folder, Truth(folder), tmp_path)
@@ -119,19 +122,11 @@ def test_what_is_read_is_the_truth(source, made, tmp_path):
     assert verified.sound, verified.findings
 
 
-MATRICES = [
-    cut(MUON, 2),
-    cut(MUON, 4),
-    cut(MUON_TWO, 3),
-    cut(MUON_FP32, 4, stage=2),
-    cut(MUON_ALIGNED, 3),
-    cut(MUON, 2, stage=3),
-    cut(MUON_S3, 2, stage=2),
-    cut(NADAM, 4),
-]
+MATRICES = [cut(MUON, 2), cut(MUON, 2, stage=3), cut(MUON_S3, 2, stage=2), cut(NADAM, 4)]
+MORE = [cut(MUON, 4), cut(MUON_TWO, 3), cut(MUON_FP32, 4, stage=2), cut(MUON_ALIGNED, 3)]
 
 
-@pytest.mark.parametrize("case", MATRICES, ids=str)
+@pytest.mark.parametrize("case", some(MATRICES, MORE), ids=str)
 def test_deepspeed_resumes_resharded_matrices(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut", reshard=partial(zckpt.reshard, verify=True))
 

@@ -82,6 +82,7 @@ REGROUPED = [
 
 
 @pytest.mark.parametrize("case", some(REGROUPED[:2], REGROUPED[2:]), ids=lambda case: str(case)[:60])
+@pytest.mark.every(2)
 def test_deepspeed_resumes_other_stages_and_slices(case, made, tmp_path):
     folder = made(case.source)
     if "names" not in case.options:

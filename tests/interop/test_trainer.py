@@ -64,6 +64,7 @@ def assert_is_truth(checkpoint: zckpt.Checkpoint, truth: Truth, *, aliases: bool
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "bert", "llama frozen", "llama adafactor"])
+@pytest.mark.every(2)
 def test_optimizer_is_read_under_its_parameters_names(kind, run):
     one = run(kind)
     checkpoint = zckpt.open(one.directory)
@@ -228,6 +229,7 @@ def test_consolidated_model_loads_from_pretrained(run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["zckpt", "dcp", "fsdp-rank-files", "consolidated", "universal"])
+@pytest.mark.every(2)
 def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(kind, run, tmp_path):
     one = run("qwen2")
     source = tmp_path / kind

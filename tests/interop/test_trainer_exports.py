@@ -155,6 +155,7 @@ def saved(shared) -> Callable[[Kind], tuple[Path, Held]]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.every(2)
 def test_the_models_export_is_a_copy(kind, saved, tmp_path):
     source, truth = saved(kind)
     checkpoint = zckpt.open(source)

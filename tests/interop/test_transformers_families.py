@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import transformers
+
+from tests.pairwise import some
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     pytest.skip("transformers converts since version 5", allow_module_level=True)
@@ -24,14 +27,10 @@ ONE_OF_EACH = ["gpt_neox", "deepseek_v3", "vit_mae", "paligemma", "marian", "wav
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(one, marks=[] if one in ONE_OF_EACH else pytest.mark.nightly)
-        for own in families.FAMILIES.values()
-        for one in own
-    ],
+    some(ONE_OF_EACH, sorted({*chain(*families.FAMILIES.values())} - {*ONE_OF_EACH})),
 )
+@pytest.mark.every(2)
 def test_a_family_loads_and_trains_on_under_both_names(family):
-    with families.in_this_process():
-        row = families.row(family)
+    row = families.row(family)
     assert {proof: row[proof] for proof in families.PROOFS} == dict.fromkeys(families.PROOFS, "yes")
     assert " | ".join(row.values()) in families.TABLE.read_text()

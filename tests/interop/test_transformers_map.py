@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import subprocess
 from pathlib import Path
@@ -16,7 +14,7 @@ from transformers import CONFIG_MAPPING
 
 import zckpt
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.naming import installed, traced
+from zckpt.naming import installed
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     pytest.skip("transformers converts since version 5", allow_module_level=True)
@@ -45,19 +43,6 @@ OTHERS = {
 
 
 @pytest.fixture
-def in_this_process(monkeypatch):
-    """Make maps here: to import transformers again takes seconds."""
-
-    def made(command, *, input, **_):  # noqa: A002
-        out = io.StringIO()
-        with contextlib.redirect_stdout(out):
-            code = traced.main(lambda: input)
-        return subprocess.CompletedProcess(command, code, out.getvalue(), "")
-
-    monkeypatch.setattr(subprocess, "run", made)
-
-
-@pytest.fixture
 def without_transformers(monkeypatch):
     """Let maps be made as if it were not installed."""
 
@@ -66,7 +51,7 @@ def without_transformers(monkeypatch):
         return subprocess.CompletedProcess(command, 0, said, "")
 
     installed._made.cache_clear()
-    monkeypatch.setattr(subprocess, "run", made)
+    monkeypatch.setattr(installed.subprocess, "run", made)
     yield
     installed._made.cache_clear()
 
@@ -123,7 +108,6 @@ def hold(kind, head, tmp_path):
     return True
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_every_slot_is_as_transformers_saves_it_and_comes_back(tmp_path):
     assert hold("jamba", "ForCausalLM", tmp_path)
 
@@ -179,7 +163,6 @@ def loads_equal(model, directory):
 
 
 @pytest.mark.parametrize(("kind", "head"), TRAINED)
-@pytest.mark.usefixtures("in_this_process")
 def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, head, tmp_path):
     """A live model goes on with the losses of the run that went on; what it has in memory becomes a file's again."""
     model, optimizer, step = in_training(kind, head)
@@ -215,7 +198,6 @@ def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, hea
 
 
 @pytest.mark.parametrize(("kind", "head"), TRAINED[:2])
-@pytest.mark.usefixtures("in_this_process")
 def test_a_trainers_numbers_get_the_names_in_memory(kind, head, tmp_path):
     """The file's names and order are others."""
     model, optimizer, step = in_training(kind, head)
@@ -276,7 +258,6 @@ def by_table(kind, head, tmp_path):
     return done.notes
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_consolidate_of_a_model_whose_only_other_name_is_tied_away(tmp_path):
     config = CONFIG_MAPPING["gpt_neox"](
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
@@ -316,7 +297,6 @@ def test_the_table_says_what_transformers_does(kind, head, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("in_this_process")
 def test_a_trainer_goes_on_from_the_names_in_memory(tmp_path):
     """The Trainer loads its own files by names in memory, and leaves out what has other names there."""
     seen, data = (
@@ -349,7 +329,16 @@ def test_a_trainer_goes_on_from_the_names_in_memory(tmp_path):
     assert losses("ours", resume_from_checkpoint=str(again)) == whole[2:]
 
 
-@pytest.mark.usefixtures("in_this_process")
+def test_a_process_of_its_own_makes_the_same_map(monkeypatch):
+    model = model_of("vit", "ForImageClassification")
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    here = installed.transformers_map(config)
+    installed._made.cache_clear()
+    monkeypatch.setattr(installed, "subprocess", subprocess)
+    assert installed.transformers_map(config) == here
+    assert installed._made.cache_info().misses == 1
+
+
 def test_what_cannot_be_made_is_refused_in_one_line(tmp_path):
     torch.save({"weight": torch.zeros(2)}, tmp_path / "model.pt")
     with pytest.raises(UsageError, match="needs the configuration"):

@@ -75,14 +75,20 @@ NO_ZERO = spec("s0_fp32", stage=0, dtype="fp32")
 TENSOR_PARALLEL = SPECS["tp2_s1_bf16_dp2"]
 
 CASES = [
-    # ranks, stages and element types
     Case(S1_FP32, 2, 1),
     Case(S2, 4, 2),
-    Case(S2_FP16, 2, 2),
     Case(S3_ONE_GROUP, 2, 3),
+    Case(S3_SGDM, 2, 1),  # an optimizer that DeepSpeed's own converter cannot convert
+    Case(CLIENT, 2, 2),
+    # experts spread over two ranks, then all of them on each; stages of a pipeline
+    Case(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, {"expert_parallel": 1}),
+    Case(SPECS["pp2_s1_fp32_dp2"], 2, 1),
+]
+MORE = [
+    # ranks, stages and element types
+    Case(S2_FP16, 2, 2),
     Case(S3_INT_STEP, 2, 3),
     # optimizers that DeepSpeed's own converter cannot convert
-    Case(S3_SGDM, 2, 1),
     Case(spec("s3_fp32_lion", stage=3, dtype="fp32", optimizer="lion"), 2, 2),
     Case(spec("s2_adagrad", optimizer="adagrad", groups=1), 2, 2),
     Case(spec("s2_amsgrad", dtype="fp32", optimizer="adam_amsgrad"), 2, 2),
@@ -93,12 +99,6 @@ CASES = [
     Case(spec("s2_frozengroup", frozen_in_group=True), 2, 2),
     Case(spec("s1_empty", stage=1, empty=True), 2, 1),
     Case(spec("s2_zerodim", zero_dim=True, groups=2), 2, 2),
-    Case(CLIENT, 2, 2),
-    # experts spread over two ranks, then all of them on each; stages of a pipeline
-    Case(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, {"expert_parallel": 1}),
-    Case(SPECS["pp2_s1_fp32_dp2"], 2, 1),
-]
-MORE = [
     Case(S3, 2, 2),
     Case(S3_ONE_GROUP, 2, 1),
     Case(S1_FP32, 4, 2),
@@ -129,11 +129,10 @@ def test_deepspeed_loads_it(case, made, tmp_path):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(TENSOR_PARALLEL, 2, 1),
-        Case(TENSOR_PARALLEL, 4, 2),
-        Case(TENSOR_PARALLEL, 2, 1, {"tensor_parallel": 1}),
-    ],
+    some(
+        [Case(TENSOR_PARALLEL, 2, 1, {"tensor_parallel": 1})],
+        [Case(TENSOR_PARALLEL, 2, 1), Case(TENSOR_PARALLEL, 4, 2)],
+    ),
     ids=str,
 )
 def test_deepspeed_cuts_slices_again(case, made, tmp_path):
@@ -186,7 +185,7 @@ def test_zero3_has_one_step_for_all_groups(made, tmp_path):
     assert any("count up one step" in note for note in writer.notes(zckpt.open(folder)))
 
 
-@pytest.mark.parametrize("source", [S2_SGDM, S3_SGDM], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", some([S3_SGDM], [S2_SGDM]), ids=lambda source: source.name)
 def test_zero3_stops_at_slots_that_it_would_lose(source, made, tmp_path):
     folder = made(source)
     with pytest.raises(WorkerError, match="KeyError: 'optimizer_state_dict'"):
@@ -244,7 +243,7 @@ def assert_same_files(ours: Path, theirs: Path, *, flat: bool) -> None:
         assert torch.equal(bits(mine["param"]), bits(tensor)), file
 
 
-@pytest.mark.parametrize("source", [S1_FP32, S2, S3, THREE_GROUPS], ids=lambda source: source.name)
+@pytest.mark.parametrize("source", some([S1_FP32, S3], [S2, THREE_GROUPS]), ids=lambda source: source.name)
 def test_files_are_those_of_the_converter_which_are_read_too(source, made, tmp_path):
     folder = made(source)
     (tmp_path / "run").mkdir()
@@ -261,7 +260,9 @@ def test_files_are_those_of_the_converter_which_are_read_too(source, made, tmp_p
     assert (tmp_path / "latest_universal").read_text() == "step_u"
 
 
-@pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "tp2_s1_bf16_dp2", "tp2_s2_fp32_dp2", "hf_gpt2_s1_fp32_dp2"])
+@pytest.mark.parametrize(
+    "name", some(["moe_ep1_s2_bf16_dp2", "tp2_s1_bf16_dp2"], ["tp2_s2_fp32_dp2", "hf_gpt2_s1_fp32_dp2"])
+)
 def test_files_of_fixtures_are_those_of_the_converter(name, tmp_path):
     theirs = converted_by_deepspeed(FIXTURES / name / "global_step5", tmp_path / "theirs")
     (theirs / "zero/optimizer_state.pt").unlink()

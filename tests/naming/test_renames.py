@@ -30,6 +30,7 @@ NAMED = {"transformers-trainer", "megatron"}
 
 
 @pytest.mark.parametrize("to", [one.name for one in formats() if one.writes and one.name not in NAMED])
+@pytest.mark.every(3)
 def test_all_of_a_checkpoint_follows_in_every_format(to, tmp_path):
     before = zckpt.open(SOURCE)
     done = zckpt.convert(

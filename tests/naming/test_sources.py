@@ -31,6 +31,7 @@ WAYS = {
 @pytest.mark.parametrize(
     ("mapped", "to"), each([(name, one) for name, (_, maps) in SOURCES.items() for one in maps], WAYS)
 )
+@pytest.mark.every(2)
 def test_all_state_is_mapped_and_comes_back(mapped, to, tmp_path):
     name, map_ = mapped
     source, config = FIXTURES / name, {**SOURCES[name][0], "padded_vocab_size": 80, "vocab_size": 67}
@@ -47,6 +48,7 @@ def test_all_state_is_mapped_and_comes_back(mapped, to, tmp_path):
     "name",
     ["s3_bf16_dp3", "tp2_s1_bf16_dp2", "moe_ep2_s2_bf16_dp2", "s2_bf16_dp2_sgdm", "s2_bf16_dp4", "s1_fp32_dp4_sgdm"],
 )
+@pytest.mark.every(3)
 def test_every_matrix_of_a_checkpoint_is_transposed_and_transposed_back(name, tmp_path):
     """However it is cut: shards of ZeRO-3, slices and means of tensor parallelism, experts, ties, frozen parameters."""
     source = zckpt.open(FIXTURES / name)

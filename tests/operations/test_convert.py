@@ -44,6 +44,7 @@ def but_for_the_cut(checkpoint: zckpt.OpenedCheckpoint) -> zckpt.OpenedCheckpoin
 
 
 @pytest.mark.parametrize(("name", "to"), each(DENSE, TARGETS))
+@pytest.mark.every(3)
 def test_state_is_that_of_the_source(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))
@@ -53,6 +54,7 @@ def test_state_is_that_of_the_source(name, to, tmp_path):
     ("name", "to"),
     each(["s2_bf16_dp2_rr", "s1_fp32_dp3", "s3_bf16_dp3", "s2_bf16_dp2_lion", "s1_fp32_dp4_sgdm"], TARGETS),
 )
+@pytest.mark.every(2, 1)
 def test_what_is_written_is_the_truth(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_consolidated(tmp_path / "out", Truth(FIXTURES / name), tmp_path)
@@ -62,6 +64,7 @@ def test_what_is_written_is_the_truth(name, to, tmp_path):
     ("name", "to", "stage"),
     each(["s2_bf16_dp2_client", "s3_bf16_dp3", "ds0145_s1_fp32_dp2", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
 )
+@pytest.mark.every(2)
 def test_deepspeed_is_rewritten_from_any_format(name, to, stage, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=5, stage=stage)
@@ -77,6 +80,7 @@ def test_deepspeed_is_rewritten_from_any_format(name, to, stage, tmp_path):
         ((name, first) for number, name in enumerate(RUNG) for first in range(len(RING)) if first != 2 * number),
     ),
 )
+@pytest.mark.every(2)
 def test_the_ring_of_all_formats_loses_nothing(name, first, tmp_path):
     at = FIXTURES / name
     for number, to in enumerate(RING[first:] + RING[:first]):
@@ -89,6 +93,7 @@ def test_the_ring_of_all_formats_loses_nothing(name, first, tmp_path):
 @pytest.mark.parametrize(
     ("name", "to"), each(["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "pp2_s1_fp32_dp2", "moe_ep2_s2_bf16_dp2"], TARGETS)
 )
+@pytest.mark.every(2)
 def test_slices_stages_and_experts_come_together(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name), means_are_rounded=True)

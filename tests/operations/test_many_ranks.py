@@ -32,6 +32,7 @@ def assert_same_elements(one, other):
 
 
 @pytest.mark.parametrize("kind", ["zero2", "zero3", "zckpt", *LAYERS])
+@pytest.mark.every(3)
 def test_no_verb_has_more_files_open_than_it_may(tmp_path, few_descriptors, kind):
     source, made, again = OF_DEEPSPEED, tmp_path / "made", tmp_path / "again"
     to = {"to": "deepspeed", "stage": int(kind[-1])} if kind.startswith("zero") else {"to": kind}

@@ -55,6 +55,7 @@ def test_a_model_and_an_adapter_that_are_swapped_are_told(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["plain", "saved", "embedding", "experts", "dora", "lora_bias", "tokens"])
+@pytest.mark.every(3)
 def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
     whole = ADAPTERS / name / "whole.safetensors"
     zckpt.convert(whole, tmp_path / "dcp", to="dcp")
@@ -334,6 +335,7 @@ def product(tensors: dict[str, torch.Tensor], module: str, scale: float = 1.5) -
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "keep"])
+@pytest.mark.every(3)
 def test_masters_of_ranks_are_merged_into_and_rounded_once(dtype, suffix, tmp_path):
     source = FIXTURES / "s2_bf16_dp3"
     truth = Truth(source)

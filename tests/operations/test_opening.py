@@ -69,6 +69,7 @@ def looked(verb: str, source: object, target: Path, **where: Any) -> object:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("place", ["s2_bf16_dp2", "s2_bf16_dp2/global_step5"])
+@pytest.mark.every(2)
 def test_an_open_checkpoint_gives_what_its_path_gives_and_stays_as_it_was(place, verb, tmp_path):
     source = FIXTURES / place
     opened = zckpt.open(source)
@@ -83,6 +84,7 @@ def test_an_open_checkpoint_gives_what_its_path_gives_and_stays_as_it_was(place,
 @pytest.mark.parametrize(
     "where", [{"tag": "global_step5"}, {"roots": ["x"]}, {"names": ["a"]}, {"tp_rules": "rules.json"}]
 )
+@pytest.mark.every(4)
 def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb, where, tmp_path):
     with refusing(zckpt.UsageError, f"{next(iter(where))}: the checkpoint is open already"):
         VERBS[verb](zckpt.open(SOURCE), tmp_path, **where)

@@ -38,6 +38,7 @@ def same(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize(("name", "pattern"), LOST, ids=[f"{name}-{pattern}" for name, pattern in LOST])
+@pytest.mark.every(2)
 def test_what_is_left_is_bit_for_bit_and_what_is_filled_too(name: str, pattern: str, tmp_path: Path) -> None:
     source = copy(name, tmp_path)
     whole, aliases = tmp_path / "whole.safetensors", zckpt.open(source).aliases
@@ -153,6 +154,7 @@ def test_another_model_fills_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "lost"), [(2, 0), (2, 1), (1, 2)])
+@pytest.mark.every(2)
 def test_a_rank_of_fsdp_that_is_lost(version: int, lost: int, tmp_path: Path) -> None:
     source, run, backup = FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "run", tmp_path / "backup"
     units = "model.layers.*" if version == 1 else None

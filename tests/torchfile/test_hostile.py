@@ -326,6 +326,9 @@ def real_file(*, legacy):
 FILES = [real_file(legacy=False), real_file(legacy=True)]
 
 
+MANY = 5 * settings.default.max_examples
+
+
 def consume(data):
     """Read and look at everything; only errors made for users may come out."""
     try:
@@ -337,7 +340,7 @@ def consume(data):
         assert 0 <= tensor.storage.offset <= tensor.storage.offset + tensor.storage.nbytes <= len(data)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     which=st.sampled_from([0, 1]),
     edits=st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=4)), min_size=1, max_size=6),
@@ -354,7 +357,7 @@ def test_damaged_files_give_errors_for_users_only(which, edits, cut):
 PICKLED = zipfile.ZipFile(io.BytesIO(FILES[0])).read("archive/data.pkl")
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     edits=st.lists(
         st.tuples(
@@ -378,7 +381,7 @@ def test_damaged_pickles_give_errors_for_users_only(edits):
     consume(archive(bytes(data), storages))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=MANY, deadline=None)
 @given(st.binary(max_size=200))
 def test_random_bytes_as_a_pickle(data):
     consume(archive(data))

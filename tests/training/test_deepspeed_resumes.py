@@ -32,6 +32,7 @@ def save(rank, world_size, spec: Spec, path: Path) -> tuple[zero.Slots, list[flo
 
 
 @pytest.mark.parametrize(("spec", "world_size"), each(SPECS, [1, 2, 4]))
+@pytest.mark.every(2)
 def test_stock_deepspeed_resumes_what_was_saved_in_training(spec, world_size, tmp_path):
     ours = run(save, spec.world_size, spec, tmp_path / "saved")
     stage = 3 if world_size == 4 else spec.stage

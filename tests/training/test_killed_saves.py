@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairwise import some
 from tests.storage.test_naming import killed
 from tests.training.test_run_directory import RECORD, checkpointer, model_of, name_of, resumed, saved, steps_in
 
@@ -28,11 +29,7 @@ def save_third_again(here: Path) -> None:
 
 @pytest.mark.parametrize(
     ("act", "without_exchange"),
-    [
-        ("save_fourth", False),
-        ("save_third_again", True),
-        pytest.param("save_third_again", False, marks=pytest.mark.nightly),
-    ],
+    some([("save_fourth", False)], [("save_third_again", True), ("save_third_again", False)]),
 )
 def test_whenever_a_save_is_killed_the_run_goes_on_and_nothing_is_left(act, without_exchange, tmp_path):
     left = killed("three", act, tmp_path, without_exchange=without_exchange, module=__name__)

@@ -17,6 +17,7 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.gloo import on_ranks, run
 from tests.live import everything, same
+from tests.pairwise import some
 from tests.training.test_load_any_format import build, check
 from tests.training.test_load_failures import build as build_small
 from tests.training.test_load_failures import step
@@ -78,15 +79,18 @@ def damage_each(rank, world_size, path: Path, source: str, family: str, most: in
 
 
 CASES = [
-    ("s2_bf16_dp4", None, "zero2", 3), ("s3_bf16_dp3", None, "fsdp", 2), ("s1_fp32_dp3", None, "adamw", 2),
-    ("s2_bf16_dp4", "zckpt", "zero1", 3), ("s2_bf16_dp4", "dcp", "redundancy", 2),
-    ("s2_bf16_dp4", "universal", "zero2", 2),
-    pytest.param("s2_bf16_dp4", "zckpt", "fsdp", 2, marks=pytest.mark.nightly),
+    ("s2_bf16_dp4", None, "zero2", 3),
+    ("s2_bf16_dp4", "zckpt", "zero1", 3),
+    ("s2_bf16_dp4", "dcp", "redundancy", 2),
+]
+MORE = [
+    ("s3_bf16_dp3", None, "fsdp", 2), ("s1_fp32_dp3", None, "adamw", 2), ("s2_bf16_dp4", "universal", "zero2", 2),
+    ("s2_bf16_dp4", "zckpt", "fsdp", 2),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("most", [AT_MOST, pytest.param(1000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(("source", "to", "family", "world_size"), CASES)
+@pytest.mark.parametrize("most", some([AT_MOST], [1000]))
+@pytest.mark.parametrize(("source", "to", "family", "world_size"), some(CASES, MORE))
 def test_every_record_that_is_damaged_is_refused_or_not_needed(source, to, family, world_size, most, tmp_path):
     path = tmp_path / "x"
     if to is None:

@@ -73,6 +73,7 @@ def kill(directory: Path, victim: int, share: float) -> int:
     return step
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kills", some([8], [50]))
 def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(kills, tmp_path):
     chance = random.Random(7)
@@ -143,6 +144,7 @@ def fail(rank, world_size, directory: Path, failure: str, async_: bool, name: st
 
 @pytest.mark.parametrize("failure", ["no space", "vanished"])
 @pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.every(3)
 def test_a_failure_of_one_rank_is_one_of_all(failure, async_, tmp_path):
     directory = tmp_path / "run"
     for _ in range(5):  # on a busy machine the directory may go when all of it has been written

@@ -140,6 +140,7 @@ def pairs_of(rank, world_size, model: str, wrappers: list[str], folder: Path) ->
         ("only", ["bare", "ddp", "compile-ddp"], 16),
     ],
 )
+@pytest.mark.every(2)
 def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(model, wrappers, pairs, tmp_path):
     assert run(pairs_of, 2, model, wrappers, tmp_path) == [pairs, pairs]
 
@@ -147,6 +148,7 @@ def test_a_checkpoint_of_any_wrapper_is_loaded_into_any(model, wrappers, pairs, 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("form", ["deepspeed", "zero-redundancy"])
 @on_ranks(2)
+@pytest.mark.every(3)
 def test_formats_of_other_programs_are_loaded_into_the_compiled_model(rank, world_size, form, named, tmp_path):
     def made(seed: int) -> tuple[nn.Module, ZeroOptimizer | ZeroRedundancyOptimizer]:
         torch.manual_seed(seed)

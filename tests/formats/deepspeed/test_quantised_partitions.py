@@ -83,6 +83,7 @@ def assert_alike(codes: Path, floats: Path, scratch: Path, **options: Any) -> No
 
 
 @pytest.mark.parametrize("cls", CLASSES.values())
+@pytest.mark.every(3)
 def test_state_of_torchao(cls, torchao, tmp_path):
     codes, floats = (copy("s2_fp32_dp2", tmp_path / kind) for kind in ("codes", "floats"))
     for rank in range(2):
@@ -187,6 +188,7 @@ def _blocks_as_floats(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "stage"), [("tp2_s2_fp32_dp2", 3), ("pp2_s1_fp32_dp2", 1)])
+@pytest.mark.every(2)
 def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_path):
     """Codes are cut for other data-parallel ranks; for slices of another number there are floats."""
     codes, floats = (copy(name, tmp_path / kind).parent for kind in ("codes", "floats"))
@@ -220,6 +222,7 @@ def test_slices_and_stages_have_blocks_of_their_own(name, stage, torchao, tmp_pa
     ("cls", "name", "stage"),
     [*((cls, "s2_fp32_dp2", 3) for cls in CLASSES.values()), ("OptimState8bit", "tp2_s2_fp32_dp2", 2)],
 )
+@pytest.mark.every(3)
 def test_state_of_torchao_is_made_anew(cls, name, stage, torchao, tmp_path, monkeypatch):
     """Where partitions have whole blocks; elsewhere there are floats, which torchao takes, too."""
     monkeypatch.setattr("zckpt.formats.deepspeed.rare.requantised.SMALLEST_NUMEL", 32)

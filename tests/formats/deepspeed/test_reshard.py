@@ -43,6 +43,7 @@ WORLD_SIZES = (1, 3, 7, 17)
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DENSE, WORLD_SIZES))
+@pytest.mark.every(4)
 def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size)
@@ -75,6 +76,7 @@ def without_config(metadata: dict[str, Any]) -> dict[str, Any]:
     ("name", "stage"),
     each(["s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3", "s2_fp16_dp2", "s3_bf16_dp2_subgroup"], [2, 3, 1]),
 )
+@pytest.mark.every(2)
 def test_state_is_the_same_at_another_stage(name, stage, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", 6, stage=stage)
@@ -102,6 +104,7 @@ def assert_same_bits_of_frozen(found: zckpt.OpenedCheckpoint, expected: zckpt.Op
 
 
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
+@pytest.mark.every(3)
 def test_there_and_back_gives_the_same_files(name, tmp_path):
     ranks, between = (4, 6) if name in OF_FOUR else (3, 5) if name in OF_THREE else (2, 7)
     cut(run_of(name), tmp_path / "between", between)
@@ -245,6 +248,7 @@ def test_parameter_alignment_can_be_switched(there, tmp_path):
 
 
 @pytest.mark.parametrize("name", of_each_kind(DENSE))
+@pytest.mark.every(3)
 def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them(name, tmp_path):
     first, second = (cut(run_of(name), tmp_path / which, 3) for which in ("first", "second"))
     assert files_of(first) == files_of(second)

@@ -29,6 +29,7 @@ EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts."
 
 
 @pytest.mark.parametrize(("name", "spread"), each(NAMES, [(1, 1), (2, 2), (4, 4), (6, 2), (3, 1), (8, 4), (40, 4)]))
+@pytest.mark.every(3)
 def test_everything_arrives(name, spread, tmp_path):
     world_size, experts = spread
     source = zckpt.open(run_of(name))
@@ -53,6 +54,7 @@ def test_group_bears_the_name_of_its_degree(name, tmp_path):
 
 @pytest.mark.parametrize("experts", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.every(3)
 def test_files_say_how_they_are_cut(name, experts, tmp_path):
     world_size = 8
     tag = cut(run_of(name), tmp_path / "cut", world_size, expert_parallel_size=experts)
@@ -161,6 +163,7 @@ SLICED = "moe_tp2_ep2_s1_bf16_dp2"
     ],
     ids=str,
 )
+@pytest.mark.every(3)
 def test_whole_experts_beside_slices(options, tmp_path):
     """Whatever the degrees, and with more ranks than some groups have elements."""
     source, truth = run_of(SLICED), Truth(FIXTURES / SLICED)
@@ -221,6 +224,7 @@ def test_experts_of_ranks_in_another_order_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["zckpt", "universal"])
+@pytest.mark.every(2)
 def test_experts_of_another_format_are_written(to, tmp_path):
     truth = Truth(FIXTURES / SLICED)
     notes = zckpt.convert(run_of(SLICED), tmp_path / "other", to=to).notes
@@ -347,6 +351,7 @@ def test_more_groups_where_a_rank_has_more_experts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("to", ["zckpt", "dcp", "universal"])
+@pytest.mark.every(2)
 def test_groups_that_were_split_by_size_come_back_from_other_formats(to, tmp_path, monkeypatch):
     """DeepSpeed loads only groups as it makes them, over any number of expert ranks."""
     monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 200)

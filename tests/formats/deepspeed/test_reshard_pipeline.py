@@ -52,6 +52,7 @@ def names_of(tag: Path, mp_rank: int) -> list[list[str]]:
         (EXPERTS, 1, {"expert_parallel_size": 1, "stage_bounds": "0,2,6", "pipeline_layers": EXPERT_LAYERS}),
     ],
 )
+@pytest.mark.every(3)
 def test_everything_arrives(name, world_size, options, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, **options)
@@ -80,6 +81,7 @@ def test_everything_arrives(name, world_size, options, tmp_path):
         (EXPERTS, {"expert_parallel_size": 1}, {"expert_parallel_size": 2}),
     ],
 )
+@pytest.mark.every(2)
 def test_there_and_back_gives_the_same_files(name, between, back, tmp_path):
     original = tag_of(run_of(name))
     dp = zckpt.open(original).topology.dp
@@ -273,6 +275,7 @@ def test_names_of_the_modules_by_renaming(tmp_path):
         (SLICED, 2, "universal", {"pipeline_layers": SLICED_LAYERS, "tensor_parallel_size": 4}),
     ],
 )
+@pytest.mark.every(2)
 def test_another_format_is_dealt_to_stages(name, stages, to, options, tmp_path):
     """The files are those that `reshard` of the pipeline writes, but for what only DeepSpeed's own say."""
     options = {"pipeline_parallel_size": stages, "partition_method": "uniform", **options}

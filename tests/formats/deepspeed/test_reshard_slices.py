@@ -78,6 +78,7 @@ def test_there_and_back_at_the_same_degree_gives_the_same_files(name, tmp_path):
     ("degrees", "stage"),
     each([(4, 2), (4, 1), (2, 4), (1, 4), (1, 2), (2, 1), (4, 4), (1, 1)], [1, 2, 3]),
 )
+@pytest.mark.every(3)
 def test_each_rank_has_what_torch_would_cut(degrees, stage, tmp_path):
     degree, other = degrees
     run = made(tmp_path, degree)
@@ -102,6 +103,7 @@ def test_each_rank_has_what_torch_would_cut(degrees, stage, tmp_path):
 
 
 @pytest.mark.parametrize(("between", "stages"), each([1, 2], [(2, 2), (3, 2), (1, 3)]))
+@pytest.mark.every(2)
 def test_there_and_back_gives_the_same_state(between, stages, tmp_path):
     run = made(tmp_path)
     zckpt.reshard(run, tmp_path / "between", world_size=3, tensor_parallel_size=between, stage=stages[0])
@@ -213,6 +215,7 @@ def test_tp1_keeps_its_padding_rows(tmp_path):
 
 
 @pytest.mark.parametrize(("degree", "rows"), [(1, 37), (1, 40), (1, 64), (2, 38), (4, 40), (4, 128)])
+@pytest.mark.every(3)
 def test_padded_size_is_as_asked(degree, rows, tmp_path):
     options = {"tensor_parallel_size": degree, "padded_vocab_size": rows}
     tag = cut(made(tmp_path), tmp_path / "cut", 3, **options)

@@ -21,7 +21,7 @@ import zckpt
 import zckpt.formats.deepspeed.shards as shards
 from tests.cli.console import command, environment
 from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_file, optimizer_file, recut
-from tests.pairwise import pairwise
+from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
 from zckpt import LayoutError, ShardError, SourceError, WeightMismatchError, ZckptError
@@ -282,6 +282,7 @@ def test_no_weight_check_takes_a_stale_rank_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("position", ["first", "last"])
 @pytest.mark.parametrize("parameter", sorted(Truth(FIXTURES / "s2_bf16_dp4").masters))
+@pytest.mark.every(3)
 def test_weight_check_samples_every_parameter(parameter, position, tmp_path):
     """An element at either end of any parameter that does not fit is found, whatever rank holds it."""
     tag = copy("s2_bf16_dp4", tmp_path)
@@ -305,6 +306,7 @@ def test_weight_check_samples_every_parameter(parameter, position, tmp_path):
         "moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2",
     ],
 )  # fmt: skip
+@pytest.mark.every(3)
 def test_swapped_ranks_are_refused(name, tmp_path):
     tag = copy(name, tmp_path)
     first, second = optimizer_file(tag, 0), optimizer_file(tag, 1)
@@ -419,7 +421,7 @@ CUTS = [0.0, 0.0001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.9999]
 
 @pytest.mark.parametrize(
     ("path", "cut"),
-    pairwise([f"{n} {f}" for n in ("s2_bf16_dp2", "s3_bf16_dp2", "moe_ep1_s2_bf16_dp2") for f in files_of(n)], CUTS),
+    each([f"{n} {f}" for n in ("s2_bf16_dp2", "s3_bf16_dp2", "moe_ep1_s2_bf16_dp2") for f in files_of(n)], CUTS),
 )
 def test_truncated_file_is_named(path, cut, tmp_path):
     name, file = path.split()
@@ -491,6 +493,7 @@ OTHER = [None, [], {}, "x", -1, [None], [[]], {"state": {}}, [torch.zeros(())], 
 
 @pytest.mark.parametrize("value", OTHER, ids=[repr(v)[:20] for v in OTHER])
 @pytest.mark.parametrize("key", KEYS)
+@pytest.mark.every(4)
 def test_optimizer_entry_of_another_kind_is_an_error_or_does_no_harm(key, value, tmp_path):
     tag = copy("s2_bf16_dp2", tmp_path)
     edit(optimizer_file(tag, 0), lambda content: content["optimizer_state_dict"].update({key: value}))
@@ -504,7 +507,7 @@ MODEL_ENTRIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "key", "value"), pairwise(["s2_bf16_dp2", "s3_bf16_dp2"], MODEL_ENTRIES, OTHER))
+@pytest.mark.parametrize(("name", "key", "value"), each(["s2_bf16_dp2", "s3_bf16_dp2"], MODEL_ENTRIES, OTHER))
 def test_model_entry_of_another_kind_is_an_error_or_does_no_crash(name, key, value, tmp_path):
     tag = copy(name, tmp_path)
     edit(model_file(tag, 0 if name.startswith("s3") else None), lambda content: content.update({key: value}))

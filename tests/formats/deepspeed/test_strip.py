@@ -66,6 +66,7 @@ def test_of_files_with_one_tree_one_is_looked_through(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FLAT + OTHERS)
+@pytest.mark.every(3, 1)
 def test_every_slot_is_there_without_padding_and_unused_bytes(name, tmp_path):
     source = FIXTURES / name
     done = strip(source, tmp_path / "thin", padding=True, unreferenced=True)
@@ -138,6 +139,7 @@ def test_zero3_keeps_its_padding_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("name", FLAT + OTHERS)
+@pytest.mark.every(3)
 def test_model_is_there_without_the_optimizer(name, tmp_path):
     source, truth = FIXTURES / name, Truth(FIXTURES / name)
     before = zckpt.open(source)

@@ -37,6 +37,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("name", "number"), each(SOURCES, range(len(FORMATS))))
+@pytest.mark.every(2)
 def test_every_format_and_world_size(name, number, tmp_path):
     source, target = FIXTURES / name, tmp_path / "target"
     to, options = FORMATS[number]
@@ -61,6 +62,7 @@ def test_every_format_and_world_size(name, number, tmp_path):
         ("s1_bf16_dp2_bf16opt", {"world_size": 40}),
     ],
 )
+@pytest.mark.every(2)
 def test_slices_experts_and_forms_cut_anew(name, options, tmp_path):
     zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
     assert zckpt.diff(FIXTURES / name, tmp_path / "cut").equal

@@ -42,18 +42,19 @@ def written(directory: Path, files: dict[str, bytes]) -> Path:
 
 
 @pytest.mark.parametrize("spelled", SPELLED)
-@pytest.mark.parametrize("gadget", GLOBALS)
-def test_global_is_dangerous(gadget, spelled, tmp_path):
-    """However it is spelled, called or not."""
-    module, _, name = GLOBALS[gadget].partition(":")
-    opcodes = SPELLED[spelled](module, name)
-    (tmp_path / "m.pkl").write_bytes(opcodes + b"." if spelled == "INST" else called(opcodes, text("x")) + b".")
-    found = scanned(tmp_path)
-    assert found.grade == "dangerous"
-    (one,) = (one for one in found.findings if one["grade"] == "dangerous")
-    assert (one["global"], one["named"], one["called"]) == (f"{module}.{name}", 1, 1)
-    (tmp_path / "m.pkl").write_bytes(opcodes + b"0N.")
-    assert scanned(tmp_path).grade == "dangerous"
+def test_globals_are_dangerous(spelled, tmp_path):
+    """However they are spelled, called or not."""
+    file = tmp_path / "m.pkl"
+    for gadget, place in GLOBALS.items():
+        module, _, name = place.partition(":")
+        opcodes = SPELLED[spelled](module, name)
+        file.write_bytes(opcodes + b"." if spelled == "INST" else called(opcodes, text("x")) + b".")
+        found = scanned(tmp_path)
+        assert found.grade == "dangerous", gadget
+        (one,) = (one for one in found.findings if one["grade"] == "dangerous")
+        assert (one["global"], one["named"], one["called"]) == (f"{module}.{name}", 1, 1)
+        file.write_bytes(opcodes + b"0N.")
+        assert scanned(tmp_path).grade == "dangerous", gadget
 
 
 @pytest.mark.parametrize("name", corpus.OTHERS)

@@ -57,6 +57,7 @@ REMARKS = {
         [(name, False) for name in EVERY if name not in REMARKS and name not in EVERY[::12]],
     ),
 )
+@pytest.mark.every(3, 1)
 def test_untouched_checkpoint_is_sound(name, deep):
     found = verify(FIXTURES / name, deep=deep)
     assert found.sound
@@ -133,6 +134,7 @@ def test_elements_of_what_is_one_piece_are_named(name, sums, tmp_path):
         ["zckpt", "deepspeed", "universal", "consolidated", "dcp", "zero-redundancy"],
     ),
 )
+@pytest.mark.every(2)
 def test_what_zckpt_writes_is_sound(name, to, tmp_path):
     zckpt.convert(FIXTURES / name, tmp_path / "target", to=to)
     assert verify(tmp_path / "target", deep=True).findings == []

@@ -71,6 +71,7 @@ USES: dict[str, Uses] = {
 
 @pytest.mark.parametrize("uses", USES)
 @on_ranks(3)
+@pytest.mark.every(2)
 def test_parameters_that_some_passes_or_ranks_do_not_use(rank, world_size, uses):
     for options in modes():
         trains_as_unsharded(USES[uses], rank, world_size, **options)

@@ -126,6 +126,7 @@ OPTIONS = [{"stage": 1, "overlap_comm": False, "reduce_scatter": False}, {"stage
 
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2, each=[[one] for one in OPTIONS])
+@pytest.mark.every(2)
 def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
     """In bfloat16 the plain optimizer has float32 copies of the parameters, as we have."""
     train, dtype, ddp = MODES[mode]

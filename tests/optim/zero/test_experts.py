@@ -26,6 +26,7 @@ from tests.optim.zero.test_files import (
     losses,
     resume_in_deepspeed,
 )
+from tests.pairwise import some
 from zckpt.optim import ZeroOptimizer, files
 from zckpt.optim.zero.files import experts_of, place_of
 
@@ -105,7 +106,7 @@ def native(path: Path) -> Path:
     return path.parents[1] / "saved"
 
 
-@pytest.mark.parametrize("spec", [*EXPERTS, *PARTS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", some([EXPERTS[1], PARTS[0]], [*EXPERTS[::2], PARTS[1]]), ids=lambda spec: spec.name)
 def test_deepspeed_and_zckpt_read_what_we_save(spec, tmp_path):
     path = tmp_path / "run" / f"global_step{STEPS}"
     path.parent.mkdir()

@@ -98,6 +98,7 @@ WAYS = [
 
 @pytest.mark.parametrize(("options", "at"), each(OPTIONS, [0, 2]))
 @on_ranks(2, each=WAYS)
+@pytest.mark.every(2)
 def test_exception_in_backward_of_one_rank(rank, world_size, more, breaks, by_tensor, then, options, at):
     """The rank that failed goes on to its step, forgets its gradients, or begins the next backward at once."""
     model = Fragile()

@@ -65,7 +65,7 @@ def told_by_ours(kind: dict[str, Any], factor: float, overflows: Sequence[bool])
     return told
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=3 * settings.default.max_examples, deadline=None, database=None)
 @given(
     kind=st.fixed_dictionaries(
         {

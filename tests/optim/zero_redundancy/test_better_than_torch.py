@@ -49,6 +49,7 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
+@pytest.mark.nightly
 @on_ranks(3)
 def test_consolidation_costs_those_nothing_that_do_not_want_it(rank, world_size):
     grown = {}

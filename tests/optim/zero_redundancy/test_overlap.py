@@ -95,6 +95,7 @@ def as_an_optimizer_that_steps_after_backward(rank, world_size, part: int) -> No
     ("world_size", "part"),
     [*each([1, 2, 3], [0, 1]), *(pytest.param(4, part, marks=pytest.mark.nightly) for part in (0, 1))],
 )
+@pytest.mark.every(2)
 def test_as_an_optimizer_that_steps_after_backward(world_size, part):
     run(as_an_optimizer_that_steps_after_backward, world_size, part)
 

@@ -34,6 +34,7 @@ STEPS = 5
 @pytest.mark.parametrize(
     ("world_size", "view"), some([(2, True), (3, False), (5, False)], [(1, True), (2, False), (4, True)])
 )
+@pytest.mark.every(2)
 def test_steps_as_the_unsharded_optimizer(world_size, view):
     run(steps_as_the_unsharded_optimizer, world_size, view)
 

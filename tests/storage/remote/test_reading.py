@@ -99,6 +99,7 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("name", some(FORMATS[1::2], FORMATS[0::2]))
+@pytest.mark.every(2)
 def test_every_format_is_read_from_a_store(name, s3):
     source = FIXTURES / name
     folder = "/".join(name.split("/")[:2])
