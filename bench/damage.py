@@ -58,9 +58,10 @@ def content(source: Path, target: Path) -> dict[str, bytes]:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def has_checksums(path: Path) -> bool:
-    """Tell a file every byte of whose tensors has a checksum: torch's archives, and zckpt's own files."""
-    return zipfile.is_zipfile(path) or path.suffix in (".zckpt", ".chunks", ".index")
+def has_checksum(path: Path, before: bytes, at: int) -> bool:
+    """Tell a byte that has a checksum: of torch's archives, which DCP puts one behind the other, and zckpt's files."""
+    end = before.rfind(b"PK\5\6") if path.suffix == ".distcp" else len(before) * zipfile.is_zipfile(path)
+    return at < end or path.suffix in (".zckpt", ".chunks", ".index")
 
 
 def flipped(data: bytearray, chance: random.Random) -> None:
@@ -90,7 +91,6 @@ def trials(
             chance.choices(files, [1 + one.stat().st_size for one in files])[0] if number % 2 else chance.choice(files)
         )
         before = path.read_bytes()
-        checked = has_checksums(path)
         data = bytearray(before)
         damage(data, chance)
         path.write_bytes(data)
@@ -104,17 +104,13 @@ def trials(
         finally:
             path.write_bytes(before)
         if end == "other":
+            at = next((n for n, (a, b) in enumerate(zip(before, data, strict=False)) if a != b), len(data))
+            checked = has_checksum(path, before, at)
             end = f"other, {'with' if checked else 'without'} checksums: {path.suffix or path.name}"
             if checked:
-                wrong.append(f"{kind}: {path.relative_to(top.parent)}: {first_change(before, data)}")
+                wrong.append(f"{kind}: {path.relative_to(top.parent)}: byte {at:,} of {len(before):,}")
         ended[kind, end] += 1
     return ended, wrong
-
-
-def first_change(before: bytes, after: bytearray) -> str:
-    """Say where two files part."""
-    at = next((n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
-    return f"byte {at:,} of {len(before):,}"
 
 
 def main() -> int:

@@ -55,7 +55,7 @@ def test_a_mean_of_two_arrangements_is_that_of_one(tmp_path):
         [a, joined], tmp_path / "m.safetensors", weights=[1, 3], map=MAP, map_config=CONFIG, verify=True
     )
     assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
-    assert done.notes[0] == "the map: from the names of apart to those of joined"
+    assert done.notes[0] == "the map: names of apart become those of joined"
     zckpt.average([joined, a], tmp_path / "back.safetensors", weights=[3, 1], map=MAP, map_config=CONFIG)
     assert_alike(tmp_path / "back.safetensors", tmp_path / "mean.safetensors")
 
@@ -109,4 +109,4 @@ def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise(tmp_path):
         verify=True,
     )  # fmt: skip
     assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
-    assert (done.num_merged, done.notes[0]) == (2, "the map: from the names of joined to those of apart")
+    assert (done.num_merged, done.notes[0]) == (2, "the map: names of joined become those of apart")

@@ -83,7 +83,7 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path):
     stacked = torch.stack([drawn[f"layers.1.experts.{e}.down.weight"].T for e in range(11)])
     assert_same(found["layers.1.experts.down"], stacked, "experts")
     back = zckpt.consolidate(tmp_path / "f.safetensors", tmp_path / "g.safetensors", map=experts)
-    assert back.notes == ("the map: from the names of memory to those of files",)
+    assert back.notes == ("the map: names of memory become those of files",)
     assert zckpt.diff(tmp_path / "e.safetensors", tmp_path / "g.safetensors").equal
 
 

@@ -150,6 +150,24 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
     assert run(random_numbers, 2, tmp_path, "leave")[1][0] == torch.rand(2).tolist()
 
 
+@pytest.mark.parametrize("to", ["deepspeed", "universal", "dcp", "fsdp-rank-files"])
+def test_what_save_kept_comes_back_from_other_formats(to, tmp_path):
+    torch.manual_seed(7)
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, step=1, extra={"epoch": 4})
+    expected = torch.rand(2)
+    sized = {"world_size": 2} if to in ("deepspeed", "fsdp-rank-files") else {}
+    zckpt.convert(tmp_path / "c", tmp_path / to, to=to, **sized, **({"stage": 2} if to == "deepspeed" else {}))
+    restored = zckpt.load(tmp_path / to, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert (restored.extra, restored.notes) == ({"epoch": 4}, [])
+    assert torch.equal(torch.rand(2), expected)
+    assert zckpt.resume_check(tmp_path / to, program="zckpt", world_size=1).as_dict()["verdict"] == "whole"
+
+
 # --- models that differ
 
 

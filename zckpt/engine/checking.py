@@ -276,8 +276,8 @@ class Checks:
             path=first.path,
             expected=f"CRC-32 {first.crc32:08x}",
             found=f"{found:08x}",
-            advice="copy the file again from its origin; `zckpt verify --deep` lists all damage, --no-checksums (in "
-            "a load, verify=False) salvages the rest",
+            advice="copy the file again from its origin; `zckpt verify --deep` lists all damage; --no-checksums "
+            "(in a load, verify=False) takes all as it is, damaged bytes too",
             code=CHECKSUM,
         )
 

@@ -169,8 +169,8 @@ class Adapter:
             found=", ".join(f"A {a.shape}, B {b.shape}" for a, b in factors),
             advice="merge it with PEFT's merge_and_unload"
             if fitting
-            else "they belong to the model in memory, where all experts are one tensor: --map (for example "
-            "--map=transformers) gives the base these names",
+            else "give the model that the adapter was trained on; if its experts have a tensor each, --map (for "
+            "example --map=transformers) makes them one, as they are in memory",
         )
 
 

@@ -22,7 +22,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.state.names import is_number
-from zckpt.torchfile import Renderer, Tensor, TorchFile, brief
+from zckpt.torchfile import FromFile, Renderer, Tensor, TorchFile, brief
 from zckpt.torchfile.plain import LIMIT
 
 KEY = "zckpt"
@@ -35,6 +35,9 @@ BESIDE = "beside_state"
 """Under which optimizer metadata have what its state dict has beside state of parameters; `optim/states/beside`."""
 
 VERSION = 1
+
+RANDOM = "random_states"
+"""Under which metadata have the random states of all ranks that `zckpt.save` wrote: see `are_of_save`."""
 
 NUMBERS = "numbers"
 
@@ -271,3 +274,11 @@ def jsonable(value: object, renderer: Renderer | None = None) -> object:
     if isinstance(value, dict) and any(isinstance(one, Scalar) for one in value.values()):
         return {str(key): jsonable(one, renderer) for key, one in value.items()}
     return renderer.render(value)
+
+
+def are_of_save(states: object) -> bool:
+    """Tell random states that `zckpt.save` wrote: files without room for an origin (DeepSpeed's) keep these, too."""
+    every = states.node if isinstance(states, FromFile) else states
+    return isinstance(every, list) and any(every) and all(
+        isinstance(one, Mapping) and (not one or {"python", "numpy", "torch"} <= one.keys()) for one in every
+    )  # fmt: skip

@@ -439,7 +439,7 @@ class _Mapping:
         self._side = map_.sides[found.target]
         self._positions = {name: number for number, name in enumerate(one.name for one in checkpoint.tensors())}
         self._made: dict[str, _Made] = {}
-        self._notes = [f"{map_.name}: from the names of {map_.sides[found.source].name} to those of {self._side.name}"]
+        self._notes = [f"{map_.name}: names of {map_.sides[found.source].name} become those of {self._side.name}"]
         if found.ignored:
             self._notes.append(f"{map_.name}: {listed(found.ignored)} follows from the configuration and is left out")
 

@@ -203,7 +203,7 @@ class _Merging:
             raise UsageError(
                 f"{listed(missing)}: not in {named(self.base)}",
                 path=self.adapter.checkpoint.source,
-                expected=f"names as {listed(list(every), most=2)}",
+                expected=f"names as {listed(list(every), most=2)}" if every else "a base model, not an adapter",
                 advice="give the model that the adapter was trained on",
             )
         for name, one in own.items():

@@ -12,7 +12,8 @@ WHAT_TO_DO = {
     "source": "Check the path in the message: does it exist, can it be read, is it the one that you meant?",
     "unknown-format": "Give the checkpoint's own directory or file. `zckpt formats` lists what can be read.",
     "damaged-file": "Copy the file again from its origin, or use an earlier checkpoint; "
-    "`zckpt verify --deep` lists all damage, and `--salvage` uses what is left.",
+    "`zckpt verify --deep` lists all damage. `--no-checksums` takes the bytes as they are, and "
+    "`--salvage` does without files that are lost.",
     "pickle": "Do not load the file with a program that executes pickles, unless you know who wrote it.",
     "unsupported": "Use the verb or option that the message names.",
     "shard": "Give the files of all ranks from one save; `--root` adds those of other nodes.",

@@ -17,6 +17,13 @@ RULES = {
     "unknown": "A pickle names what no list has, or a file cannot be looked into.",
     "dangerous": "A pickle names what runs code, or a file shows programs different things.",
 }
+MEANS = {
+    "known": "no code is known to run; torch.load(weights_only=True) refuses classes that are not torch's",
+    "unknown": "torch.load(weights_only=False) would run code of what is unknown here: look at it first, or let "
+    "`zckpt sanitize` write the checkpoint without it",
+    "dangerous": "do not load it with torch.load(weights_only=False) or pickle; `zckpt sanitize` writes the "
+    "checkpoint without it",
+}
 LEVELS = {"known": "note", "unknown": "warning", "dangerous": "error"}
 
 
@@ -35,6 +42,7 @@ def render(document: Document) -> str:
         lines += ["", *table(header, [_row(key, rows[key]) for key in shown], right=(3, 4))]
     data = sum(1 for found, _ in rows if found == DATA)
     lines += ["", f"besides, {count(data, 'name')} of plain data"] if data else []
+    lines += ["", MEANS[document["grade"]]] if document["grade"] in MEANS else []
     return "\n".join(map(printable, lines))
 
 

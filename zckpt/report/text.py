@@ -107,7 +107,7 @@ def written(document: Document) -> str:
     if document["foresight"] is not None:
         lines += foresight(document["foresight"])
     if document["checked_elements"]:
-        lines.append(f"masters agree with their weights ({count(document['checked_elements'], 'element')} compared)")
+        lines.append(f"masters agree with their weights in the {document['checked_elements']:,} elements compared")
     if document["checksummed_nbytes"]:
         lines.append(f"{size(document['checksummed_nbytes'])} of the source agree with the checksums in its files")
     if document["verified_nbytes"]:

@@ -17,14 +17,14 @@ import torch
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
-from zckpt.formats.remainder import BESIDE, OPTIMIZERS
+from zckpt.formats.remainder import BESIDE, OPTIMIZERS, RANDOM, are_of_save
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import Checkpoint, without
 from zckpt.torchfile import FromFile
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
-RANDOM, EXTRA_STATE = "random_states", "extra_state"
+EXTRA_STATE = "extra_state"
 """Under which keys a checkpoint's metadata have what goes with models and optimizers."""
 
 SAVED_BY, SELF = "saved_by", "zckpt.save"
@@ -169,12 +169,11 @@ def read_other_state(
 def saved_by_us(checkpoint: Checkpoint) -> bool:
     """Tell whether `save` wrote the values that go with the model and the optimizer, even if it was converted since."""
     origin = checkpoint.converted_from
-    if not str(origin.get("format_version", "")).startswith("zckpt "):
+    if origin and not str(origin.get("format_version", "")).startswith("zckpt "):
         return False
     if SAVED_BY in origin or origin.get("format") == "zero-redundancy":
         return bool(origin.get(SAVED_BY, SELF) == SELF)
-    states = value_of(checkpoint.metadata.get(RANDOM))  # by a version that did not say so
-    return isinstance(states, list) and all(isinstance(one, Mapping) and (not one or "torch" in one) for one in states)
+    return are_of_save(checkpoint.metadata.get(RANDOM))  # by a version that did not say so, or in DeepSpeed's files
 
 
 def _mapping(values: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def check_directory(directory: Path) -> None:
             "was not written by a Checkpointer, and would be replaced",
             path=latest,
             found=f"{named}, which is not a zckpt checkpoint",
-            advice="use a separate directory for the run",
+            advice="use a separate directory for the run; zckpt.load takes the state that another program saved",
         )
 
 

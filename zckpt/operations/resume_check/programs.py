@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.formats.low_bit import codes_in
+from zckpt.formats.remainder import RANDOM as RANDOM_STATES
+from zckpt.formats.remainder import are_of_save
 from zckpt.operations.resume_check.parts import (
     CUSTOM,
     DATA,
@@ -248,7 +250,7 @@ _ENGINE: dict[str, Any] = {
 }
 """What DeepSpeed's engine does, whoever calls it; what it does not know goes to the caller."""
 
-_STAGE = "ZeRO stage {stage}, as it was trained"
+_STAGE = "ZeRO stage {stage}, as its files are"
 
 _RESHARD = Make(verb="reshard", sized=True, of=("deepspeed",))
 
@@ -576,8 +578,7 @@ VERL = Program(
 
 
 def _random_of_others(facts: Facts) -> str | None:
-    ours = str(facts.checkpoint.converted_from.get("format_version", "")).startswith("zckpt ")
-    if not ours or facts.checkpoint.metadata.get("random_states") is None:
+    if not are_of_save(facts.checkpoint.metadata.get(RANDOM_STATES)):
         return "zckpt.load only restores random states of zckpt.save, and returns others in `extra`"
     return f"no random states of rank {facts.saved_ranks}" if facts.ranks > facts.saved_ranks else None
 
