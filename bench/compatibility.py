@@ -94,7 +94,7 @@ def cells(program: Program, version: str, kinds: list[Kind], environments: Path,
     path = os.pathsep.join(str(place) for place in (environment, ROOT) if place)
     variables = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": ""}
-    if program.name == "deepspeed":  # old versions do not say that they trust what they load
+    if program.alone:  # with a newer torch than they know; old versions do not say that they trust what they load
         variables["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
     while kinds:
         names = ",".join(kind.name for kind in kinds)
@@ -221,6 +221,7 @@ def _section(program: Program, found: dict[str, dict[str, dict[str, str]]]) -> s
     lines = [f"- {', '.join(some)}, `{name}`, {column}: `{why}`" for (name, column, why), some in said.items()]
     causes = [f"- {some}, `{names.replace(', ', '`, `')}`: {cause}" for some, names, cause in program.causes]
     ran = sum(kind.name in found.get(version, {}) for kind in program.kinds for version in versions)
+    table = [f"| checkpoint | {' | '.join(versions)} |", f"|---|{'---|' * len(versions)}", *rows, ""]
     return "\n".join([
         "",
         f"## {program.name}",
@@ -229,7 +230,7 @@ def _section(program: Program, found: dict[str, dict[str, dict[str, str]]]) -> s
         f"{ran} of {len(program.kinds) * (len(versions) + len(untried))} cells ran."
         + (f" Not tried: {', '.join(untried)}." if untried else ""),
         "",
-        *([f"| checkpoint | {' | '.join(versions)} |", f"|---|{'---|' * len(versions)}", *rows, ""] if versions else []),
+        *(table if versions else []),
         *(["What fails:", "", *lines, ""] if lines else []),
         *(["Causes:", "", *causes, ""] if causes else []),
     ])  # fmt: skip

@@ -539,8 +539,8 @@ PROGRAMS = (
         about=(
             "Each is made in five steps of a small model, cut for the ranks that are named, and resumed with five "
             "steps, whose losses are within 2e-5 in fp32 and 3e-3 in 16 bits. "
-            "`TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` is set: without it torch 2.6 and newer refuse what old versions "
-            "load, whoever wrote it."
+            "As for all programs but torch, `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1` is set: without it torch 2.6 and "
+            "newer refuse what old versions load, whoever wrote it."
         ),
     ),
     Program(
@@ -570,6 +570,11 @@ PROGRAMS = (
                 "2.2.2, 2.4.1, 2.6.0",
                 "dcp_fsdp2, ranks_fsdp2",
                 "torch itself: 2.2 has no FSDP2; in 2.4 it asks for CUDA, in 2.6 for streams, which CPUs have not.",
+            ),
+            (
+                "2.2.2",
+                "dcp_dtensors",
+                "zckpt writes `.metadata` as newer torch does; 2.2 lacks `_MEM_FORMAT_ENCODING`, which it names.",
             ),
             ("2.2.2", "dcp_fsdp1", "torch itself: to save FSDP1 with DCP it asks for a driver of NVIDIA's."),
             (
@@ -626,6 +631,7 @@ PROGRAMS = (
             "zckpt writes no file of Lightning's: it converts to its own format, and a strategy of "
             "`zckpt.lightning` resumes."
         ),
+        causes=(("2.0.9", "ddp", "Lightning 2.0 imports its app, whose packages are not installed."),),
     ),
     Program(
         "peft",
@@ -665,6 +671,10 @@ PROGRAMS = (
         about=(
             "The truth is what Megatron itself loads, with one rank, of what two have saved. It is given the CPU "
             "where it asks for CUDA."
+        ),
+        causes=(
+            ("0.8.0", "torch_dist", "Megatron 0.8 wants Apex or Transformer Engine, which need CUDA."),
+            ("0.8.0", "torch_dist_plain", "Megatron fails to save or load its own files with this torch."),
         ),
     ),
 )  # fmt: skip
