@@ -15,7 +15,6 @@ from tests.cli.console import FIXTURES, environment, refused, run
 from tests.executors import dying
 from tests.executors.conftest import dask_cluster, names, wait_until
 from tests.executors.dying import MARK
-from tests.pairwise import some
 from zckpt.engine import write as written
 from zckpt.executors import on_dask
 from zckpt.executors.on_dask import DaskExecutor
@@ -28,7 +27,6 @@ def three(tmp_path_factory):
         yield name, folder / "mark"
 
 
-@pytest.mark.nightly
 def test_worker_killed_midway_changes_no_bit(three, source, tmp_path, monkeypatch):
     name, mark = three
     zckpt.consolidate(source, tmp_path / "threads.safetensors")
@@ -75,7 +73,7 @@ def test_damage_found_by_a_worker_is_said_as_ever(three, source, tmp_path):
     assert names(tmp_path) == ["bad.pt"]
 
 
-@pytest.mark.parametrize("gone", some(["workers"], ["scheduler"]))
+@pytest.mark.parametrize("gone", ["workers", "scheduler"])
 def test_without_workers_or_a_scheduler_it_ends_and_can_be_gone_on_with(gone, source, tmp_path, monkeypatch):
     from distributed import Client
 

@@ -66,7 +66,7 @@ def judged(run: Run, *, is_last: bool) -> list[str]:
     return lost + run.left()
 
 
-KEPT = ("consolidate-deep", "save")
+KEPT = ("consolidate-deep", "Checkpointer")
 
 
 @pytest.mark.parametrize("name", some(KEPT, [name for name in VERBS if name not in KEPT]))
