@@ -421,7 +421,7 @@ def _megatron(options: dict[str, Any], cell: Cell) -> None:
 
     if cell.column("made", make):
         cell.column("read", lambda: _assert_read(source, alone[0]))
-        if cell.column("written", lambda: zckpt.convert(source, target, to="megatron", verify=True) and None):
+        if cell.column("written", lambda: zckpt.convert(source, target.parent, to="megatron", verify=True) and None):
             cell.column("resumed", go_on)
 
 
