@@ -324,16 +324,22 @@ def _resumed(kind: str, ranks: int, to: str, program: str, others: int, cell: Ce
     folder, target = cell.place / "saved", cell.place / "again"
     source = folder / PLACES[kind]
 
+    def truth() -> dict[str, Any]:
+        found: dict[str, Any] = torch.load(folder / "truth.pt", **_trusting())["tensors"]
+        return found
+
+    def names() -> list[str]:  # alike parameters that the file numbers only
+        return [key.removeprefix("weight/") for key in truth() if key.startswith("weight/")]
+
     def read() -> None:
-        truth = torch.load(folder / "truth.pt", **_trusting())["tensors"]
-        opened = zckpt.open(source)
-        for key, value in truth.items():
+        opened = zckpt.open(source, names=names())
+        for key, value in truth().items():
             slot, _, name = key.partition("/")
             if not torch.equal(opened.read(name, slot).reshape(-1), value):
                 raise ValueError(f"{key} is not what it was")
 
     def write() -> None:
-        zckpt.convert(source, target / PLACES[kind], to=to, verify=True, **options)
+        zckpt.convert(source, target / PLACES[kind], to=to, names=names(), verify=True, **options)
         shutil.copy(folder / "truth.pt", target)
 
     def go_on() -> str:
@@ -415,7 +421,7 @@ def _megatron(options: dict[str, Any], cell: Cell) -> None:
 
     if cell.column("made", make):
         cell.column("read", lambda: _assert_read(source, alone[0]))
-        if cell.column("written", lambda: zckpt.convert(source, target, to="megatron", verify=True) and None):
+        if cell.column("written", lambda: zckpt.convert(source, target.parent, to="megatron", verify=True) and None):
             cell.column("resumed", go_on)
 
 
@@ -447,7 +453,9 @@ def _adapter(options: dict[str, Any], cell: Cell) -> None:
         adapted.save_pretrained(saved)
         adapter.update(
             {
-                re.sub(r"(\.modules_to_save)?\.default", "", name): one.detach().clone()
+                re.sub(
+                    r"(?<=magnitude_vector)\.default\.weight|(\.modules_to_save)?\.default", "", name
+                ): one.detach().clone()
                 for name, one in adapted.named_parameters()
                 if one.requires_grad
             }

@@ -343,7 +343,8 @@ def writers() -> Iterator[None]:
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     yield
-    filesystem_async._results_queue._manager.shutdown()
+    if filesystem_async._results_queue is not None:  # a rank that had nothing to write has none
+        filesystem_async._results_queue._manager.shutdown()
 
 
 # --- what ranks run
