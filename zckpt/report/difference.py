@@ -45,7 +45,8 @@ def render(document: Document, *, width: int, paint: Paint | None = None, limit:
         lines += listed(document["metadata"], first, rest)
     lines += [f"warning: {text}" for text in document["warnings"]]
     kinds = {"different": "slots", "only_in_a": "only in a", "only_in_b": "only in b", "metadata": "settings"}
-    found = ", ".join(f"{len(document[key]):,} {text}" for key, text in kinds.items() if document[key])
+    counts = {key: (len(document[key]), text) for key, text in kinds.items() if document[key]}
+    found = ", ".join(f"{n:,} {text.removesuffix('s') if n == 1 else text}" for n, text in counts.values())
     verdict = "equal" if document["equal"] else f"different: {found}"
     lines += ["", verdict if paint is None else paint(verdict, "good" if document["equal"] else "error")]
     return "\n".join(lines)
