@@ -173,7 +173,7 @@ def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, hea
     names = [order[id(one)] for group in optimizer.param_groups for one in group["params"]]
     options = {"config": tmp_path / "run", "slots": "all"}
     done = zckpt.consolidate(tmp_path / "memory.pt", tmp_path / "model", names=names, **options)
-    assert "names of memory to those of file" in done.notes[0]
+    assert "names of memory become those of file" in done.notes[0]
     zckpt.consolidate(tmp_path / "run", tmp_path / "of-run", slots="all")  # whose names are a file's already
     files = [load_file(tmp_path / one / "model.safetensors") for one in ("model", "of-run", "run")]
     assert files[0].keys() == files[1].keys() == files[2].keys()
@@ -185,7 +185,7 @@ def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, hea
     model.train()
     losses = [step(), step()]
     other, its, go_on = in_training(kind, head)
-    assert "names of file to those of memory" in zckpt.load(tmp_path / "run", model=other, optimizer=its).notes[0]
+    assert "names of file become those of memory" in zckpt.load(tmp_path / "run", model=other, optimizer=its).notes[0]
     assert [go_on(), go_on()] == losses
     config = json.loads((tmp_path / "run/config.json").read_text())
     (tmp_path / "run/config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
