@@ -295,7 +295,7 @@ def test_hand_written_chains_stay_inert():
     dotted = read(b"\x80\x04" + text("os") + text("path.join.__globals__") + b"\x93.").root
     assert dotted.qualified == "os.path.join.__globals__"
     assert read(b"(cos\nsystem\n" + text("true") + b"o.").root.how == "obj"
-    assert read(b"(" + text("true") + b"ios\nsystem\n.").root.how == "inst"
+    assert read(b"(" + text("true") + b"ios\nsystem\n.").root.how == "obj"
 
 
 def test_legacy_storage_sizes_are_checked(tmp_path):

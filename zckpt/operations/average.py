@@ -19,7 +19,6 @@ from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
-from zckpt.operations.pack import units_of_place
 from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint, Document
 
@@ -177,6 +176,8 @@ def _opened(
 def _check_several(sources: Sequence[Source]) -> None:
     """Raise UsageError unless there are several; of a run, name its checkpoints."""
     if len(sources) < 2:
+        from zckpt.operations.pack import units_of_place
+
         alone = [Path(one) for one in sources if not isinstance(one, Checkpoint)]
         inside = [shlex.quote(str(one.path)) for run in alone for one in units_of_place(run) if one.path != run]
         raise UsageError(

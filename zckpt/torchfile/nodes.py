@@ -81,7 +81,7 @@ class Object:
     entries : list of (key, value)
         What the pickle sets in it, as in a dict.
     how : str
-        The kind of call: `reduce`, `newobj`, `newobj_ex`, `inst`, `obj` or `reconstructor`.
+        The kind of call: `reduce`, `newobj`, `newobj_ex`, `obj` or `reconstructor`; `inst` in older files of zckpt's.
     has_state : bool
         Whether `state` was set: a pickle may set it to None.
     """

@@ -385,7 +385,7 @@ _TABLE: dict[bytes, Opcode] = {
     b"\x90": lambda machine: add_members(machine, machine.since_mark()),
     b"\x81": newobj,
     b"\x92": newobj_ex,
-    b"i": pushing(lambda machine: new(global_line(machine), tuple(machine.since_mark()), "inst")),
+    b"i": pushing(lambda machine: new(global_line(machine), tuple(machine.since_mark()), "obj")),
     b"o": pushing(obj),
     b"P": refusing(PickleError("a persistent id that torch does not write", found="text")),
     b"Q": binpersid,
