@@ -56,7 +56,8 @@ def check_plain_pickle(data: bytes, found: object) -> None:
 
 
 def _said(value: object) -> str:
-    return repr(value) if not isinstance(value, float) else value.hex()
+    text = repr(value) if not isinstance(value, float) else value.hex()
+    return "".join(sorted(text)) if "nan" in text else text  # where a NaN is in a set depends on its address
 
 
 def check_safetensors(data: bytes, slots: Mapping[str, Slot]) -> None:
