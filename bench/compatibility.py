@@ -135,11 +135,14 @@ def environment_of(program: Program, version: str, directory: Path) -> Path | No
                 target = Path(name) / version
                 pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target)]
                 beside = next((its for before, its in program.beside if number(version) < number(before)), ())
-                how = ["--no-deps", "--no-build-isolation"] if program.alone else []
-                command = [*pip, *how, f"{program.name}=={version}", *beside]
+                ways = [["--no-deps", "--no-build-isolation"], ["--no-deps"]] if program.alone else [[]]
                 without_kernels = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
-                done = subprocess.run(command, check=False, env=without_kernels, capture_output=True, text=True)
-                if done.returncode:
+                for how in ways:  # some old versions want what this setuptools has no more
+                    command = [*pip, *how, f"{program.name}=={version}", *beside]
+                    done = subprocess.run(command, check=False, env=without_kernels, capture_output=True, text=True)
+                    if not done.returncode:
+                        break
+                else:
                     raise CannotInstallError(done.stderr)
                 target.rename(place)
     return place

@@ -523,6 +523,11 @@ PROGRAMS = (
         causes=(
             ("all", "tp2_s1_bf16_dp2", _SLICES),
             (
+                "0.12.6, 0.14.0",
+                "s1_fp32_dp2_2groups, s2_bf16_dp2, s3_bf16_dp2, s0_bf16_dp2",
+                "On a CPU, DeepSpeed up to 0.14.0 wants intel_extension_for_pytorch, made for old torch only.",
+            ),
+            (
                 "0.17.6",
                 "s1_fp32_dp2, s2_bf16_dp2, s2_bf16_dp2_elastic_fused, s2_fp16_dp2, s2_bf16_dp2_rr",
                 "DeepSpeed's `get_flat_partition` raises on a rank that holds nothing of a group; here one group has"
@@ -608,6 +613,7 @@ PROGRAMS = (
             ("4.45", (*_OLDEST[1:], "accelerate==0.34.2", "peft==0.10.0")),
             ("4.52", ("tokenizers==0.21.4", "huggingface_hub==0.36.0", "accelerate==1.1.1", "peft==0.13.2")),
             ("5", ("tokenizers==0.22.1", "huggingface_hub==0.36.0", "accelerate==1.6.0", "peft==0.17.1")),
+            ("5.1", ("tokenizers==0.22.1", "huggingface_hub==1.3.0")),
         ),
     ),
     Program(
@@ -683,6 +689,12 @@ PROGRAMS = (
         causes=(
             ("0.8.0", "torch_dist", "Megatron 0.8 wants Apex or Transformer Engine, which need CUDA."),
             ("0.8.0", "torch_dist_plain", "Megatron fails to save or load its own files with this torch."),
+            (
+                "0.10.0, 0.12.3, 0.14.0",
+                "torch_dist, torch_dist_plain",
+                "What makes these cells calls Megatron as 0.14 (plain) or 0.16 (distributed optimizer) is called. Tests"
+                " read checkpoints that 0.8 to 0.13 made, which are fixtures.",
+            ),
         ),
     ),
 )  # fmt: skip

@@ -254,6 +254,24 @@ def test_each_call_about_a_target_fails(name, made_inputs):
     without_wrong(name, made_inputs, of_target, 3)
 
 
+def looked_at(name: str, base: Path, file: str) -> tuple[int, list[str]]:
+    """Let each look at a file of a verb fail; return how many, and what was wrong."""
+    run, wrong = prepared(name, base), list[str]()
+    keys = [key for key, _ in run.calls() if key[0] == "newfstatat" and key[1] == file]
+    for key in keys:
+        wrong += [f"{key}: {one}" for one in run.faulted(key, errno.EIO)[1]]
+    return len(keys), wrong
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_taken_for_one_that_has_its_name(made_inputs):
+    """Of a pair, which is named together: success was told, and one file was not named."""
+    count, wrong = spawned(
+        looked_at, "consolidate-pair-over", made_inputs, "out/.m.optimizer.safetensors.zckpt-partial"
+    )
+    assert wrong == []
+    assert count > 3
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", VERBS)
 def test_each_call_fails_in_every_way(name, made_inputs):

@@ -379,7 +379,7 @@ def _go_on(listed: int, directory: Path) -> None:
 def _name_all(directory: Path, every: Sequence[_Waiting]) -> None:
     """Name those that have no name yet; called again after a kill at any moment, it names the rest."""
     *others, last = every
-    if _is_waiting(directory, last) and os.path.lexists(directory / last.name):
+    if _is_waiting(directory, last) and last.name in os.listdir(directory):  # noqa: PTH208  # `lexists` hides errors
         for one in others:
             if _is_waiting(directory, one):
                 check_replaceable(directory / one.name)
@@ -402,6 +402,10 @@ def _is_waiting(directory: Path, one: _Waiting) -> bool:
     """Tell whether the temporary name still is the file's that was to be named."""
     try:
         found = partial_name(directory / one.name).lstat()
-    except (OSError, ValueError):  # it has its name, or can have none
+    except ValueError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):  # it has its name, or can have none
+            raise
         return False
     return (found.st_size, found.st_ino) == (one.nbytes, one.inode)

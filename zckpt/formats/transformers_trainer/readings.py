@@ -33,16 +33,20 @@ DECAYED, UNDECAYED = 0, 1
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
+_BIASES = re.compile("bias")
+"""Of what no weight decay is said where the Trainer does not know the class of a model's norms: see `group_of`."""
 
-def group_of(name: str, known: Architecture) -> int:
+
+def group_of(name: str, known: Architecture, undecayed: re.Pattern[str] = _UNDECAYED) -> int:
     """Return the Trainer's param group of a parameter, under its name in the model apart from an adapter's.
 
     Not decayed are those whose names say that they are a bias or of a norm, and all of a `torch.nn.LayerNorm`
-    (`Trainer.get_decay_parameter_names`, transformers 4.47 and later; before, those of norms went by their class).
+    (`Trainer.get_decay_parameter_names`). Up to transformers 4.48 at least, norms went by their class: those of a class
+    that was not listed, as of Qwen2, are decayed.
     """
     name = shortened(name)
     module = name.rpartition(".")[0].rpartition(".")[2]
-    return UNDECAYED if _UNDECAYED.search(name.lower()) or module in known.layer_norms else DECAYED
+    return UNDECAYED if undecayed.search(name.lower()) or module in known.layer_norms else DECAYED
 
 
 @dataclass(slots=True)
@@ -160,15 +164,18 @@ def _searched(
 def _groups(said: Evidence[int], known: Architecture) -> list[list[str]] | None:
     """Return all candidates by param group, by shapes and else by the Trainer's rule; None if neither tells."""
     shapes = [{said.shapes[number] for number in group} for group in said.groups]
-    found: list[list[str]] = [[] for _ in shapes]
-    for name, shape in said.candidates.items():
-        groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
-        if len(groups) > 1 and len(shapes) == 2:
-            groups = [group_of(name, known)]
-        if len(groups) != 1:
-            return None
-        found[groups[0]].append(name)
-    return found if list(map(len, found)) == list(map(len, said.groups)) else None
+    for undecayed in (_UNDECAYED, _BIASES):
+        found: list[list[str]] = [[] for _ in shapes]
+        for name, shape in said.candidates.items():
+            groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
+            if len(groups) > 1 and len(shapes) == 2:
+                groups = [group_of(name, known, undecayed)]
+            if len(groups) != 1:
+                return None
+            found[groups[0]].append(name)
+        if list(map(len, found)) == list(map(len, said.groups)):
+            return found
+    return None
 
 
 def model_order(weights: Weights) -> list[str]:

@@ -1,0 +1,56 @@
+"""Which of the Trainer's two groups a parameter is in: by its name, and in older versions by the class of its norm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+
+CONFIG = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True}
+LAYER = {
+    **{f"self_attn.{one}_proj.{kind}": (n, 16) if kind == "weight" else (n,)
+       for one, n in (("q", 16), ("k", 8), ("v", 8)) for kind in ("weight", "bias")},
+    "self_attn.o_proj.weight": (16, 16), "mlp.gate_proj.weight": (24, 16), "mlp.up_proj.weight": (24, 16),
+    "mlp.down_proj.weight": (16, 24), "input_layernorm.weight": (16,), "post_attention_layernorm.weight": (16,),
+}  # fmt: skip
+SHAPES = {
+    "model.embed_tokens.weight": (64, 16),
+    **{f"model.layers.{layer}.{name}": shape for layer in (0, 1) for name, shape in LAYER.items()},
+    "model.norm.weight": (16,),
+}
+"""Of a model of Qwen2, in its order; transformers 4.48.3 trained one, whose groups are those below."""
+
+
+def trained(folder: Path, undecayed: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """A Trainer's directory, whose second group has what is named so; returns each parameter's first moment."""
+    torch.manual_seed(0)
+    model = {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    rest = [name for name in model if any(one in name for one in undecayed)]
+    groups = [[name for name in model if name not in rest], rest]
+    optimizer = torch.optim.AdamW([{"params": [model[name] for name in one]} for one in groups])
+    sum((one * torch.randn_like(one)).sum() for one in model.values()).backward()
+    optimizer.step()
+    save_file({name: one.detach() for name, one in model.items()}, folder / "model.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+    return {name: optimizer.state[one]["exp_avg"] for name, one in model.items()}
+
+
+@pytest.mark.parametrize("undecayed", [("bias", "norm"), ("bias",)], ids=["by name", "norms of an unknown class"])
+def test_state_is_of_the_parameter_whose_it_is(undecayed, tmp_path):
+    truth = trained(tmp_path, undecayed)
+    checkpoint = zckpt.open(tmp_path)
+    assert checkpoint.unnamed == {}
+    for name, moment in truth.items():
+        assert torch.equal(checkpoint.read(name, "exp_avg"), moment), name
+
+
+def test_other_groups_keep_their_numbers(tmp_path):
+    trained(tmp_path, ("bias", "model.norm"))
+    assert zckpt.open(tmp_path).unnamed
