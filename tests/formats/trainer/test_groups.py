@@ -51,6 +51,17 @@ def test_state_is_of_the_parameter_whose_it_is(undecayed, tmp_path):
         assert torch.equal(checkpoint.read(name, "exp_avg"), moment), name
 
 
+def test_an_older_trainers_groups_stay_as_they_are(tmp_path):
+    source, again = tmp_path / "run", tmp_path / "again"
+    source.mkdir()
+    trained(source, ("bias",))
+    zckpt.convert(source, again, to="transformers-trainer", train_batch_size=2)
+    ours, theirs = (torch.load(one / "optimizer.pt") for one in (again, source))
+    assert [one["params"] for one in ours["param_groups"]] == [one["params"] for one in theirs["param_groups"]]
+    for number, state in theirs["state"].items():
+        assert torch.equal(ours["state"][number]["exp_avg"], state["exp_avg"])
+
+
 def test_other_groups_keep_their_numbers(tmp_path):
     trained(tmp_path, ("bias", "model.norm"))
     assert zckpt.open(tmp_path).unnamed

@@ -31,13 +31,13 @@ UNTRAINED = ("running_mean", "running_var", "inv_freq")
 DECAYED, UNDECAYED = 0, 1
 """The Trainer's param groups."""
 
-_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+BY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
-_BIASES = re.compile("bias")
+BIASES = re.compile("bias")
 """Of what no weight decay is said where the Trainer does not know the class of a model's norms: see `group_of`."""
 
 
-def group_of(name: str, known: Architecture, undecayed: re.Pattern[str] = _UNDECAYED) -> int:
+def group_of(name: str, known: Architecture, undecayed: re.Pattern[str] = BY_NAME) -> int:
     """Return the Trainer's param group of a parameter, under its name in the model apart from an adapter's.
 
     Not decayed are those whose names say that they are a bias or of a norm, and all of a `torch.nn.LayerNorm`
@@ -164,7 +164,7 @@ def _searched(
 def _groups(said: Evidence[int], known: Architecture) -> list[list[str]] | None:
     """Return all candidates by param group, by shapes and else by the Trainer's rule; None if neither tells."""
     shapes = [{said.shapes[number] for number in group} for group in said.groups]
-    for undecayed in (_UNDECAYED, _BIASES):
+    for undecayed in (BY_NAME, BIASES):
         found: list[list[str]] = [[] for _ in shapes]
         for name, shape in said.candidates.items():
             groups = [at for at, own in enumerate(shapes) if shape in own or None in own]

@@ -12,6 +12,7 @@ rng_state*.pth        the Trainer's or Accelerate's; else none, and the Trainer 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,7 +31,8 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.architectures import Architecture, architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, STATE_NAME
-from zckpt.formats.transformers_trainer.readings import DECAYED, UNDECAYED, group_of, shortened
+from zckpt.formats.transformers_trainer.reader import FORMAT
+from zckpt.formats.transformers_trainer.readings import BIASES, BY_NAME, DECAYED, UNDECAYED, group_of, shortened
 from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
 from zckpt.state import Checkpoint, ParamGroup, without
 from zckpt.storage.files import read_json
@@ -177,14 +179,17 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
 
 def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architecture) -> bool:
     """Tell whether groups are the Trainer's; one-dimensional tensors of classes that are not known may be in either."""
-    if len(members) != 2:
-        return False
-    for at, names in enumerate(members):
-        for name in names:
-            sure = group_of(name, known) == UNDECAYED or len(checkpoint.parameters[name].shape) != 1
-            if sure and group_of(name, known) != at:
-                return False
-    return True
+
+    def are_by(undecayed: re.Pattern[str]) -> bool:
+        for at, names in enumerate(members):
+            for name in names:
+                group = group_of(name, known, undecayed)
+                if group != at and (group == UNDECAYED or len(checkpoint.parameters[name].shape) != 1):
+                    return False
+        return True
+
+    rules = [BY_NAME, BIASES] if checkpoint.format == FORMAT else [BY_NAME]  # an older Trainer's stay as they are
+    return len(members) == 2 and any(map(are_by, rules))
 
 
 def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
