@@ -143,7 +143,12 @@ def read_index(path: Path) -> Index:
         os.fsencode(header["name"])
         files = tuple(map(_filed, header["files"]))
         found = Index(
-            header["name"], header["is_file"], files, _table(parts[1], ROW), _table(parts[2], RANGE), {**header["details"]}
+            header["name"],
+            header["is_file"],
+            files,
+            _table(parts[1], ROW),
+            _table(parts[2], RANGE),
+            {**header["details"]},
         )
         if not _is_sound(found):
             raise damaged_index(path)
