@@ -113,6 +113,7 @@ def test_only_the_weights_are_compared(changed):
     assert told(SOURCE, changed, "--only", "weights")[0] == 0
     status, document = told(SOURCE, lion, "--only", "weights")
     assert (status, {one["slot"] for one in document["different"]}, document["metadata"]) == (1, {"weight"}, [])
+    assert told(SOURCE, SOURCE, "--slots", "step")[0] == 0
     status, document = told(SOURCE, lion, "--slots", "weight")
     assert {one["key"].rpartition(".")[2] for one in document["metadata"]} >= {"eps"}
 

@@ -87,6 +87,19 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
         zckpt.parting(a, tmp_path / "none")
 
 
+def test_a_slot_that_some_models_have_is_measured_where_it_is(tmp_path):
+    for name, fixture in (("a", "s2_bf16_dp2"), ("b", "s2_bf16_dp2_lion")):
+        at = tmp_path / name / "global_step_5"
+        (at / "critic").mkdir(parents=True)
+        zckpt.consolidate(FIXTURES / fixture, at / "actor", slots=["all"])
+        save_file(model(5), at / "critic" / "model.safetensors")
+    found = zckpt.parting(tmp_path / "a", tmp_path / "b", slots=["exp_avg"])
+    assert found.different == 5
+    assert {one["entry"] for one in found.changed} == {"exp_avg"}
+    assert {one["name"].partition(": ")[0] for one in found.changed} == {"actor"}
+    assert None not in {one["max_abs"] for one in found.changed}
+
+
 def test_models_of_one_checkpoint_are_compared_each(tmp_path):
     for name in ("a", "b"):
         for step in (1, 2):

@@ -95,20 +95,11 @@ def parting(
         for model in mine.keys() & other.keys():
             prints = (fingerprint(open_checkpoint(one[model]), **shared) for one in (mine, other))
             found += [
-                {"name": f"{model}: {one.name}" if model else one.name, "entry": one.entry}
+                {"name": _called(model, one.name), "entry": one.entry}
                 for one in changes(*prints)
                 if chosen.takes(one.name) and (one.entry is None or chosen.takes_slot(one.entry))
             ]
         return sorted(found, key=lambda one: str(one["name"]))
-
-    def largest(step: int) -> dict[tuple[object, object], float | None]:
-        mine, other = _states(ours[step]), _states(theirs[step])
-        return {
-            (f"{model}: {one.match.name}" if model else one.match.name, one.match.slot): one.difference.figures.max_abs
-            for model in mine.keys() & other.keys()
-            for one in diff(mine[model], other[model], slots=slots, parameters=parameters, **shared).changed
-            if one.difference is not None
-        }
 
     low, high, changed = 0, len(steps), list[Document]()
     while low < high:
@@ -119,11 +110,33 @@ def parting(
         else:
             low = middle + 1
     alone = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
-    sizes = largest(steps[low]) if low < len(steps) else {}
-    for one in changed:
-        one["max_abs"] = number(sizes.get((one["name"], one["entry"])))
+    if changed:
+        _measure(changed, _states(ours[steps[low]]), _states(theirs[steps[low]]), parameters, shared)
     equal, different = steps[low - 1] if low else None, steps[low] if low < len(steps) else None
     return Parting(str(a), str(b), steps, *alone, equal, different, changed)
+
+
+def _measure(
+    changed: list[Document], ours: dict[str, Path], theirs: dict[str, Path], parameters: Sequence[str], how: Copying
+) -> None:
+    """Add to what changed in some models the largest difference of each slot."""
+    found: dict[tuple[object, object], float | None] = {}
+    entries = {one["entry"] for one in changed}
+    for model in ours.keys() & theirs.keys():
+        both = open_checkpoint(ours[model]), open_checkpoint(theirs[model])
+        slots = [key for key in dict.fromkeys(key for one in both for key in one.slot_names()) if key in entries]
+        some = diff(*both, slots=slots, parameters=parameters, ignore_metadata=True, **how).changed if slots else []
+        found |= {
+            (_called(model, one.match.name), one.match.slot): one.difference.figures.max_abs
+            for one in some
+            if one.difference is not None
+        }
+    for one in changed:
+        one["max_abs"] = number(found.get((one["name"], one["entry"])))
+
+
+def _called(model: str, name: str) -> str:
+    return f"{model}: {name}" if model else name
 
 
 def _by_step(run: Path) -> dict[int, Unit]:

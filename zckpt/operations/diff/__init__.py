@@ -158,7 +158,7 @@ def diff(
     chosen = Filter(slots, parameters)
     chosen.check(ours, theirs)
     matches = match(ours, theirs, chosen)
-    there = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
+    there = matches.slots or matches.only_in_a or matches.only_in_b or matches.num_singles
     if not there and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is selected", found=[*slots, *parameters])
     alike = [one for one in matches.slots if one.a.shape == one.b.shape]

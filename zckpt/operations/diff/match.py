@@ -69,6 +69,8 @@ class Matches:
     slots : list of Match
     singles : list of (name, key, a, b)
         Single values of parameters that differ; None where there is none.
+    num_singles : int
+        How many were compared.
     only_in_a, only_in_b : list of (name, slot or None)
         None: the whole parameter.
     warnings : list of str
@@ -82,6 +84,7 @@ class Matches:
     only_in_a: list[tuple[str, str | None]] = field(default_factory=list)
     only_in_b: list[tuple[str, str | None]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    num_singles: int = 0
 
 
 def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
@@ -129,8 +132,10 @@ def _state(found: Matches, name: str, a: Side, b: Side, chosen: Filter) -> Itera
         both = x is not None and y is not None and (x.shape or y.shape or x.dtype == y.dtype)
         if both or (alone is not None and alone.shape):
             yield key, x, y, None
-        elif chosen.takes_slot(key) and (key not in theirs or key not in ours or single(mine) != single(its)):
-            found.singles.append((name, key, single(mine), single(its)))
+        elif chosen.takes_slot(key):
+            found.num_singles += 1
+            if key not in theirs or key not in ours or single(mine) != single(its):
+                found.singles.append((name, key, single(mine), single(its)))
 
 
 def _held(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State:
