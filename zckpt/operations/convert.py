@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from zckpt.formats.format import Format, Job
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
+from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.naming.inside import follow_names
+from zckpt.naming.sizes import read_config
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Converted, Filled, Place, Unpack, naming_of, others, shares
@@ -23,6 +26,14 @@ from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
+
+EVERY_NAME = ("deepspeed", "universal", "dcp", "fsdp-rank-files", "zero-redundancy")
+"""Formats of programs that look for a tensor under each of its names."""
+
+TIED_NAME = (
+    "config.json says that the output layer is the embedding, for which files of transformers have no second name: "
+    "programs that load strictly refuse this; --map=transformers adds the name"
+)
 
 
 @shares(Filled, more=True)
@@ -109,6 +120,10 @@ def convert(
         sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
     notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))
+    with suppress(UsageError):  # a config.json that cannot be read
+        names = (one.name for one in checkpoint.tensors())
+        if to in EVERY_NAME and lacks_tied_name(read_config(None, whole)[0], names):
+            notes = (*notes, TIED_NAME)
     return replace(done, notes=(*done.notes, *notes))
 
 

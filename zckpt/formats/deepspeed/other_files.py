@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from zckpt.engine.targets import Lazily, TargetFile
-from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
+from zckpt.formats.companions import INDEXES, METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.format import Job, TargetFiles
 
@@ -65,8 +65,11 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
     SourceError
         What goes along with it cannot be read.
     """
-    if not is_run(job):
-        return written
+    return with_others(written, job, tag, processes) if is_run(job) else written
+
+
+def with_others(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFiles:
+    """Return the files of a run with what other programs keep in the directory that was opened."""
     copies, notes = (_trainers if is_trainers(job.source) else _carried)(job, processes)
     return replace(
         written,
@@ -101,8 +104,11 @@ def is_trainers_own(name: str) -> bool:
 
 def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes."""
-    source = job.source
+    source, held = job.source, {file.path for file in job.checkpoint.files if file.role != METADATA_ROLE}
     others, left_out = beside_tag(source, Path(job.checkpoint.source))
+    if not is_run(job):  # a Trainer's without DeepSpeed, which has its model and optimizer here, or in directories
+        others = [(name, path) for name, path in others if name == path.name and name not in INDEXES]
+    others = [(name, path) for name, path in others if str(path) not in held]
     notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
     states: dict[int, Path] = {}
     for directory in (*job.roots, source):

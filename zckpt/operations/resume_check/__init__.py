@@ -19,8 +19,9 @@ from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
+from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import TRANSFORMERS, Naming
-from zckpt.operations.convert import as_converted, under_names
+from zckpt.operations.convert import EVERY_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
@@ -264,7 +265,8 @@ def _commands(
     """Yield commands that would be accepted and better, what they lose, and advice; note what is said of others."""
     one = facts.checkpoint
     gone = {part["part"] for part in found.not_back}
-    for naming, named in _named(facts, refused):
+    every_name = any(make.to in EVERY_NAME for make in program.makes)
+    for naming, named in _named(facts, refused, every_name=every_name):
         strict = all(way.strict for way in program.ways)
         if any(need(named) for need in program.holds) or _of_model(named, strict=strict):
             continue
@@ -292,12 +294,16 @@ def _commands(
             yield " ".join(["zckpt", make.verb, quote(one.named), "TARGET", *flags]), lost, kept
 
 
-def _named(facts: Facts, refused: list[str]) -> Iterator[tuple[dict[str, Any], Facts]]:
-    """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
-    if not facts.in_files:
-        yield {}, facts
+def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
+    """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it.
+
+    `every_name`: the program looks for a tied tensor under each of its names.
+    """
     one = facts.checkpoint
-    strange = facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
+    lacks = every_name and lacks_tied_name(facts.config, (tensor.name for tensor in one.tensors()))
+    if not facts.in_files and not lacks:
+        yield {}, facts
+    strange = lacks or facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
     if strange and isinstance((facts.config or {}).get("model_type"), str):
         naming: dict[str, Any] = {"map": TRANSFORMERS}
         if facts.config is facts.model_config:
@@ -306,6 +312,8 @@ def _named(facts: Facts, refused: list[str]) -> Iterator[tuple[dict[str, Any], F
             yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
         except ZckptError as error:
             refused.append(error.message)
+            if lacks and not facts.in_files:
+                yield {}, facts
 
 
 def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any], naming: Naming) -> TargetFiles:
