@@ -187,6 +187,10 @@ def test_a_tied_output_layer_gets_its_name_for_programs_that_look_for_it(kind, r
         [command] = zckpt.resume_check(one.directory, program=program).commands
         assert command.endswith("--map transformers")
     assert "--map" not in zckpt.resume_check(tmp_path / "dcp", program="trainer").commands[0]
+    checked = [zckpt.resume_check(tmp_path / name, program="fsdp2", model=one.directory / "config.json")
+               for name in ("dcp", "without")]  # fmt: skip
+    assert [found.verdict == "no" for found in checked] == [False, True]
+    assert any("lacks: lm_head.weight" in why for why in checked[1].why)
 
 
 def test_what_a_source_has_not_is_written_by_rule(run, tmp_path):

@@ -147,7 +147,10 @@ def resume_check(
         raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
     config = _config_of(model)
-    facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model, config), config)
+    shapes = None if model is None else _shapes(model, config)
+    if shapes is not None and _wants_every_name(about):
+        shapes = {name: shape for names, shape in shapes.items() for name in names.split("\0")}
+    facts = Facts(checkpoint, world_size or 1, shapes, config)
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
     found = replace(found, yours=about.yours or None)
@@ -265,8 +268,7 @@ def _commands(
     """Yield commands that would be accepted and better, what they lose, and advice; note what is said of others."""
     one = facts.checkpoint
     gone = {part["part"] for part in found.not_back}
-    every_name = any(make.to in EVERY_NAME for make in program.makes)
-    for naming, named in _named(facts, refused, every_name=every_name):
+    for naming, named in _named(facts, refused, every_name=_wants_every_name(program)):
         strict = all(way.strict for way in program.ways)
         if any(need(named) for need in program.holds) or _of_model(named, strict=strict):
             continue
@@ -294,11 +296,13 @@ def _commands(
             yield " ".join(["zckpt", make.verb, quote(one.named), "TARGET", *flags]), lost, kept
 
 
-def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
-    """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it.
+def _wants_every_name(program: Program) -> bool:
+    """Tell whether a program looks for a tied tensor under each of its names."""
+    return any(make.to in EVERY_NAME for make in program.makes)
 
-    `every_name`: the program looks for a tied tensor under each of its names.
-    """
+
+def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
+    """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
     one = facts.checkpoint
     lacks = every_name and lacks_tied_name(facts.config, (tensor.name for tensor in one.tensors()))
     if not facts.in_files and not lacks:
