@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -147,6 +148,12 @@ def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(kind, through, r
     assert losses == one.losses
 
 
+def with_adapter(seed: int = 0) -> nn.Module:
+    """Return a tiny model with an adapter; the Trainer's second param group, without weight decay, is empty."""
+    torch.manual_seed(seed)
+    return get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
 def under_deepspeed(rank: int, world_size: int, kind: str, output: Path, source: Path) -> list[float]:
     """Go on with a Trainer that uses DeepSpeed; return the losses of all steps."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -155,7 +162,7 @@ def under_deepspeed(rank: int, world_size: int, kind: str, output: Path, source:
         one._reset_state()
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
               "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
-    model = build(kind, seed=9)
+    model = with_adapter(9) if kind == "adapter" else build(kind, seed=9)
     return train(model, output, resume=source, batch=2 // world_size, ddp_backend="gloo", deepspeed=config)[0]
 
 
@@ -169,6 +176,24 @@ def test_the_trainer_goes_on_under_deepspeed(kind, world_size, names, run, tmp_p
     losses = gloo.run(under_deepspeed, world_size, kind, tmp_path / "run", target)[0]
     assert losses == pytest.approx(one.losses, rel=1e-3)
     assert losses[:SAVED] == one.losses[:SAVED]
+
+
+def test_an_adapter_goes_on_under_deepspeed(tmp_path):
+    """Under the names that it has in memory; DeepSpeed has no param group without parameters."""
+    losses, _ = train(with_adapter(), tmp_path / "run")
+    source, target = tmp_path / "run" / f"checkpoint-{SAVED}", tmp_path / f"checkpoint-{SAVED}"
+    names = [name for name, one in with_adapter().named_parameters() if one.requires_grad]
+    done = zckpt.convert(source, tmp_path / "dcp", to="dcp", names=names)
+    assert any("lora_[AB]" in note for note in done.notes)
+    [command] = zckpt.resume_check(source, program="deepspeed", names=names).commands
+    rename = (r"(lora_[AB])\.weight$", r"\1.default.weight")
+    assert "=".join(rename) in command
+    done = zckpt.convert(source, target, to="deepspeed", world_size=1, stage=2, names=names, rename=[rename])
+    assert not any("lora_[AB]" in note for note in done.notes)
+    assert {len(group.parameters) for group in zckpt.open(target).param_groups} == {len(names)}
+    assert gloo.run(under_deepspeed, 1, "adapter", tmp_path / "on", target)[0] == pytest.approx(losses, rel=1e-6)
+    zckpt.convert(source, tmp_path / "universal", to="universal", names=names)
+    assert len(zckpt.open(tmp_path / "universal").param_groups) == 1
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])

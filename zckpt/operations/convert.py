@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, about
-from zckpt.formats.assets import CONFIG_NAME
+from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
 from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job
@@ -33,6 +34,15 @@ EVERY_NAME = ("deepspeed", "universal", "dcp", "fsdp-rank-files", "zero-redundan
 TIED_NAME = (
     "config.json says that the output layer is the embedding, for which files of transformers have no second name: "
     "programs that load strictly refuse this; --map=transformers adds the name"
+)
+
+ADAPTERS_NAME = (r"(lora_[AB])\.weight$", r"\1.default.weight")
+"""What PEFT's names in files become in memory, for an adapter that has no name of its own."""
+
+LIVE_ADAPTER = (
+    "names are those of PEFT's files, and none is one of the model in memory, into which other programs load: a "
+    "Trainer with DeepSpeed goes on with other weights without a word; "
+    f"--rename='{'='.join(ADAPTERS_NAME)}' gives LoRA's their names in memory"
 )
 
 
@@ -120,10 +130,8 @@ def convert(
         sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
     notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))
-    with suppress(UsageError):  # a config.json that cannot be read
-        names = (one.name for one in checkpoint.tensors())
-        if to in EVERY_NAME and lacks_tied_name(read_config(None, whole)[0], names):
-            notes = (*notes, TIED_NAME)
+    if to in EVERY_NAME:
+        notes += _of_names(whole, [one.name for one in checkpoint.tensors()])
     return replace(done, notes=(*done.notes, *notes))
 
 
@@ -166,6 +174,15 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
             "only zckpt's metadata says which is whose"
         )
     return tuple(notes)
+
+
+def _of_names(source: Checkpoint, names: list[str]) -> tuple[str, ...]:
+    """Say which names programs look for that a target does not have."""
+    config: Mapping[str, object] = {}
+    with suppress(UsageError):  # one that cannot be read
+        config, _ = read_config(None, source)
+    tied = (TIED_NAME,) if lacks_tied_name(config, names) else ()
+    return (*tied, LIVE_ADAPTER) if is_adapter(names, find_assets(source)) else tied
 
 
 def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:

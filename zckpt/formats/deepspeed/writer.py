@@ -49,6 +49,7 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not origin.members:
+        job = replace(job, checkpoint=foreign.without_empty_groups(checkpoint))
         tag, written = _from_elsewhere(job)
         if is_trainers(job.source):
             return with_others(written, job, tag, options.world_size)

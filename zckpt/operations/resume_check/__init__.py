@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import MissingPackageError, UsageError, ZckptError, listed
 from zckpt.formats.account import take_inventory
+from zckpt.formats.assets import find_assets, is_adapter
 from zckpt.formats.companions import CARRIED, TRAINER_STATE
 from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.format import Job, TargetFiles
@@ -21,7 +22,7 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import TRANSFORMERS, Naming
-from zckpt.operations.convert import EVERY_NAME, as_converted, under_names
+from zckpt.operations.convert import ADAPTERS_NAME, EVERY_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
@@ -290,6 +291,7 @@ def _commands(
                 continue
             shown = {**options, **{key: word for key, (_, word) in make.asked.items()}, **naming}
             shown = {"to": make.to, **shown} if make.to else shown
+            shown |= {"rename": "=".join(*naming["rename"])} if "rename" in naming else {}
             flags = [f"--{key.replace('_', '-')} {quote(str(value))}" for key, value in shown.items()]
             names = "tensor names do not change; --model checks whether they are the model's"
             kept = names if facts.shapes is None and not only_size and not naming else None
@@ -304,12 +306,18 @@ def _wants_every_name(program: Program) -> bool:
 def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
     """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
     one = facts.checkpoint
-    lacks = every_name and lacks_tied_name(facts.config, (tensor.name for tensor in one.tensors()))
+    naming: dict[str, Any]
+    names = [tensor.name for tensor in one.tensors()]
+    if every_name and is_adapter(names, find_assets(one)) and any("lora_A.weight" in name for name in names):
+        naming = {"rename": [ADAPTERS_NAME]}
+        yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
+        return
+    lacks = every_name and lacks_tied_name(facts.config, names)
     if not facts.in_files and not lacks:
         yield {}, facts
     strange = lacks or facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
     if strange and isinstance((facts.config or {}).get("model_type"), str):
-        naming: dict[str, Any] = {"map": TRANSFORMERS}
+        naming = {"map": TRANSFORMERS}
         if facts.config is facts.model_config:
             naming["map_config"] = str(facts.given_config)
         try:
