@@ -248,6 +248,7 @@ class Converted(Filled, Resharded, total=False):
     fsdp_version: int | None
     fsdp_size: int | None
     device: str | None
+    torch_version: str | None
     groups: str | None
     units: str | None
     keys: str | None

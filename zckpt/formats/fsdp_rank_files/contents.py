@@ -20,7 +20,18 @@ from typing import Any
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
-from zckpt.formats.fsdp_rank_files.held import PLAIN, Box, Held, RankFiles, RankReader, add, elements, rules_of
+from zckpt.formats.fsdp_rank_files.held import (
+    PLAIN,
+    Box,
+    Form,
+    Held,
+    RankFiles,
+    RankReader,
+    add,
+    elements,
+    form_of,
+    rules_of,
+)
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.optimizer import (
@@ -71,12 +82,15 @@ class Model:
         Names of all modules, as FSDP1 has wrapped them, in the model's order; empty where the file has none.
     sums : list of dict of int to (int, int)
         For each rank, size and CRC-32 of each record of the file by its offset, where the file has them.
+    form : tuple of int or None
+        Of its DTensors, where it has any.
     """
 
     files: RankFiles
     held: dict[str, list[Held]] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     sums: list[dict[int, tuple[int, int]]] = field(default_factory=list)
+    form: Form | None = None
 
 
 def _put(root: object, place: Place, value: object) -> object:
@@ -139,6 +153,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 versions = dict_of(state).get("_metadata")
                 model.modules = tuple(map(str, versions)) if isinstance(versions, dict) else ()
                 model.held = {name: [] for name in tensors}
+                model.form = form_of(file)
             elif tensors.keys() != model.held.keys():
                 strange = sorted(tensors.keys() ^ model.held.keys())
                 raise LayoutError(

@@ -1,7 +1,8 @@
 """What one rank gets: DTensors as torch pickles them, and of FSDP1 shards of flat parameters.
 
-The form of DTensors is that of torch 2.13 and newer. torch compares meshes by their ranks, layout, device type and
-names, so these have to be those of the program that loads the files; the rest is made again, or means nothing there.
+torch has changed several times what a pickled DTensor is, and loads no form but its own: see `FORMS`. It compares
+meshes by their ranks, layout, device type and names, so these have to be those of the program that loads the files; the
+rest is made again, or means nothing there.
 
 The optimizer's state of FSDP1 is of its units, each cut into a shard for each rank. A parameter that no step has
 reached has no state of its own; as part of a flat parameter its state is zero, as torch fills it in.
@@ -9,12 +10,13 @@ reached has no state of its own; as part of a flat parameter its state is zero, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zckpt.errors import UnsupportedError, listed
-from zckpt.formats.fsdp_rank_files.held import REPLICATE, SHARD, Mesh, Placement, box_of
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.fsdp_rank_files.held import FORMS, REPLICATE, SHARD, Form, Mesh, Placement, box_of
 from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
 from zckpt.state import Checkpoint, Shape, Slot
@@ -24,18 +26,29 @@ from zckpt.state.views import concat, narrow, pad, reshape, zeros
 from zckpt.storage.files import opened
 from zckpt.torchfile import Device, DType, Global, Layout, MetaTensor, Object, Size, Tensor
 
-_TENSOR = "torch.distributed.tensor"
-_SPEC = f"{_TENSOR}._dtensor_spec"
-_PLACEMENTS = f"{_TENSOR}.placement_types"
-_MESH = "torch.distributed._mesh_layout"
+_LAYOUTS = "torch.distributed._mesh_layout"
+
+NEWEST = max(FORMS)
 
 DEFAULT_GROUP = "0"
 """What torch calls the process group of all ranks."""
 
 
+def form_for(version: str) -> Form:
+    """Return the form that a version of torch loads.
+
+    Raises UsageError: it is older than all of them, or no version.
+    """
+    found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
+    form = found and max((one for one in FORMS if one <= (int(found[1]), int(found[2]))), default=None)
+    if not form:
+        raise UsageError("unusable --torch-version", expected="2.4 or newer", found=version)
+    return form
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """For which ranks files are written.
+    """For which ranks files are written, and in which form.
 
     `fsdp_size`: ranks that together have everything once; where there are more, the mesh has a dimension of copies
     first; `device`: type of the devices of the mesh; `names`: of its dimensions, which torch compares; none: it has no
@@ -46,6 +59,7 @@ class Target:
     fsdp_size: int
     device: str
     names: tuple[str, ...] | None = None
+    form: Form = NEWEST
 
     def mesh(self, rank: int) -> Mesh:
         """Return the mesh as a rank sees it."""
@@ -60,11 +74,20 @@ class RankTensors:
 
     def __init__(self, target: Target, rank: int) -> None:
         self.mesh = target.mesh(rank)
+        self._form = target.form
+        # Before 2.5 a spec and its placements were in one module.
+        old = "torch.distributed._tensor.placement_types" if target.form < (2, 5) else ""
+        self._about = old or "torch.distributed.tensor._dtensor_spec"
+        self._cls = Global(*FORMS[(2, 4) if old else (2, 5)].rsplit(".", 1))
         copies = len(self.mesh.sizes) - 1
         self._placements = (*(Placement(REPLICATE) for _ in range(copies)), Placement(SHARD))
-        self._mesh = _mesh_node(self.mesh, target.world_size, rank)
+        self._mesh = _mesh_node(self.mesh, target.form, target.world_size, rank)
         self._nodes = tuple(
-            _object(_PLACEMENTS, one.kind, {} if one.kind == REPLICATE else {"dim": one.dim})
+            _object(
+                old or "torch.distributed.tensor.placement_types",
+                one.kind,
+                {} if one.kind == REPLICATE else {"dim": one.dim},
+            )
             for one in self._placements
         )
         self._specs: dict[tuple[Shape, str], Object] = {}
@@ -76,9 +99,8 @@ class RankTensors:
         extent = slot.flat(offsets[0] * row, sizes[0] * row)
         storage = new_storage(dtype, extent.numel, [SlotContent(0, slot, label, extent)])
         state = {"_local_tensor": view(storage, sizes), "_spec": self._spec(slot.shape, dtype)}
-        cls = Global(_TENSOR, "DTensor")
         strides, layout = row_major([max(n, 1) for n in slot.shape]), Layout("torch.strided")
-        return MetaTensor(dtype, slot.shape, strides, False, cls, 0, layout, Device("cpu"), None, (None, state))
+        return MetaTensor(dtype, slot.shape, strides, False, self._cls, 0, layout, Device("cpu"), None, (None, state))
 
     def shard(self, line: Slot, dtype: str, label: str) -> SlotTensor:
         """Return this rank's elements of a line that FSDP1 cuts; the last ones are followed by zeros."""
@@ -90,18 +112,13 @@ class RankTensors:
         spec = self._specs.get((shape, dtype))
         if spec is None:
             strides = row_major([max(n, 1) for n in shape])
-            about = Object(Global(_SPEC, "TensorMeta"), (Size(shape), tuple(strides), DType(dtype)), how="newobj")
-            cuts = len(self.mesh.sizes) - 1
-            order = Object(Global(_SPEC, "ShardOrderEntry"), (0, (cuts,)), how="newobj")
-            state: dict[object, object] = {
-                "mesh": self._mesh,
-                "placements": self._nodes,
-                "tensor_meta": about,
-                "shard_order": (order,),
-                "use_strided_shard_as_shard_order": False,
-                "_hash": None,
-            }
-            spec = self._specs[shape, dtype] = _object(_SPEC, "DTensorSpec", state)
+            about = Object(Global(self._about, "TensorMeta"), (Size(shape), tuple(strides), DType(dtype)), how="newobj")
+            state: dict[object, object] = {"mesh": self._mesh, "placements": self._nodes, "tensor_meta": about}
+            if self._form >= (2, 10):
+                cuts = len(self.mesh.sizes) - 1
+                order = Object(Global(self._about, "ShardOrderEntry"), (0, (cuts,)), how="newobj")
+                state |= {"shard_order": (order,), "use_strided_shard_as_shard_order": False}
+            spec = self._specs[shape, dtype] = _object(self._about, "DTensorSpec", {**state, "_hash": None})
         return spec
 
 
@@ -109,28 +126,42 @@ def _object(module: str, name: str, state: dict[object, object]) -> Object:
     return Object(Global(module, name), how="newobj", state=state, has_state=True)
 
 
-def _mesh_node(mesh: Mesh, world_size: int, rank: int) -> Object:
-    strides = row_major(list(mesh.sizes))
-    axes = [
-        _object(_MESH, "_FlatLayout", {"shape": () if size == 1 else (size,), "stride": () if size == 1 else (step,)})
-        for size, step in zip(mesh.sizes, strides, strict=True)
-    ]
-    ranks = range(world_size)
+def _mesh_node(mesh: Mesh, form: Form, world_size: int, rank: int) -> Object:
+    ranks = tuple(range(world_size))
     numbers = b"".join(one.to_bytes(4, "little") for one in ranks)
+    names, groups = mesh.names or None, [DEFAULT_GROUP] if len(mesh.sizes) == 1 else []
     state: dict[object, object] = {
-        "_device_type": mesh.device,
-        "_layout": _object(_MESH, "_MeshLayout", {"axes": tuple(axes)}),
-        "_rank_map": ValueTensor(numbers, "int32", (world_size,)),
-        "_mesh_dim_names": mesh.names or None,
-        "_root_mesh": None,
-        "_preserve_rank_order": False,
-        "_flatten_rank_map": tuple(ranks),
+        "device_type": mesh.device,
+        "mesh": ValueTensor(numbers, "int32", mesh.sizes),
+        "mesh_dim_names": names,
+        "_flatten_mesh_list": ranks,
+        "_parent_mesh": None,
         "_thread_id": None,
-        "_flatten_mapping": {},
-        "_dim_group_names": [DEFAULT_GROUP] if len(mesh.sizes) == 1 else [],
-        "_rank": rank,
-        "_coordinate_on_dim": mesh.coordinate,
+        "_dim_group_infos": [(f"ptd:{group}", list(ranks), group) for group in groups],
+        "_dim_group_names": groups,
+        "_coordinate_on_dim": list(mesh.coordinate),
     }
+    if form >= (2, 10):
+        strides = row_major(list(mesh.sizes))
+        layout: dict[object, object] = {"shape": mesh.sizes, "stride": tuple(strides)}
+        if form >= (2, 13):
+            flat = [{"shape": (), "stride": ()} if size == 1 else {"shape": (size,), "stride": (step,)}
+                    for size, step in zip(mesh.sizes, strides, strict=True)]  # fmt: skip
+            layout = {"axes": tuple(_object(_LAYOUTS, "_FlatLayout", {**one}) for one in flat)}
+        state = {
+            "_device_type": mesh.device,
+            "_layout": _object(_LAYOUTS, "_MeshLayout", layout),
+            "_rank_map": ValueTensor(numbers, "int32", (world_size,)),
+            "_mesh_dim_names": names,
+            "_root_mesh": None,
+            "_preserve_rank_order": False,
+            "_flatten_rank_map": ranks,
+            "_thread_id": None,
+            "_flatten_mapping": {},
+            "_dim_group_names": groups,
+            "_rank": rank,
+            "_coordinate_on_dim": mesh.coordinate,
+        }
     return _object("torch.distributed.device_mesh", "DeviceMesh", state)
 
 

@@ -5,8 +5,7 @@ ShardedTensor    the boxes of its local shards, each with its offsets
 Tensor           the whole tensor
 
 DTensor      _local_tensor, _spec: DTensorSpec(mesh, placements, tensor_meta)
-mesh         its sizes, and the coordinate of the rank that wrote the file; torch has changed the rest several times:
-             `mesh` (a tensor of ranks) in older versions, `_layout` of sizes and strides in newer ones
+mesh         its sizes, and the coordinate of the rank that wrote the file; torch has changed the rest: see `FORMS`
 placements   for each dimension of the mesh: Replicate, Shard(dim), _StridedShard(dim, split_factor), or Partial
 
 Put together they are spans of every element once, and the copies beside them. Rows that ranks hold in turn (FSDP) are a
@@ -36,6 +35,36 @@ REPLICATE, SHARD, STRIDED = "Replicate", "Shard", "_StridedShard"
 
 MAX_MESH_DIMENSIONS = 8
 """Of the meshes that programs make, pipeline, data, context, tensor and expert parallel have one each."""
+
+
+Form = tuple[int, int]
+"""The first version of torch that has pickled DTensors so."""
+
+FORMS: dict[Form, str] = {
+    (2, 4): "torch.distributed._tensor.api.DTensor",
+    (2, 5): "torch.distributed.tensor.DTensor",
+    (2, 10): "torch.distributed._mesh_layout._MeshLayout",
+    (2, 13): "torch.distributed._mesh_layout._FlatLayout",
+}
+"""By form, oldest first, what its files name and those of older ones do not.
+
+2.4    a mesh is a tensor of ranks; with its groups' ranks up to 2.7, and their names from 2.8 on
+2.5    the same; classes have moved to `torch.distributed.tensor`
+2.10   a mesh is a layout of sizes and strides, and its ranks in a line; a spec has the order of the shards
+2.13   the layout has a layout for each dimension
+"""
+
+
+def form_of(file: TorchFile) -> Form | None:
+    """Return the form of the DTensors in a file; None where it has none."""
+    names = {name for names in file.globals.values() for name in names}
+    return max((form for form, marker in FORMS.items() if marker in names), default=None)
+
+
+def versions_with(form: Form) -> str:
+    """Say which versions of torch have a form."""
+    ends = [f"to {major}.{minor - 1}" for major, minor in FORMS if (major, minor) > form]
+    return " ".join([f"{form[0]}.{form[1]}", ends[0] if ends else "and newer"])
 
 
 @dataclass(frozen=True, slots=True)

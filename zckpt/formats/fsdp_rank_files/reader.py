@@ -25,7 +25,7 @@ from zckpt.formats.fsdp_rank_files.directory import (
     Directory,
     rank_name,
 )
-from zckpt.formats.fsdp_rank_files.held import is_share, shares
+from zckpt.formats.fsdp_rank_files.held import is_share, shares, versions_with
 from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULE, give_masters, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
@@ -97,6 +97,8 @@ def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
     device = next(iter(meshes)).device if meshes else ""
     if device:
         checkpoint.details["device"] = device
+    if model.form is not None:
+        checkpoint.details["torch_version"] = versions_with(model.form)
     checkpoint.details["tensors"] = list(dict.fromkeys(one.kind for one in firsts))
     if meshes:
         largest = max(meshes, key=lambda one: len(one.sizes))

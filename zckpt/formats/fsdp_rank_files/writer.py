@@ -31,7 +31,8 @@ from zckpt.formats.fsdp_rank_files.directory import (
     OPTIMIZER,
     rank_name,
 )
-from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, flat_state, plain_tensor
+from zckpt.formats.fsdp_rank_files.dtensors import NEWEST, RankTensors, Target, flat_state, form_for, plain_tensor
+from zckpt.formats.fsdp_rank_files.held import versions_with
 from zckpt.formats.fsdp_rank_files.kept import ONE, extra_state, of_single_ranks, one_group, own_tree, ranks_with_state
 from zckpt.formats.fsdp_rank_files.readings import FLAT
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
@@ -84,17 +85,20 @@ def refuse(checkpoint: Checkpoint) -> None:
 
 
 def _target(job: Job) -> Target:
-    """Return for which ranks files are written: by default those of the source."""
+    """Return for which ranks files are written, and in which form: by default those of the source."""
     world_size = job.options.world_size or job.checkpoint.world_size
     check_world_size(world_size)
     fsdp_size = job.options.fsdp_size or world_size
     if fsdp_size < 1 or world_size % fsdp_size:
         raise UsageError("unusable --fsdp-size", expected=f"a divisor of the world size, {world_size}", found=fsdp_size)
     device = job.options.device or job.checkpoint.details.get("device") or "cuda"
-    mesh = job.checkpoint.details.get("mesh") if job.checkpoint.format == "fsdp-rank-files" else None
+    is_own = job.checkpoint.format == FORMAT
+    mesh = job.checkpoint.details.get("mesh") if is_own else None
     names = tuple(mesh) if isinstance(mesh, dict) else ()
     is_alike = isinstance(mesh, (dict, list)) and len(mesh) == (1 if fsdp_size == world_size else 2)
-    return Target(world_size, fsdp_size, str(device), names if is_alike else None)
+    version = job.options.torch_version or (job.checkpoint.details.get("torch_version") if is_own else None)
+    form = form_for(str(version)) if version else NEWEST
+    return Target(world_size, fsdp_size, str(device), names if is_alike else None, form)
 
 
 def _version(job: Job) -> int:
@@ -228,7 +232,7 @@ def _copies(job: Job) -> list[TargetFile]:
 
 def _notes(checkpoint: Checkpoint, target: Target) -> list[str]:
     """Say what a program has to know that loads the files."""
-    notes = [f"for meshes of {target.device} devices, in the form of torch 2.13 and newer"]
+    notes = [f"for meshes of {target.device} devices, in the form of torch {versions_with(target.form)}"]
     own = of_single_ranks(checkpoint)
     ranks = ranks_with_state(checkpoint)
     if own and target.world_size > ranks:
