@@ -558,7 +558,7 @@ PROGRAMS = (
     ),
     Program(
         "torch",
-        ("2.2.2", "2.4.1", "2.6.0", "2.8.0", "2.13.0", "2.15.0"),
+        ("2.2.2", "2.4.1", "2.6.0", "2.8.0", "2.9.1", "2.13.0", "2.15.0"),
         (
             Kind("plain", "`torch.save`: model and AdamW, fp32", partial(_plain, "plain_adamw")),
             Kind("plain_bf16", "`torch.save`: model and AdamW, bf16", partial(_plain, "plain_bf16")),
@@ -589,12 +589,17 @@ PROGRAMS = (
                 "dcp_dtensors",
                 "zckpt writes `.metadata` as newer torch does; 2.2 lacks `_MEM_FORMAT_ENCODING`, which it names.",
             ),
+            (
+                "2.8.0",
+                "dcp_fsdp2, ranks_fsdp2",
+                "torch itself: over gloo its FSDP2 sums gradients and does not average them, so that the moments of 2"
+                " ranks are too small for 3. The same files on as many ranks go on with equal losses.",
+            ),
             ("2.2.2", "dcp_fsdp1", "torch itself: to save FSDP1 with DCP it asks for a driver of NVIDIA's."),
             (
-                "2.2.2, 2.4.1, 2.6.0",
+                "2.2.2",
                 "ranks_fsdp1",
-                "zckpt writes DTensors in the form of torch 2.13, as it says when it does; older ones lack modules"
-                " that are named in it. What `--to dcp` writes 2.4 and newer load.",
+                "zckpt writes DTensors in the forms of torch 2.3 and newer; 2.2 keeps the groups of a mesh otherwise.",
             ),
             ("2.2.2, 2.4.1", "zckpt", "To train with zckpt takes torch 2.5 or newer."),
         ),

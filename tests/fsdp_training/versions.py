@@ -158,3 +158,22 @@ def rank_files_resumed(rank: int, world_size: int, wrap: str, folder: Path) -> l
     """Do what verl does to resume."""
     at_home()
     return training.resume(rank, world_size, wrap, folder)
+
+
+WHOLE = {"a": torch.arange(35.0).reshape(7, 5), "b": torch.arange(3.0), "c": torch.ones(4, 2, dtype=torch.bfloat16)}
+
+
+def dtensors_saved(rank: int, world_size: int, folder: Path) -> None:
+    """Save `WHOLE` as DTensors of a mesh of these ranks; of 2 copies where they are four."""
+    at_home()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    copies = world_size == 4
+    mesh = init_device_mesh(
+        "cpu", (2, 2) if copies else (world_size,), mesh_dim_names=("ddp", "fsdp") if copies else ("fsdp",)
+    )
+    placements = [Replicate(), Shard(0)] if copies else [Shard(0)]
+    held = {name: distribute_tensor(whole, mesh, placements) for name, whole in WHOLE.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(held, folder / f"model_world_size_{world_size}_rank_{rank}.pt")

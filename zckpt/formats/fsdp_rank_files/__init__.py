@@ -46,7 +46,7 @@ class Options:
         str, None, "Device type that will load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
     )
     torch_version: str | None = option(
-        str, None, "torch that will load it, from 2.4 on: older forms differ. Default: as SOURCE, or newest.",
+        str, None, "torch that will load it, 2.3 or newer; each has its own form. Default: as SOURCE, or newest.",
         metavar="N.N",
     )  # fmt: skip
     groups: str = option(

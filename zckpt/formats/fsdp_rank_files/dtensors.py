@@ -42,7 +42,7 @@ def form_for(version: str) -> Form:
     found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
     form = found and max((one for one in FORMS if one <= (int(found[1]), int(found[2]))), default=None)
     if not form:
-        raise UsageError("unusable --torch-version", expected="2.4 or newer", found=version)
+        raise UsageError("unusable --torch-version", expected="2.3 or newer", found=version)
     return form
 
 
@@ -78,7 +78,7 @@ class RankTensors:
         # Before 2.5 a spec and its placements were in one module.
         old = "torch.distributed._tensor.placement_types" if target.form < (2, 5) else ""
         self._about = old or "torch.distributed.tensor._dtensor_spec"
-        self._cls = Global(*FORMS[(2, 4) if old else (2, 5)].rsplit(".", 1))
+        self._cls = Global(*FORMS[(2, 3) if old else (2, 5)].rsplit(".", 1))
         copies = len(self.mesh.sizes) - 1
         self._placements = (*(Placement(REPLICATE) for _ in range(copies)), Placement(SHARD))
         self._mesh = _mesh_node(self.mesh, target.form, target.world_size, rank)
@@ -140,6 +140,7 @@ def _mesh_node(mesh: Mesh, form: Form, world_size: int, rank: int) -> Object:
         "_dim_group_infos": [(f"ptd:{group}", list(ranks), group) for group in groups],
         "_dim_group_names": groups,
         "_coordinate_on_dim": list(mesh.coordinate),
+        "_hash": 0,  # 2.3 takes it as it is, later versions make their own of it
     }
     if form >= (2, 10):
         strides = row_major(list(mesh.sizes))

@@ -41,14 +41,14 @@ Form = tuple[int, int]
 """The first version of torch that has pickled DTensors so."""
 
 FORMS: dict[Form, str] = {
-    (2, 4): "torch.distributed._tensor.api.DTensor",
+    (2, 3): "torch.distributed._tensor.api.DTensor",
     (2, 5): "torch.distributed.tensor.DTensor",
     (2, 10): "torch.distributed._mesh_layout._MeshLayout",
     (2, 13): "torch.distributed._mesh_layout._FlatLayout",
 }
 """By form, oldest first, what its files name and those of older ones do not.
 
-2.4    a mesh is a tensor of ranks; with its groups' ranks up to 2.7, and their names from 2.8 on
+2.3    a mesh is a tensor of ranks; with its groups' ranks up to 2.7, and their names from 2.8 on
 2.5    the same; classes have moved to `torch.distributed.tensor`
 2.10   a mesh is a layout of sizes and strides, and its ranks in a line; a spec has the order of the shards
 2.13   the layout has a layout for each dimension
