@@ -146,9 +146,11 @@ def _mesh_node(mesh: Mesh, form: Form, world_size: int, rank: int) -> Object:
         strides = row_major(list(mesh.sizes))
         layout: dict[object, object] = {"shape": mesh.sizes, "stride": tuple(strides)}
         if form >= (2, 13):
-            flat = [{"shape": (), "stride": ()} if size == 1 else {"shape": (size,), "stride": (step,)}
-                    for size, step in zip(mesh.sizes, strides, strict=True)]  # fmt: skip
-            layout = {"axes": tuple(_object(_LAYOUTS, "_FlatLayout", {**one}) for one in flat)}
+            axes: list[dict[object, object]] = [
+                {"shape": (), "stride": ()} if size == 1 else {"shape": (size,), "stride": (step,)}
+                for size, step in zip(mesh.sizes, strides, strict=True)
+            ]
+            layout = {"axes": tuple(_object(_LAYOUTS, "_FlatLayout", axis) for axis in axes)}
         state = {
             "_device_type": mesh.device,
             "_layout": _object(_LAYOUTS, "_MeshLayout", layout),
