@@ -78,8 +78,9 @@ def place(target: Array, values: Array) -> None:
     if last > 1 and values.strides[-1] == target.strides[-1] == size:
         if last * size <= WIDE_NBYTES:
             kind = np.dtype(f"V{last * size}")
-            target, values = target.view(kind)[..., 0], values.view(kind)[..., 0]
-        target[...] = values
+            place(target.view(kind)[..., 0], values.view(kind)[..., 0])
+        else:
+            target[...] = values
         return
     inner = min(range(values.ndim), key=lambda one: values.strides[one] or 1 << 62)
     if inner == values.ndim - 1 or last < TILE or values.shape[inner] < 2:
