@@ -152,7 +152,7 @@ def test_the_right_factor_is_read_once(tmp_path):
     right = np.ones(2800, np.float32)
     for _ in range(2):
         inputs = [lambda: np.ones(700, np.float32), lambda: np.ones(4, np.float32), lambda: reads.append(1) or right]
-        function.compute(inputs, 0, 0)
+        function.compute(inputs, 0, 0, "float32")
     assert reads == [1]
 
 

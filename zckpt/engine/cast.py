@@ -5,7 +5,6 @@ What NaN a NaN becomes is not defined: torch itself gives different ones on diff
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -169,8 +168,8 @@ def _rounded_to_odd(array: Array) -> Array:
     odd = bits & 0xFFFF
     odd += 0xFFFF
     odd |= bits
-    upper = slice(1, None, 2) if sys.byteorder == "little" else slice(None, None, 2)
-    return odd.view(np.uint16)[..., upper].view(numpy_dtype("bfloat16"))
+    odd >>= 16
+    return odd.astype(np.uint16).view(numpy_dtype("bfloat16"))
 
 
 CACHED_NUMEL = 1 << 17

@@ -26,9 +26,9 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.engine.cast import Array, cast, cast_into
+from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into
 from zckpt.engine.computed import BLOCK_NBYTES, Computed
-from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, rounded, whole
+from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, by_grid, rounded, whole
 from zckpt.errors import UnsupportedError
 from zckpt.state import Slot
 
@@ -100,9 +100,11 @@ def _in_blocks(
     if scales:
         cast_into(into, np.float32(1) / factors)
         return
-    values *= np.repeat(factors, block[1], axis=1)[:, None]
-    np.clip(values, -LARGEST_FP8, LARGEST_FP8, out=values)
-    rounded(values.reshape(-1, values.shape[2])[:rows, :columns], "float8_e4m3fn", into)
+    step = max(CACHED_NUMEL // columns, 1)
+    for at in range(0, rows, step):  # what is a bit more than 448 after that is rounded to it
+        some = matrix[at : min(at + step, rows)]
+        by_grid(some, np.multiply, factors[at // block[0] : -(-(at + step) // block[0])], block, at % block[0])
+        rounded(some[:, :columns], "float8_e4m3fn", into[at * columns :][: len(some) * columns])
 
 
 def by_bitsandbytes(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:

@@ -201,7 +201,7 @@ def in_pairs(codes: Array, values: Array, *, upper_first: bool = False) -> Array
 
 
 @lru_cache(maxsize=8)
-def _pairs(values: bytes, dtype: np.dtype[Any], upper_first: bool) -> Array:  # noqa: FBT001
+def _pairs(values: bytes, dtype: np.dtype[Any], upper_first: bool) -> Array:
     every, of_one = np.arange(256), np.frombuffer(values, dtype)
     halves = (of_one[every >> 4], of_one[every & 15])
     table = np.stack(halves if upper_first else halves[::-1], axis=-1)
@@ -357,7 +357,7 @@ def of_integers(
 
 
 @lru_cache(maxsize=16)
-def _first_codes(groups: bytes | int, columns: int, count: int, row: int, bits: int, is_large: bool) -> Array:  # noqa: FBT001
+def _first_codes(groups: bytes | int, columns: int, count: int, row: int, bits: int, is_large: bool) -> Array:
     """Return which of all products of some rows, `row` for each, is that of the first code of each element."""
     which = np.arange(columns) // groups if isinstance(groups, int) else np.frombuffer(groups, np.intp)
     return ((which << bits) + np.arange(count)[:, None] * row).astype(np.intp if is_large else np.uint16)
