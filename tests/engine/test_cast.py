@@ -62,6 +62,20 @@ def test_every_pattern_of_a_small_type(source, target):
     assert cast(many, target).shape == many.shape
 
 
+@pytest.mark.parametrize("flushes", [False, True])
+@pytest.mark.parametrize("source", ["float8_e4m3fn", "float8_e5m2"])
+def test_numbers_of_8_bits_also_where_the_processor_takes_small_floats_for_zeros(source, flushes):
+    every = patterns(source)
+    numbers = np.resize(every[np.isfinite(every.astype(np.float32))], 1001)
+    expected = in_torch(numbers, source).float().numpy()
+    assert torch.set_flush_denormal(flushes)
+    try:
+        found = cast(numbers, "float32")
+    finally:
+        torch.set_flush_denormal(False)
+    assert found.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("target", [*TARGETS, "float64"])
 def test_millions_of_random_patterns_of_float32(target):
     bits = np.random.default_rng(0).integers(0, 1 << 32, 3_000_000, dtype=np.uint32)

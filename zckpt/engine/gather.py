@@ -78,9 +78,8 @@ def place(target: Array, values: Array) -> None:
     if last > 1 and values.strides[-1] == target.strides[-1] == size:
         if last * size <= WIDE_NBYTES:
             kind = np.dtype(f"V{last * size}")
-            place(target.view(kind)[..., 0], values.view(kind)[..., 0])
-        else:
-            target[...] = values
+            target, values = target.view(kind)[..., 0], values.view(kind)[..., 0]
+        target[...] = values
         return
     inner = min(range(values.ndim), key=lambda one: values.strides[one] or 1 << 62)
     if inner == values.ndim - 1 or last < TILE or values.shape[inner] < 2:
@@ -90,7 +89,7 @@ def place(target: Array, values: Array) -> None:
         rows = (slice(None),) * inner + (slice(low, low + TILE_ROWS),)
         to, from_ = target[rows], values[rows]
         for at in range(0, last, TILE):
-            to[..., at : at + TILE] = from_[..., at : at + TILE]
+            to[..., at : at + TILE] = from_[..., at : at + TILE].copy(order="K")  # steps of it would share cache lines
 
 
 def in_order(values: Array) -> Array:

@@ -275,7 +275,7 @@ def _index(codes: Array, scale: Array) -> Array:
 
 
 def of_fp4(
-    arrays: list[Array], first: int, end: int, into: Array, *, block: int, dtype: str, divides: bool | None
+    arrays: list[Array], _first: int, _end: int, into: Array, *, block: int, dtype: str, divides: bool | None
 ) -> None:
     """Give the numbers of FP4 with a scale for each `block` columns; of NVFP4 with another for the whole tensor.
 
