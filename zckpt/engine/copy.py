@@ -287,7 +287,7 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     gathered: Array
     if reach > 2 * copy.numel * dtype.itemsize and found(source.path) is None:
         gathered = np.empty(copy.shape, dtype)
-        gather_mapped(gathered, sources.descriptor(source.path), source.offset, source.strides, path=source.path)
+        gather_mapped(gathered, sources, source.path, source.offset, source.strides)
         sources.touch(source.path, source.offset, reach)
         return gathered
     parts = list(_near(copy.shape, source, dtype.itemsize))
