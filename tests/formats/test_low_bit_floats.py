@@ -94,6 +94,9 @@ def test_nvfp4_of_modelopt(tmp_path):
     values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(3000, 64)
     wanted = values * (scale.float() * whole).repeat_interleave(16, 1)
     assert torch.equal(floats(source, tmp_path / "m")["q.weight"], wanted)
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(64, 3000, bias=False), "norm": torch.nn.RMSNorm(4)}).double()
+    zckpt.load(source, model=model, dequantize=True)
+    assert torch.equal(model.q.weight, wanted.double())
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.rand(6, 1).bfloat16(), torch.rand(6, 1)])

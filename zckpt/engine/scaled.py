@@ -119,9 +119,10 @@ class Scaled:
 
     def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:
         """Return the elements of whole units."""
-        read = iter(inputs)
-        into: Array = (np.empty if len(self.portions) == 1 else np.zeros)(numel, numpy_dtype(dtype))
-        for one, at, begin, end in self._within(start, numel):
+        read, every = iter(inputs), list(self._within(start, numel))
+        is_whole = sum(end - begin for _, _, begin, end in every) * self.unit == numel
+        into: Array = (np.empty if is_whole else np.zeros)(numel, numpy_dtype(dtype))
+        for one, at, begin, end in every:
             arrays = [next(read)() for _ in one.parts]
             step = self.cached or end - begin
             for first in range(begin, end, step):
@@ -264,7 +265,7 @@ def _pairs_of_fp4(scale_type: str, once: bytes, dtype: str, wanted: str, divides
         scale, whole = cast(every.view(numpy_dtype(scale_type)), "float32"), np.frombuffer(once, np.float32)
         scale = scale / whole if divides else scale * whole
     numbers = cast(cast(cast(scale, "float32")[:, None] * in_pairs(every, FP4), dtype), wanted)
-    return numbers.view(f"u{2 * numbers.itemsize}" if numbers.itemsize < 4 else "c8").reshape(-1)
+    return numbers.view(f"{'u' if numbers.itemsize < 4 else 'c'}{2 * numbers.itemsize}").reshape(-1)
 
 
 def _index(codes: Array, scale: Array) -> Array:
@@ -356,7 +357,7 @@ def of_integers(
     np.take(table, index.reshape(-1), out=into, mode="wrap")
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _first_codes(groups: bytes | int, columns: int, count: int, row: int, bits: int, is_large: bool) -> Array:
     """Return which of all products of some rows, `row` for each, is that of the first code of each element."""
     which = np.arange(columns) // groups if isinstance(groups, int) else np.frombuffer(groups, np.intp)
