@@ -59,7 +59,7 @@ def test_block_fp8(block, shape, tmp_path):
 def test_bitsandbytes(kind, nested, tmp_path):
     functional = pytest.importorskip("bitsandbytes.functional")
     for number, (dtype, storage) in enumerate([(torch.bfloat16, torch.uint8), (torch.float16, torch.bfloat16)]):
-        weight = torch.randn(600, 256).to(dtype)
+        weight = torch.randn(1200, 256).to(dtype)
         codes, state = functional.quantize_4bit(
             weight, quant_type=kind, compress_statistics=nested, quant_storage=storage, blocksize=64
         )
@@ -85,16 +85,16 @@ def test_experts_of_mxfp4(tmp_path):
 
 
 def test_nvfp4_of_modelopt(tmp_path):
-    codes = torch.randint(0, 256, (3000, 32), dtype=torch.uint8)
-    scale, whole = torch.rand(3000, 4).to(FP8), torch.tensor(0.3)
+    codes = torch.randint(0, 256, (6000, 32), dtype=torch.uint8)
+    scale, whole = torch.rand(6000, 4).to(FP8), torch.tensor(0.3)
     source = made(
         tmp_path / "s", {"q.weight": codes, "q.weight_scale": scale, "q.weight_scale_2": whole}, quant_algo="NVFP4"
     )
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(3000, 64)
+    values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(6000, 64)
     wanted = values * (scale.float() * whole).repeat_interleave(16, 1)
     assert torch.equal(floats(source, tmp_path / "m")["q.weight"], wanted)
-    model = torch.nn.ModuleDict({"q": torch.nn.Linear(64, 3000, bias=False), "norm": torch.nn.RMSNorm(4)}).double()
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(64, 6000, bias=False), "norm": torch.nn.RMSNorm(4)}).double()
     zckpt.load(source, model=model, dequantize=True)
     assert torch.equal(model.q.weight, wanted.double())
 
@@ -141,7 +141,7 @@ def packed(codes, bits, dim):
 @pytest.mark.parametrize("sorted_columns", [False, True])
 def test_gptq(bits, sorted_columns, tmp_path):
     """As AutoGPTQ 0.7 and GPTQModel 7.7 have it; in the first format zeros are kept less one."""
-    rows, columns, size = 1056, 160, 64  # the last group is short
+    rows, columns, size = 2112, 160, 64  # the last group is short
     codes, zeros = torch.randint(1 << bits, (rows, columns)), torch.randint(1, 1 << bits, (rows, 3))
     scale = (torch.rand(rows, 3) * 0.02).half()
     order = torch.arange(columns) // size
@@ -170,7 +170,7 @@ def test_gptq(bits, sorted_columns, tmp_path):
 
 def test_awq(tmp_path):
     """As AutoAWQ 0.2.9 has it."""
-    rows, columns, size = 832, 192, 64
+    rows, columns, size = 1632, 192, 64
     codes, zeros = torch.randint(16, (rows, columns)), torch.randint(16, (rows, 3))
     scale = (torch.rand(rows, 3) * 0.02).half()
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -207,7 +207,7 @@ def test_compressed_tensors(kind, bits, size, symmetric, dtype, tmp_path):
                "mxfp4": "MXFP4PackedCompressor"}  # fmt: skip
     own = getattr(compressors, classes[kind])
     is_float = kind in ("mxfp8", "nvfp4", "mxfp4")
-    rows, columns = 1400, 96
+    rows, columns = 2800, 96
     groups = columns // (size or columns)
     strategy = {"nvfp4": "tensor_group"}.get(kind, "group" if size else "channel")
     told = {"num_bits": bits, "symmetric": symmetric, "type": "float" if is_float else "int", "group_size": size,

@@ -172,8 +172,8 @@ def _rounded_to_odd(array: Array) -> Array:
     return odd.astype(np.uint16).view(numpy_dtype("bfloat16"))
 
 
-CACHED_NUMEL = 1 << 17
-"""Elements that stay in the cache of a core."""
+CACHED_NUMEL = 1 << 18
+"""Elements that stay in a cache, and are so many that a dozen calls of numpy for them cost little."""
 
 _INFINITY = {
     numpy_dtype("float8_e4m3fn"): 0x7F, numpy_dtype("float8_e5m2"): 0x7C, numpy_dtype("float16"): 0x7C00,
