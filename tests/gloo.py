@@ -8,6 +8,7 @@ otherwise than it was found (`tests/rank_state.py`, which puts back what an engi
 
 from __future__ import annotations
 
+import atexit
 import copy
 import datetime
 import functools
@@ -81,6 +82,13 @@ class _Rank:
 
 _kept: list[_Rank] = []
 _in_use = threading.Lock()
+
+
+@atexit.register
+def _end_all() -> None:
+    """End those that are kept: one that a test left with a handler of SIGTERM would be waited for without end."""
+    for rank in _kept:
+        rank.end()
 
 
 def run(

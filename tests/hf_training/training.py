@@ -104,13 +104,13 @@ def build(kind: str, seed: int = 0) -> nn.Module:
 
 
 def train(
-    model: nn.Module, output: Path, *, resume: Path | None = None, steps: int = STEPS, **options: Any
+    model: nn.Module, output: Path, *, resume: Path | None = None, steps: int = STEPS, batch: int = 2, **options: Any
 ) -> tuple[list[float], Truth]:
     """Train, from a checkpoint if one is given; return the losses of all steps and the truth."""
     arguments = TrainingArguments(
-        output_dir=str(output), max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-2, weight_decay=0.1,
-        warmup_steps=2, save_steps=SAVED, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
-        **options,
+        output_dir=str(output), max_steps=steps, per_device_train_batch_size=batch, learning_rate=1e-2,
+        weight_decay=0.1, warmup_steps=2, save_steps=SAVED, logging_steps=1, report_to=[], use_cpu=True,
+        disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
     truth = Truth()
     trainer = Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[truth])

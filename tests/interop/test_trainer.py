@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import zckpt
+from tests import gloo
 from tests.cli.console import refused, succeeded
 from tests.hf_training.training import SAVED, STEPS, Run, Truth, build, same, train, unbroken
 from tests.pairwise import each
@@ -143,6 +146,76 @@ def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(kind, through, r
     assert_is_truth(zckpt.open(target), one.truth)
     losses, _ = train(build(kind, seed=9), tmp_path, resume=target)
     assert losses == one.losses
+
+
+def with_adapter(seed: int = 0) -> nn.Module:
+    """Return a tiny model with an adapter; the Trainer's second param group, without weight decay, is empty."""
+    torch.manual_seed(seed)
+    return get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def under_deepspeed(rank: int, world_size: int, kind: str, output: Path, source: Path) -> list[float]:
+    """Go on with a Trainer that uses DeepSpeed; return the losses of all steps."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for one in (AcceleratorState, GradientState, PartialState):
+        one._reset_state()
+    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
+              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+    model = with_adapter(9) if kind == "adapter" else build(kind, seed=9)
+    return train(model, output, resume=source, batch=2 // world_size, ddp_backend="gloo", deepspeed=config)[0]
+
+
+@pytest.mark.parametrize(("kind", "world_size", "names"), [("llama", 1, None), ("qwen2", 2, "transformers")])
+def test_the_trainer_goes_on_under_deepspeed(kind, world_size, names, run, tmp_path):
+    """What it keeps besides the model and the optimizer goes along."""
+    one, target = run(kind), tmp_path / f"checkpoint-{SAVED}"
+    zckpt.convert(one.directory, target, to="deepspeed", world_size=world_size, stage=2, map=names)
+    assert_is_truth(zckpt.open(target), one.truth)
+    assert not list(target.glob("model*"))
+    losses = gloo.run(under_deepspeed, world_size, kind, tmp_path / "run", target)[0]
+    assert losses == pytest.approx(one.losses, rel=1e-3)
+    assert losses[:SAVED] == one.losses[:SAVED]
+
+
+def test_an_adapter_goes_on_under_deepspeed(tmp_path):
+    """Under the names that it has in memory; DeepSpeed has no param group without parameters."""
+    losses, _ = train(with_adapter(), tmp_path / "run")
+    source, target = tmp_path / "run" / f"checkpoint-{SAVED}", tmp_path / f"checkpoint-{SAVED}"
+    names = [name for name, one in with_adapter().named_parameters() if one.requires_grad]
+    done = zckpt.convert(source, tmp_path / "dcp", to="dcp", names=names)
+    assert any("lora_[AB]" in note for note in done.notes)
+    [command] = zckpt.resume_check(source, program="deepspeed", names=names).commands
+    rename = (r"(lora_[AB])\.weight$", r"\1.default.weight")
+    assert "=".join(rename) in command
+    done = zckpt.convert(source, target, to="deepspeed", world_size=1, stage=2, names=names, rename=[rename])
+    assert not any("lora_[AB]" in note for note in done.notes)
+    assert {len(group.parameters) for group in zckpt.open(target).param_groups} == {len(names)}
+    assert gloo.run(under_deepspeed, 1, "adapter", tmp_path / "on", target)[0] == pytest.approx(losses, rel=1e-6)
+    zckpt.convert(source, tmp_path / "universal", to="universal", names=names)
+    assert len(zckpt.open(tmp_path / "universal").param_groups) == 1
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_a_tied_output_layer_gets_its_name_for_programs_that_look_for_it(kind, run, tmp_path):
+    """No file of transformers has it; torch's DCP, as most programs, wants all names of a model."""
+    one = run(kind)
+    without = zckpt.convert(one.directory, tmp_path / "without", to="dcp")
+    assert any("--map=transformers adds the name" in note for note in without.notes)
+    assert "lm_head.weight" not in zckpt.open(tmp_path / "without").parameters
+    done = zckpt.convert(one.directory, tmp_path / "dcp", to="dcp", map="transformers")
+    assert any("files lack lm_head.weight" in note for note in done.notes)
+    state = {"model": build(kind, seed=9).state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert [key for key, value in state["model"].items() if not same(value, one.truth.tensors[f"weight/{key}"])] == []
+    for program in ("deepspeed", "fsdp2"):
+        [command] = zckpt.resume_check(one.directory, program=program).commands
+        assert command.endswith("--map transformers")
+    assert "--map" not in zckpt.resume_check(tmp_path / "dcp", program="trainer").commands[0]
+    checked = [zckpt.resume_check(tmp_path / name, program="fsdp2", model=one.directory / "config.json")
+               for name in ("dcp", "without")]  # fmt: skip
+    assert [found.verdict == "no" for found in checked] == [False, True]
+    assert any("lacks: lm_head.weight" in why for why in checked[1].why)
 
 
 def test_what_a_source_has_not_is_written_by_rule(run, tmp_path):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, about
-from zckpt.formats.assets import CONFIG_NAME
+from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
 from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import Format, Job
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
+from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.naming.inside import follow_names
+from zckpt.naming.sizes import read_config
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Converted, Filled, Place, Unpack, naming_of, others, shares
@@ -23,6 +27,23 @@ from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
+
+EVERY_NAME = ("deepspeed", "universal", "dcp", "fsdp-rank-files", "zero-redundancy")
+"""Formats of programs that look for a tensor under each of its names."""
+
+TIED_NAME = (
+    "config.json says that the output layer is the embedding, for which files of transformers have no second name: "
+    "programs that load strictly refuse this; --map=transformers adds the name"
+)
+
+ADAPTERS_NAME = (r"(lora_[AB])\.weight$", r"\1.default.weight")
+"""What PEFT's names in files become in memory, for an adapter that has no name of its own."""
+
+LIVE_ADAPTER = (
+    "names are those of PEFT's files, and none is one of the model in memory, into which other programs load: a "
+    "Trainer with DeepSpeed goes on with other weights without a word; "
+    f"--rename='{'='.join(ADAPTERS_NAME)}' gives LoRA's their names in memory"
+)
 
 
 @shares(Filled, more=True)
@@ -109,6 +130,8 @@ def convert(
         sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
     notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))
+    if to in EVERY_NAME:
+        notes += _of_names(whole, [one.name for one in checkpoint.tensors()])
     return replace(done, notes=(*done.notes, *notes))
 
 
@@ -151,6 +174,15 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
             "only zckpt's metadata says which is whose"
         )
     return tuple(notes)
+
+
+def _of_names(source: Checkpoint, names: list[str]) -> tuple[str, ...]:
+    """Say which names programs look for that a target does not have."""
+    config: Mapping[str, object] = {}
+    with suppress(UsageError):  # one that cannot be read
+        config, _ = read_config(None, source)
+    tied = (TIED_NAME,) if lacks_tied_name(config, names) else ()
+    return (*tied, LIVE_ADAPTER) if is_adapter(names, find_assets(source)) else tied
 
 
 def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:

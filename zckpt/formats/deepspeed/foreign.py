@@ -82,6 +82,12 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     return converted
 
 
+def without_empty_groups(checkpoint: Checkpoint) -> Checkpoint:
+    """Return it without param groups that have no parameters, which DeepSpeed's engines take out of an optimizer."""
+    groups = [group for group in checkpoint.param_groups if group.parameters]
+    return checkpoint.regrouped(groups) if 0 < len(groups) < len(checkpoint.param_groups) else checkpoint
+
+
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     """Say what DeepSpeed's form holds that the source does not, and what of the source it has no place for.
 

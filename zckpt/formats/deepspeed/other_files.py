@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 from zckpt.engine.targets import Lazily, TargetFile
-from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
+from zckpt.formats.companions import INDEXES, METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.transformers_trainer.states import scheduler
+from zckpt.torchfile import node_of
 
 LATEST = "latest"
-TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
 _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
@@ -65,8 +68,11 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
     SourceError
         What goes along with it cannot be read.
     """
-    if not is_run(job):
-        return written
+    return with_others(written, job, tag, processes) if is_run(job) else written
+
+
+def with_others(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFiles:
+    """Return the files of a run with what other programs keep in the directory that was opened."""
     copies, notes = (_trainers if is_trainers(job.source) else _carried)(job, processes)
     return replace(
         written,
@@ -99,16 +105,32 @@ def is_trainers_own(name: str) -> bool:
     return _RANDOM.fullmatch(name) is not None
 
 
+def _scheduler(job: Job, path: Path, notes: list[str]) -> TargetFile:
+    """Return the scheduler's state: a copy, or one for the param groups that there are now."""
+    known = node_of(job.checkpoint.metadata.get("scheduler"))
+    rates = known.get("base_lrs") if isinstance(known, Mapping) else None
+    if not isinstance(rates, list) or len(rates) in (0, len(job.checkpoint.param_groups)):
+        return copy_of(path, SCHEDULER)
+    return torch_writer.lay_out(SCHEDULER, scheduler(job.checkpoint, notes))
+
+
 def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes."""
-    source = job.source
+    source, held = job.source, {file.path for file in job.checkpoint.files if file.role != METADATA_ROLE}
     others, left_out = beside_tag(source, Path(job.checkpoint.source))
+    if not is_run(job):  # a Trainer's without DeepSpeed, which has its model and optimizer here, or in directories
+        others = [(name, path) for name, path in others if name == path.name and name not in INDEXES]
+    others = [(name, path) for name, path in others if str(path) not in held]
     notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
     states: dict[int, Path] = {}
     for directory in (*job.roots, source):
         named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(directory.iterdir()) if path.is_file())
         states |= {int(match[1] or 0): path for match, path in named if match is not None}
-    files = [copy_of(path, name) for name, path in others if not is_trainers_own(name)]
+    files = [
+        _scheduler(job, path, notes) if name == SCHEDULER else copy_of(path, name)
+        for name, path in others
+        if not is_trainers_own(name)
+    ]
     for rank, path in sorted(states.items()):
         if rank < processes:
             files.append(copy_of(path, "rng_state.pth" if processes == 1 else f"rng_state_{rank}.pth"))

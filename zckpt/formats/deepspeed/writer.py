@@ -22,7 +22,7 @@ from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_h
 from zckpt.formats.deepspeed.notes import alone_among_frozen, rank_notes, stage_notes
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.other_files import in_run, is_run, with_latest
+from zckpt.formats.deepspeed.other_files import in_run, is_run, is_trainers, with_latest, with_others
 from zckpt.formats.deepspeed.rare import zenflow
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.format import Job, TargetFiles
@@ -49,7 +49,10 @@ def lay_out(job: Job) -> TargetFiles:
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
     if origin is None or not origin.members:
+        job = replace(job, checkpoint=foreign.without_empty_groups(checkpoint))
         tag, written = _from_elsewhere(job)
+        if is_trainers(job.source):
+            return with_others(written, job, tag, options.world_size)
         return replace(written, files=with_latest(written.files, tag))
     world_size = checkpoint.topology.dp if options.world_size is None else options.world_size
     stage = origin.members[0].stage if options.stage is None else options.stage

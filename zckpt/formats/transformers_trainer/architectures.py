@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,11 @@ LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnit
 
 TENSORS = ("weight", "bias")
 """Parameters of one module, in the order of all modules of torch."""
+
+
+_WITH_HEAD = re.compile(r"For(?:CausalLM|ConditionalGeneration|MaskedLM)\b|LMHead")
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|proj_out|embed_out|predictions\.decoder)\.weight$")
+"""The output layer of a language model, and the models that have one."""
 
 
 @dataclass(slots=True)
@@ -106,6 +111,13 @@ def is_converted(config: Mapping[str, object] | None, *, in_any_version: bool = 
         return version >= (4, 52) and bool(converted) and len(kinds) > 1
     strange = kinds - converted - {*_conversions()["plain"]}
     return bool(converted or (strange and version > known and "auto_map" not in config))
+
+
+def lacks_tied_name(config: Mapping[str, object] | None, names: Iterable[str]) -> bool:
+    """Tell whether a model in memory has another name for its embedding, that of its output layer, than its files."""
+    said = config or {}
+    has_head = said.get("tie_word_embeddings") is True and _WITH_HEAD.search(str(said.get("architectures")))
+    return bool(has_head) and not any(map(_HEAD.search, names))
 
 
 def _model_types(config: Mapping[str, object]) -> Iterator[str]:

@@ -55,13 +55,15 @@ class Universal(Format):
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a folder for each parameter, the model, and the file next to the directory, which names it."""
+        from zckpt.formats.deepspeed.foreign import without_empty_groups
         from zckpt.formats.registry import find_format
         from zckpt.formats.universal.writer import lay_out, notes
 
+        checkpoint = without_empty_groups(job.checkpoint)
         own = find_format(job.checkpoint.format)
         version = job.checkpoint.format_version if own is not None and own.family == self.family else None
         outside = [latest_universal(job.target.name)]
-        return TargetFiles(lay_out(job.checkpoint, version), outside=outside, notes=notes(job.checkpoint))
+        return TargetFiles(lay_out(checkpoint, version), outside=outside, notes=notes(checkpoint))
 
     def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         """Return the files without those of the slots that go."""

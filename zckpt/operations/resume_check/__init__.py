@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import MissingPackageError, UsageError, ZckptError, listed
 from zckpt.formats.account import take_inventory
+from zckpt.formats.assets import find_assets, is_adapter
 from zckpt.formats.companions import CARRIED, TRAINER_STATE
 from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
+from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import TRANSFORMERS, Naming
-from zckpt.operations.convert import as_converted, under_names
+from zckpt.operations.convert import ADAPTERS_NAME, EVERY_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
@@ -146,7 +148,10 @@ def resume_check(
         raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
     config = _config_of(model)
-    facts = Facts(checkpoint, world_size or 1, None if model is None else _shapes(model, config), config)
+    shapes = None if model is None else _shapes(model, config)
+    if shapes is not None and _wants_every_name(about):
+        shapes = {name: shape for names, shape in shapes.items() for name in names.split("\0")}
+    facts = Facts(checkpoint, world_size or 1, shapes, config)
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
     found = replace(found, yours=about.yours or None)
@@ -264,7 +269,7 @@ def _commands(
     """Yield commands that would be accepted and better, what they lose, and advice; note what is said of others."""
     one = facts.checkpoint
     gone = {part["part"] for part in found.not_back}
-    for naming, named in _named(facts, refused):
+    for naming, named in _named(facts, refused, every_name=_wants_every_name(program)):
         strict = all(way.strict for way in program.ways)
         if any(need(named) for need in program.holds) or _of_model(named, strict=strict):
             continue
@@ -286,26 +291,41 @@ def _commands(
                 continue
             shown = {**options, **{key: word for key, (_, word) in make.asked.items()}, **naming}
             shown = {"to": make.to, **shown} if make.to else shown
+            shown |= {"rename": "=".join(*naming["rename"])} if "rename" in naming else {}
             flags = [f"--{key.replace('_', '-')} {quote(str(value))}" for key, value in shown.items()]
             names = "tensor names do not change; --model checks whether they are the model's"
             kept = names if facts.shapes is None and not only_size and not naming else None
             yield " ".join(["zckpt", make.verb, quote(one.named), "TARGET", *flags]), lost, kept
 
 
-def _named(facts: Facts, refused: list[str]) -> Iterator[tuple[dict[str, Any], Facts]]:
+def _wants_every_name(program: Program) -> bool:
+    """Tell whether a program looks for a tied tensor under each of its names."""
+    return any(make.to in EVERY_NAME for make in program.makes)
+
+
+def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
     """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
-    if not facts.in_files:
-        yield {}, facts
     one = facts.checkpoint
-    strange = facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
+    naming: dict[str, Any]
+    names = [tensor.name for tensor in one.tensors()]
+    if every_name and is_adapter(names, find_assets(one)) and any("lora_A.weight" in name for name in names):
+        naming = {"rename": [ADAPTERS_NAME]}
+        yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
+        return
+    lacks = every_name and lacks_tied_name(facts.config, names)
+    if not facts.in_files and not lacks:
+        yield {}, facts
+    strange = lacks or facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
     if strange and isinstance((facts.config or {}).get("model_type"), str):
-        naming: dict[str, Any] = {"map": TRANSFORMERS}
+        naming = {"map": TRANSFORMERS}
         if facts.config is facts.model_config:
             naming["map_config"] = str(facts.given_config)
         try:
             yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
         except ZckptError as error:
             refused.append(error.message)
+            if lacks and not facts.in_files:
+                yield {}, facts
 
 
 def _lay_out(make: Make, facts: Facts, options: Mapping[str, Any], naming: Naming) -> TargetFiles:
