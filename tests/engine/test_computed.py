@@ -23,6 +23,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.low_rank import Kept, LowRank
 from zckpt.engine.means import Decayed, Mean
 from zckpt.engine.plan import Plan, plan
+from zckpt.engine.quantise import end_to_end
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.workers import running_on
 from zckpt.errors import LayoutError
@@ -152,7 +153,7 @@ def test_the_right_factor_is_read_once(tmp_path):
     right = np.ones(2800, np.float32)
     for _ in range(2):
         inputs = [lambda: np.ones(700, np.float32), lambda: np.ones(4, np.float32), lambda: reads.append(1) or right]
-        function.compute(inputs, 0, 0)
+        function.compute(inputs, 0, 0, "float32")
     assert reads == [1]
 
 
@@ -185,3 +186,16 @@ def test_a_box_of_a_computed_slot_is_refused(tmp_path):
     file = TargetFile("x", 16, [], [Hole(0, "w", slot, Extent((0, 0), (2, 2), 0, 4), "float32")])
     with refusing(LayoutError, "computed"):
         plan([file])
+
+
+@pytest.mark.parametrize("start", [0, 3, 7])
+def test_what_no_content_of_a_partition_holds_is_zero(start, tmp_path):
+    values = np.arange(1, 6, dtype="float32")
+    (tmp_path / "x").write_bytes(values.tobytes())
+    slot = Slot("x", "float32", (5,), (Span(Extent.whole((5,)), str(tmp_path / "x"), 0, "float32"),))
+    partition = end_to_end([(start, 5, 0, slot)], 12)
+    with Sources() as sources:
+        for _ in range(3):
+            np.full(12, np.nan, np.float32)  # whose memory comes next
+            found = read_extent(partition, partition.whole, sources)
+            assert found.tolist() == [0] * start + [*values] + [0] * (7 - start)

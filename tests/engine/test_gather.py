@@ -14,6 +14,7 @@ from zckpt.engine import gather
 from zckpt.engine.gather import gather_mapped, in_order, place
 from zckpt.errors import DamagedFileError
 from zckpt.state.spans import reach_of
+from zckpt.storage import files
 from zckpt.storage.files import Sources
 
 NBYTES = 1 << 20
@@ -48,7 +49,7 @@ def test_any_box_is_gathered(window, source, monkeypatch):
         for seed in range(250 if window > 1 << 6 else 20):
             shape, strides = boxes(seed)
             found = np.empty(shape, "u4")
-            gather_mapped(found, sources.descriptor(str(source)), 3, strides, path="s")
+            gather_mapped(found, sources, str(source), 3, strides)
             expected = np.ndarray(shape, "u4", data, 3, strides)
             assert np.array_equal(found, expected), (shape, strides)
             assert in_order(expected).tobytes() == expected.tobytes()
@@ -66,9 +67,11 @@ def test_placed_elements_are_those_of_numpy(dtype):
             assert target.tobytes() == values.tobytes()
 
 
-def test_mappings_are_windows_of_bounded_size(source, monkeypatch):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_mappings_are_windows_of_bounded_size_and_kept_as_far_as_they_have_so_many_bytes(is_kept, source, monkeypatch):
     monkeypatch.setattr(gather, "WINDOW_NBYTES", 1 << 16)
-    mapped, map_file = [], mmap.mmap
+    monkeypatch.setattr(files, "MAPPED_NBYTES", 1 << 24 if is_kept else 1 << 17)
+    mapped, counts, map_file = [], [], mmap.mmap
 
     def noted(descriptor, nbytes, **how: int):
         mapped.append(nbytes)
@@ -76,13 +79,16 @@ def test_mappings_are_windows_of_bounded_size(source, monkeypatch):
 
     monkeypatch.setattr(mmap, "mmap", noted)
     with Sources() as sources:
-        found = np.empty((200, 4), "u4")
-        gather_mapped(found, sources.descriptor(str(source)), 8, (5000, 4), path="s")
-    assert np.array_equal(found, np.ndarray((200, 4), "u4", source.read_bytes(), 8, (5000, 4)))
-    assert len(mapped) > 10
-    assert max(mapped) <= (1 << 16) + mmap.ALLOCATIONGRANULARITY
+        for start in (8, 24):
+            found = np.empty((200, 4), "u4")
+            gather_mapped(found, sources, str(source), start, (5000, 4))
+            assert np.array_equal(found, np.ndarray((200, 4), "u4", source.read_bytes(), start, (5000, 4)))
+            counts.append(len(mapped))
+    assert counts[0] > 7
+    assert counts[1] == counts[0] * (1 if is_kept else 2)
+    assert max(mapped) <= (1 << 16) + files.NEXT_NBYTES + mmap.ALLOCATIONGRANULARITY
 
 
 def test_file_that_ends_within_a_box_is_refused(source):
     with Sources() as sources, refusing(DamagedFileError, "too early"):
-        gather_mapped(np.empty((9, 8), "u4"), sources.descriptor(str(source)), 0, (1 << 17, 4), path="s")
+        gather_mapped(np.empty((9, 8), "u4"), sources, str(source), 0, (1 << 17, 4))

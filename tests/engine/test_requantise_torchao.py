@@ -18,7 +18,8 @@ def made(values: np.ndarray, qmap: np.ndarray | None, *, packed: bool = False) -
     its = None if qmap is None else Slot("qmap", "float32", qmap.shape, ())
     inputs = [values.copy] if qmap is None else [values.copy, lambda: qmap]
     every = [quantised(slot, BLOCK, its, by_torchao, scales=one, halves=packed) for one in (False, True)]
-    found = [one.compute(inputs, 0, one.portions[0].count) for one in every]
+    types = "float8_e4m3fn" if qmap is None else "uint8", "float32"
+    found = [one.compute(inputs, 0, one.portions[0].count, dtype) for one, dtype in zip(every, types, strict=True)]
     return found[0], found[1]
 
 

@@ -1,4 +1,7 @@
-"""Weights of few bits as numbers: bit for bit what the programs that made them have, and a plain model's config."""
+"""Weights of few bits as numbers: bit for bit what the programs that made them have, and a plain model's config.
+
+Matrices have more elements than are computed at once.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def floats(source, target, dtype="float32"):
 
 
 @pytest.mark.parametrize("block", [(128, 128), (32, 48)])
-@pytest.mark.parametrize("shape", [(300, 200), (2, 70, 130), (128, 256), (1, 1)])
+@pytest.mark.parametrize("shape", [(1000, 600), (2, 70, 130), (128, 256), (1, 1)])
 def test_block_fp8(block, shape, tmp_path):
     codes = torch.randn(shape).to(FP8)
     scale = torch.rand(*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1])) + 0.1
@@ -56,7 +59,7 @@ def test_block_fp8(block, shape, tmp_path):
 def test_bitsandbytes(kind, nested, tmp_path):
     functional = pytest.importorskip("bitsandbytes.functional")
     for number, (dtype, storage) in enumerate([(torch.bfloat16, torch.uint8), (torch.float16, torch.bfloat16)]):
-        weight = torch.randn(300, 256).to(dtype)
+        weight = torch.randn(1200, 256).to(dtype)
         codes, state = functional.quantize_4bit(
             weight, quant_type=kind, compress_statistics=nested, quant_storage=storage, blocksize=64
         )
@@ -74,23 +77,26 @@ def test_bitsandbytes(kind, nested, tmp_path):
 
 def test_experts_of_mxfp4(tmp_path):
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
-    scales = torch.randint(110, 140, (3, 40, 5), dtype=torch.uint8)
+    blocks = torch.randint(0, 256, (3, 1200, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 1200, 5), dtype=torch.uint8)
     source = made(tmp_path / "s", {"up_blocks": blocks, "up_scales": scales}, quant_method="mxfp4")
     wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     assert torch.equal(floats(source, tmp_path / "m")["up"], wanted)
 
 
 def test_nvfp4_of_modelopt(tmp_path):
-    codes = torch.randint(0, 256, (24, 32), dtype=torch.uint8)
-    scale, whole = torch.rand(24, 4).to(FP8), torch.tensor(0.3)
+    codes = torch.randint(0, 256, (6000, 32), dtype=torch.uint8)
+    scale, whole = torch.rand(6000, 4).to(FP8), torch.tensor(0.3)
     source = made(
         tmp_path / "s", {"q.weight": codes, "q.weight_scale": scale, "q.weight_scale_2": whole}, quant_algo="NVFP4"
     )
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(24, 64)
+    values = table[torch.stack([codes & 15, codes >> 4], -1).long()].reshape(6000, 64)
     wanted = values * (scale.float() * whole).repeat_interleave(16, 1)
     assert torch.equal(floats(source, tmp_path / "m")["q.weight"], wanted)
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(64, 6000, bias=False), "norm": torch.nn.RMSNorm(4)}).double()
+    zckpt.load(source, model=model, dequantize=True)
+    assert torch.equal(model.q.weight, wanted.double())
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.3), torch.rand(6, 1).bfloat16(), torch.rand(6, 1)])
@@ -135,7 +141,7 @@ def packed(codes, bits, dim):
 @pytest.mark.parametrize("sorted_columns", [False, True])
 def test_gptq(bits, sorted_columns, tmp_path):
     """As AutoGPTQ 0.7 and GPTQModel 7.7 have it; in the first format zeros are kept less one."""
-    rows, columns, size = 96, 160, 64  # the last group is short
+    rows, columns, size = 2112, 160, 64  # the last group is short
     codes, zeros = torch.randint(1 << bits, (rows, columns)), torch.randint(1, 1 << bits, (rows, 3))
     scale = (torch.rand(rows, 3) * 0.02).half()
     order = torch.arange(columns) // size
@@ -164,7 +170,7 @@ def test_gptq(bits, sorted_columns, tmp_path):
 
 def test_awq(tmp_path):
     """As AutoAWQ 0.2.9 has it."""
-    rows, columns, size = 64, 192, 64
+    rows, columns, size = 1632, 192, 64
     codes, zeros = torch.randint(16, (rows, columns)), torch.randint(16, (rows, 3))
     scale = (torch.rand(rows, 3) * 0.02).half()
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
@@ -201,7 +207,7 @@ def test_compressed_tensors(kind, bits, size, symmetric, dtype, tmp_path):
                "mxfp4": "MXFP4PackedCompressor"}  # fmt: skip
     own = getattr(compressors, classes[kind])
     is_float = kind in ("mxfp8", "nvfp4", "mxfp4")
-    rows, columns = 72, 96
+    rows, columns = 2800, 96
     groups = columns // (size or columns)
     strategy = {"nvfp4": "tensor_group"}.get(kind, "group" if size else "channel")
     told = {"num_bits": bits, "symmetric": symmetric, "type": "float" if is_float else "int", "group_size": size,

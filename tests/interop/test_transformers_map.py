@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
@@ -287,6 +288,37 @@ def test_a_table_stands_in_for_transformers(tmp_path):
         zckpt.convert(tmp_path / "run", tmp_path / "no", to="zckpt", map="transformers")
     done = zckpt.consolidate(tmp_path / "memory.pt", tmp_path / "as-it-was", config=tmp_path / "run")
     assert "names are as they were" in done.notes[0]
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_a_mean_and_a_model_with_its_adapter_have_the_names_of_files_too(tmp_path):
+    model = model_of("qwen3_moe", "ForCausalLM")
+    model.save_pretrained(tmp_path / "run")
+    torch.save(model.state_dict(), tmp_path / "memory.pt")
+    truth = load_file(tmp_path / "run/model.safetensors")
+    assert not model.state_dict().keys() >= truth.keys()
+    mean = zckpt.average([tmp_path / "memory.pt", tmp_path / "run"], tmp_path / "mean", config=tmp_path / "run")
+    assert "names of memory become those of file" in mean.notes[0]
+    assert loads_equal(model, tmp_path / "mean")
+    for kind, own in {
+        "heads": {"target_modules": ["q_proj"]},
+        "experts": {"target_parameters": ["mlp.experts.down_proj"]},
+    }.items():
+        adapted = get_peft_model(model_of("qwen3_moe", "ForCausalLM"), LoraConfig(r=2, init_lora_weights=False, **own))
+        adapted.save_pretrained(tmp_path / kind)
+        merged = adapted.merge_and_unload()
+        done = zckpt.merge_adapter(
+            tmp_path / "memory.pt", tmp_path / kind, tmp_path / f"m-{kind}", config=tmp_path / "run"
+        )
+        found = load_file(tmp_path / f"m-{kind}/model.safetensors")
+        if kind == "heads":
+            merged.save_pretrained(tmp_path / "truth")
+            wanted = load_file(tmp_path / "truth/model.safetensors")
+        else:
+            assert "names are as they were, of memory" in done.notes[0]
+            wanted = merged.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.allclose(found[name], one, atol=1e-6) for name, one in wanted.items())
 
 
 @pytest.mark.nightly

@@ -45,7 +45,8 @@ class Function(Protocol):
     def step(self) -> int | None:
         """Elements that are always computed together, from a multiple of it on: their values depend on no other cut.
 
-        None: any number of them can be computed, with the same values.
+        None: any number of them can be computed, with the same values. Several times as many are a block where that is
+        within `BLOCK_NBYTES`.
         """
 
     @property
@@ -55,8 +56,8 @@ class Function(Protocol):
     def inputs(self, start: int, numel: int) -> Sequence[Input]:
         """Return what elements [start, start + numel) of the flattened tensor are computed from."""
 
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
-        """Return elements [start, start + numel), flat.
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:
+        """Return elements [start, start + numel), flat: of their own type, or cast to `dtype`, as they are wanted.
 
         `inputs`: one for each of the block's: reads it, and returns its elements, flat, in memory that may be written
         to.
@@ -113,7 +114,8 @@ def blocks(slot: Computed, extent: Extent, most: int) -> Iterator[Block]:
     """Cut a range of a computed slot, flattened, into blocks that need buffers of `most` bytes, if `step` allows."""
     start, numel = range_of(slot, extent)
     end = extent.start + extent.numel
-    count = slot.function.step or max(min(most, BLOCK_NBYTES) // slot.function.width, 1)
+    step = slot.function.step or 1
+    count = step * max(min(most, BLOCK_NBYTES) // (slot.function.width * step), 1)
     for low in range(start, start + numel, count):
         high = min(low + count, start + numel)
         first, last = max(low, extent.start), min(high, end)

@@ -195,10 +195,9 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
         block = piece.block
         inputs = [partial(read_extent, each.slot, each.extent, sources, dtype=each.dtype) for each in block.inputs]
         with np.errstate(all="ignore"):  # what is no number stays none
-            values = piece.function.compute(inputs, block.start, block.numel)[
-                block.skipped : block.skipped + block.kept
-            ]
-        return np.ascontiguousarray(cast(values, piece.dtype)).view(np.uint8).data
+            values = piece.function.compute(inputs, block.start, block.numel, piece.dtype)
+        kept = values[block.skipped : block.skipped + block.kept]
+        return np.ascontiguousarray(cast(kept, piece.dtype)).view(np.uint8).data
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
         return in_order(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
     buffer = bytearray(piece.nbytes)
@@ -288,7 +287,7 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     gathered: Array
     if reach > 2 * copy.numel * dtype.itemsize and found(source.path) is None:
         gathered = np.empty(copy.shape, dtype)
-        gather_mapped(gathered, sources.descriptor(source.path), source.offset, source.strides, path=source.path)
+        gather_mapped(gathered, sources, source.path, source.offset, source.strides)
         sources.touch(source.path, source.offset, reach)
         return gathered
     parts = list(_near(copy.shape, source, dtype.itemsize))

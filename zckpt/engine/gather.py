@@ -9,16 +9,14 @@ element by element, either takes as long as reading from a disk.
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 
 from zckpt.engine.cast import Array
-from zckpt.errors import DamagedFileError
 from zckpt.state.spans import reach_of
+from zckpt.storage.files import Sources
 
 WINDOW_NBYTES = 1 << 24
-"""Mapped at once by a worker."""
+"""Mapped at once by a worker, for one array."""
 
 WIDE_NBYTES = 1 << 12
 """A row of at most this is one wide element; longer ones take care of themselves."""
@@ -30,20 +28,19 @@ TILE_ROWS = 1 << 8
 """Times as many that lie end to end in the source, so that a tile is in the first cache on both sides."""
 
 
-def gather_mapped(into: Array, descriptor: int, offset: int, strides: tuple[int, ...], *, path: str) -> None:
+def gather_mapped(into: Array, sources: Sources, path: str, offset: int, strides: tuple[int, ...]) -> None:
     """Fill an array of any strides with elements of a file.
 
     Parameters
     ----------
     into : ndarray
-    descriptor : int
+    sources : Sources
+    path : str
         Of the file.
     offset : int, bytes
         Of the first element.
     strides : tuple of int, bytes
         In the file, by dimension; not negative.
-    path : str
-        Named in errors.
 
     Raises
     ------
@@ -51,13 +48,8 @@ def gather_mapped(into: Array, descriptor: int, offset: int, strides: tuple[int,
         The file ends before the last of them.
     """
     reach = reach_of(into.shape, strides, into.itemsize)
-    start = offset % mmap.ALLOCATIONGRANULARITY
     if reach <= WINDOW_NBYTES:
-        try:
-            mapped = mmap.mmap(descriptor, start + reach, access=mmap.ACCESS_READ, offset=offset - start)
-        except ValueError as error:
-            expected = f"at least {offset + reach} bytes"
-            raise DamagedFileError("the file ends too early", path=path, expected=expected) from error
+        mapped, start = sources.mapped(path, offset, reach)
         place(into, np.ndarray(into.shape, into.dtype, mapped, start, strides))
         return
     axis = max(range(into.ndim), key=lambda one: strides[one] if into.shape[one] > 1 else -1)
@@ -65,7 +57,7 @@ def gather_mapped(into: Array, descriptor: int, offset: int, strides: tuple[int,
     rows = max((WINDOW_NBYTES - inner) // strides[axis] + 1, 1)
     for first in range(0, into.shape[axis], rows):
         part = into[(slice(None),) * axis + (slice(first, first + rows),)]
-        gather_mapped(part, descriptor, offset + first * strides[axis], strides, path=path)
+        gather_mapped(part, sources, path, offset + first * strides[axis], strides)
 
 
 def place(target: Array, values: Array) -> None:
@@ -89,7 +81,7 @@ def place(target: Array, values: Array) -> None:
         rows = (slice(None),) * inner + (slice(low, low + TILE_ROWS),)
         to, from_ = target[rows], values[rows]
         for at in range(0, last, TILE):
-            to[..., at : at + TILE] = from_[..., at : at + TILE]
+            to[..., at : at + TILE] = from_[..., at : at + TILE].copy(order="K")  # steps of it would share cache lines
 
 
 def in_order(values: Array) -> Array:

@@ -124,7 +124,7 @@ class LowRank:
                 found.append(Input(slot, slot.whole if self.transposed else slot.flat(first, count), self.dtype))
         return found
 
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002
         """Return rows of the slot with the product added."""
         read_base, read_left, read_right, *read_norms = inputs
         right = self.kept.get(self.right, read_right)
@@ -178,10 +178,10 @@ class Norms:
         last = self.of.base.numel
         return [one for low in self._blocks() for one in self.of.inputs(low, min(self.of.step, last - low))]
 
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002
         """Return the norms."""
         total = np.zeros(self.of.columns, np.float64)
         for at, low in enumerate(self._blocks()):
-            rows = self.of.compute(inputs[3 * at : 3 * at + 3], low, 0).reshape(-1, self.of.columns)
+            rows = self.of.compute(inputs[3 * at : 3 * at + 3], low, 0, dtype).reshape(-1, self.of.columns)
             total += np.square(rows, dtype=np.float64).sum(axis=0)
         return np.sqrt(total).astype(numpy_dtype(self.of.dtype))

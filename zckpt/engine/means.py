@@ -43,7 +43,7 @@ class Sum(_OfSeveral):
 
     weights: tuple[float, ...]
 
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002  # alike everywhere
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002  # alike everywhere
         """Return the sum of a block."""
         number = numpy_dtype(self.dtype).type
         total = _weighted(self.weights[0], inputs[0], number)
@@ -56,12 +56,12 @@ class Sum(_OfSeveral):
 class Mean(Sum):
     """The mean of slots, whose weights together are 1; of equal weights, the sum is divided by their number."""
 
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:
         """Return the mean of a block."""
         count = len(self.weights)
         if len(set(self.weights)) > 1:
-            return Sum.compute(self, inputs, start, numel)
-        total = Sum(self.slots, self.dtype, (1.0,) * count).compute(inputs, start, numel)
+            return Sum.compute(self, inputs, start, numel, dtype)
+        total = Sum(self.slots, self.dtype, (1.0,) * count).compute(inputs, start, numel, dtype)
         total /= numpy_dtype(self.dtype).type(count)
         return total
 
@@ -79,7 +79,7 @@ class Decayed(_OfSeveral):
 
     decay: float
 
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:  # noqa: ARG002  # alike everywhere
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:  # noqa: ARG002  # alike everywhere
         """Return the mean of a block."""
         number = numpy_dtype(self.dtype).type
         first, *others = inputs

@@ -26,9 +26,9 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.engine.cast import Array, cast
+from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into
 from zckpt.engine.computed import BLOCK_NBYTES, Computed
-from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, whole
+from zckpt.engine.scaled import Part, Portion, Scaled, alone, as_they_are, by_grid, rounded, whole
 from zckpt.errors import UnsupportedError
 from zckpt.state import Slot
 
@@ -61,11 +61,11 @@ def quantised(values: Slot, block: int, qmap: Slot | None, rule: Rule, *, scales
 
 
 def _quantised(
-    arrays: list[Array], _first: int, _end: int, *, block: int, rule: Rule, scales: bool, halves: bool
-) -> Array:
+    arrays: list[Array], _first: int, _end: int, into: Array, *, block: int, rule: Rule, scales: bool, halves: bool
+) -> None:
     values, *qmap = arrays
     found = rule(values, block, qmap[0] if qmap else None, scales)
-    return found[::2] << 4 | found[1::2] if halves and not scales else found
+    cast_into(into, found[::2] << 4 | found[1::2] if halves and not scales else found)
 
 
 def in_blocks(slot: Slot, block: tuple[int, int], what: str, *, scales: bool) -> Scaled:
@@ -75,13 +75,14 @@ def in_blocks(slot: Slot, block: tuple[int, int], what: str, *, scales: bool) ->
     part = Part(slot, 1 if scales else block[0], size)
     values = partial(_in_blocks, block=block, columns=columns, what=what, scales=scales)
     count, together = (-(-rows // block[0]), 1) if scales else (rows, block[0])
-    together *= max(BLOCK_NBYTES // Scaled.width // size, 1)
+    together *= max(BLOCK_NBYTES // np.float32().itemsize // size, 1)
     return Scaled((Portion(0, count, 0, (part,), values),), unit, together)
 
 
 def _in_blocks(
-    arrays: list[Array], _first: int, _end: int, *, block: tuple[int, int], columns: int, what: str, scales: bool
-) -> Array:
+    arrays: list[Array], _first: int, _end: int, into: Array, *, block: tuple[int, int], columns: int, what: str,
+    scales: bool,
+) -> None:  # fmt: skip
     rows = len(arrays[0]) // columns
     short = (0, -rows % block[0]), (0, -columns % block[1])
     matrix: Array = arrays[0].reshape(rows, columns)
@@ -97,11 +98,13 @@ def _in_blocks(
     factors = np.float32(1) / largest * LARGEST_FP8  # as torch divides a number by a tensor
     factors[~np.isfinite(factors)] = 1  # of zeros, and of what is next to them, which become zeros
     if scales:
-        found: Array = np.float32(1) / factors
-        return found
-    values *= np.repeat(factors, block[1], axis=1)[:, None]
-    codes = cast(np.clip(values, -LARGEST_FP8, LARGEST_FP8, out=values), "float8_e4m3fn")
-    return codes.reshape(-1, values.shape[2])[:rows, :columns]
+        cast_into(into, np.float32(1) / factors)
+        return
+    step = max(CACHED_NUMEL // columns, 1)
+    for at in range(0, rows, step):  # what is a bit more than 448 after that is rounded to it
+        some = matrix[at : min(at + step, rows)]
+        by_grid(some, np.multiply, factors[at // block[0] : -(-(at + step) // block[0])], block, at % block[0])
+        rounded(some[:, :columns], "float8_e4m3fn", into[at * columns :][: len(some) * columns])
 
 
 def by_bitsandbytes(values: Array, block: int, qmap: Array | None, gives_scales: bool) -> Array:

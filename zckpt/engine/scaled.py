@@ -13,11 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 
-from zckpt.engine.cast import Array, cast, numpy_dtype
+from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
 from zckpt.state import Shape, Slot
@@ -25,8 +25,10 @@ from zckpt.state import Shape, Slot
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 """The values of e2m1."""
 
-Values = Callable[[list[Array], int, int], Array]
-"""Gets what some units need of each part, flat, and which units of these parts they are: the first, and one after."""
+Values = Callable[[list[Array], int, int, Array], None]
+"""Gets what some units need of each part, flat, and which units of these parts they are: the first, and one after; and
+memory for their elements, flat, of the type that these are to be cast to at last.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class Part:
         low = self.start + first // self.per * self.width
         high = min(self.start + -(-end // self.per) * self.width, self.end, self.slot.numel)
         return Input(self.slot, self.slot.flat(low, high - low), self.dtype)
+
+    def of(self, array: Array, begin: int, first: int, end: int) -> Array:
+        """Return what some units need, of what those from `begin` on need."""
+        low, high = first // self.per, -(-end // self.per)
+        return array[(low - begin // self.per) * self.width : (high - begin // self.per) * self.width]
 
 
 def whole(slot: Slot, dtype: str = "float32") -> Part:
@@ -76,20 +83,25 @@ class Scaled:
         In their order; elements of none are zero.
     unit : int, elements
     together : int or None
-        Units that are computed at once, from a multiple of it on; None: any number of them.
+        A block has a multiple of so many units, and begins at one; None: any number of them.
+    cached : int or None
+        Units of a block that are computed at once, so that what is between codes and numbers stays in the cache.
     """
 
     portions: tuple[Portion, ...]
     unit: int = 1
     together: int | None = None
-
-    width: ClassVar[int] = 4
-    """Bytes of a float32."""
+    cached: int | None = None
 
     @property
     def step(self) -> int | None:
-        """Elements of the units that are computed at once."""
+        """Elements of the units that are computed together."""
         return None if self.together is None else self.together * self.unit
+
+    @property
+    def width(self) -> int:
+        """Bytes of a float32, or of what is read and returned of `cached` units; what must be together is a block."""
+        return 2 if self.cached else 4 if self.together is None else BLOCK_NBYTES
 
     def _within(self, start: int, numel: int) -> Iterator[tuple[Portion, int, int, int]]:
         """Yield portions with some of the elements, at which of these, and which units of its parts: first, and end."""
@@ -105,23 +117,25 @@ class Scaled:
         """Return what the units need of each part."""
         return [part.input(*units) for one, _, *units in self._within(start, numel) for part in one.parts]
 
-    def compute(self, inputs: Inputs, start: int, numel: int) -> Array:
+    def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:
         """Return the elements of whole units."""
-        read, found = iter(inputs), []
-        for one, at, first, end in self._within(start, numel):
-            values = one.values([next(read)() for _ in one.parts], first, end).reshape(-1)
-            if len(values) == numel:
-                return values
-            found.append((at, values))
-        result: Array = np.zeros(numel, found[0][1].dtype if found else np.float32)
-        for at, values in found:
-            result[at : at + len(values)] = values
-        return result
+        read, every = iter(inputs), list(self._within(start, numel))
+        is_whole = sum(end - begin for _, _, begin, end in every) * self.unit == numel
+        into: Array = (np.empty if is_whole else np.zeros)(numel, numpy_dtype(dtype))
+        for one, at, begin, end in every:
+            arrays = [next(read)() for _ in one.parts]
+            step = self.cached or end - begin
+            for first in range(begin, end, step):
+                last, low = min(first + step, end), at + (first - begin) * self.unit
+                some = [part.of(array, begin, first, last) for part, array in zip(one.parts, arrays, strict=True)]
+                one.values(some, first, last, into[low : low + (last - first) * self.unit])
+        return into
 
 
 def alone(count: int, parts: tuple[Part, ...], values: Values, together: int | None = None) -> Scaled:
     """Return so many elements that are each of all parts."""
-    return Scaled((Portion(0, count, 0, parts, values),), together=together)
+    portions = (Portion(0, count, 0, parts, values),)
+    return Scaled(portions, together=together) if together else Scaled(portions, cached=CACHED_NUMEL)
 
 
 def matrices(
@@ -129,19 +143,21 @@ def matrices(
 ) -> Scaled:
     """Return the rows of a matrix, or of several in a stack, whose parts lie end to end, or are `shared` by all.
 
-    `least`: rows that are computed at once, at least.
+    `least`: rows that are read at once, at least.
     """
     rows, columns = shape[-2], max(shape[-1], 1)
     portions = []
     for number in range(math.prod(shape[:-2])):
         own = (replace(one, start=number * -(-rows // one.per) * one.width) for one in parts)
         portions.append(Portion(number * rows, rows, 0, (*own, *shared), values))
-    return Scaled(tuple(portions), columns, max(BLOCK_NBYTES // Scaled.width // columns, least))
+    whole_words = math.gcd(least, 32)
+    cached = -(-max(CACHED_NUMEL // columns, 1) // whole_words) * whole_words
+    return Scaled(tuple(portions), columns, least, cached)
 
 
-def as_they_are(arrays: list[Array], first: int, end: int) -> Array:  # noqa: ARG001
-    """Return elements that are numbers."""
-    return arrays[0]
+def as_they_are(arrays: list[Array], first: int, end: int, into: Array) -> None:  # noqa: ARG001
+    """Give elements that are numbers."""
+    cast_into(into, arrays[0])
 
 
 def coded(
@@ -155,8 +171,10 @@ def coded(
     return parts, partial(mapped, block=block, halves=halves, dtype=dtype, offset=offset)
 
 
-def mapped(arrays: list[Array], first: int, end: int, *, block: int, halves: bool, dtype: str, offset: float) -> Array:
-    """Return map[code] x scale of its block, in float32, plus a number; without a map codes are floats themselves.
+def mapped(
+    arrays: list[Array], first: int, end: int, into: Array, *, block: int, halves: bool, dtype: str, offset: float
+) -> None:
+    """Give map[code] x scale of its block, in float32, plus a number; without a map codes are floats themselves.
 
     `halves`: two codes in a byte, the first in its upper half.
     """
@@ -166,21 +184,44 @@ def mapped(arrays: list[Array], first: int, end: int, *, block: int, halves: boo
     else:
         values = qmap[0][codes] if qmap else cast(codes, "float32")
     values *= np.repeat(scale, block)[first % block :][: end - first]
-    return cast(values + np.float32(offset) if offset else values, dtype)
+    if offset:
+        values += np.float32(offset)
+    rounded(values, dtype, into)
+
+
+def rounded(values: Array, dtype: str, into: Array) -> None:
+    """Give numbers as a type has them, cast to another."""
+    cast_into(into, values if into.dtype == numpy_dtype(dtype) else cast(values, dtype))
 
 
 def in_pairs(codes: Array, values: Array, *, upper_first: bool = False) -> Array:
     """Return the values of bytes of two codes each, flat."""
-    every = np.arange(256)
-    halves = (values[every >> 4], values[every & 15])
-    table = np.stack(halves if upper_first else halves[::-1], axis=-1)
-    both = table.view(f"c{table.itemsize * 2}" if table.itemsize > 4 else f"u{table.itemsize * 2}")
-    found: Array = np.take(both, codes.reshape(-1)).view(values.dtype)
+    table = _pairs(values.tobytes(), values.dtype, upper_first)
+    found: Array = np.take(table, codes.reshape(-1), mode="wrap").view(values.dtype)
     return found
 
 
+@lru_cache(maxsize=8)
+def _pairs(values: bytes, dtype: np.dtype[Any], upper_first: bool) -> Array:
+    every, of_one = np.arange(256), np.frombuffer(values, dtype)
+    halves = (of_one[every >> 4], of_one[every & 15])
+    table = np.stack(halves if upper_first else halves[::-1], axis=-1)
+    return table.reshape(-1).view(f"c{table.itemsize * 2}" if table.itemsize > 4 else f"u{table.itemsize * 2}")
+
+
 def by_grid(values: Array, change: np.ufunc, grid: Array, block: tuple[int, int], first: int) -> None:
-    """Change rows, from `first` of them on, by what a grid has for each block of rows and columns."""
+    """Change rows, from `first` of them on, by what a grid has for each block of rows and columns.
+
+    Buffers of ufuncs are made so small that none is used: what is needed in several rows would be copied into them.
+    """
+    before = np.setbufsize(16)
+    try:
+        _by_grid(values, change, grid, block, first)
+    finally:
+        np.setbufsize(before)
+
+
+def _by_grid(values: Array, change: np.ufunc, grid: Array, block: tuple[int, int], first: int) -> None:
     columns = values.shape[1]
     grid = grid.reshape(-1, -(-columns // block[1]))
     if grid.shape[1] > 1 and block[1] > 1:
@@ -195,15 +236,17 @@ def by_grid(values: Array, change: np.ufunc, grid: Array, block: tuple[int, int]
         at = end
 
 
-def multiplied(arrays: list[Array], first: int, end: int, *, columns: int, block: tuple[int, int], dtype: str) -> Array:
-    """Return code x scale of its block, rounded to a type; of codes less a zero, where there is one for each scale."""
+def multiplied(
+    arrays: list[Array], first: int, end: int, into: Array, *, columns: int, block: tuple[int, int], dtype: str
+) -> None:
+    """Give code x scale of its block, rounded to a type; of codes less a zero, where there is one for each scale."""
     codes, scale, *zeros = arrays
     values = codes.astype(np.float32) if codes.dtype == np.int8 else cast(codes, "float32")
     values = values.reshape(end - first, columns)
     for zero in zeros:
         by_grid(values, np.subtract, zero, block, first)
     by_grid(values, np.multiply, power_of_two(scale) if scale.dtype == np.uint8 else scale, block, first)
-    return cast(values, dtype)
+    rounded(values, dtype, into)
 
 
 def power_of_two(codes: Array) -> Array:
@@ -213,7 +256,7 @@ def power_of_two(codes: Array) -> Array:
 
 
 @lru_cache(maxsize=8)
-def _pairs_of_fp4(scale_type: str, once: bytes, dtype: str, divides: bool | None) -> Array:
+def _pairs_of_fp4(scale_type: str, once: bytes, dtype: str, wanted: str, divides: bool | None) -> Array:
     """Return two numbers, as a word, for each scale of a byte and byte of two codes: see `of_fp4`."""
     every = np.arange(256, dtype=np.uint8)
     if divides is None:
@@ -221,43 +264,51 @@ def _pairs_of_fp4(scale_type: str, once: bytes, dtype: str, divides: bool | None
     else:
         scale, whole = cast(every.view(numpy_dtype(scale_type)), "float32"), np.frombuffer(once, np.float32)
         scale = scale / whole if divides else scale * whole
-    numbers = cast(cast(scale, "float32")[:, None] * in_pairs(every, FP4), dtype)
-    return numbers.view(f"u{2 * numbers.itemsize}" if numbers.itemsize < 4 else "c8").reshape(-1)
+    numbers = cast(cast(cast(scale, "float32")[:, None] * in_pairs(every, FP4), dtype), wanted)
+    return numbers.view(f"{'u' if numbers.itemsize < 4 else 'c'}{2 * numbers.itemsize}").reshape(-1)
 
 
-def _taken(codes: Array, scale: Array, table: Array) -> Array:
+def _index(codes: Array, scale: Array) -> Array:
     index: Array = scale.view(np.uint8).astype(np.uint16)
     index <<= 8
-    found: Array = np.take(table, index | codes, mode="wrap")
+    found: Array = index | codes
     return found
 
 
-def of_fp4(arrays: list[Array], first: int, end: int, *, block: int, dtype: str, divides: bool | None) -> Array:
-    """Return the numbers of FP4 with a scale for each `block` columns; of NVFP4 with another for the whole tensor.
+def of_fp4(
+    arrays: list[Array], _first: int, _end: int, into: Array, *, block: int, dtype: str, divides: bool | None
+) -> None:
+    """Give the numbers of FP4 with a scale for each `block` columns; of NVFP4 with another for the whole tensor.
 
     `divides`: the scales are divided by that, in float32 (compressed-tensors); False: multiplied (modelopt).
     """
     codes, scale, *whole = arrays
-    table = _pairs_of_fp4(scale.dtype.name, whole[0].tobytes() if whole else b"", dtype, divides)
-    found = _taken(codes.reshape(-1, block // 2), scale.reshape(-1, 1), table)
-    return found.view(numpy_dtype(dtype)).reshape(end - first, -1)
+    table = _pairs_of_fp4(scale.dtype.name, whole[0].tobytes() if whole else b"", dtype, into.dtype.name, divides)
+    index = _index(codes.reshape(-1, block // 2), scale.reshape(-1, 1)).reshape(-1)
+    np.take(table, index, out=into.view(table.dtype), mode="wrap")
 
 
-def of_experts(arrays: list[Array], first: int, end: int, *, columns: int) -> Array:
-    """Return rows of gpt-oss's experts, (in, out), of blocks that lie as (in / 32, out, 16); all are bfloat16's."""
+def of_experts(arrays: list[Array], first: int, end: int, into: Array, *, columns: int) -> None:
+    """Give rows of gpt-oss's experts, (in, out), of blocks that lie as (in / 32, out, 16); all are bfloat16's."""
     codes, scale = arrays
     turned = np.ascontiguousarray(codes.reshape(-1, columns, 16).transpose(0, 2, 1))
-    pairs = _taken(turned, scale.reshape(-1, 1, columns), _pairs_of_fp4("uint8", b"", "bfloat16", None))
-    rows = pairs.view(np.uint16).reshape(-1, columns, 2).transpose(0, 2, 1)
-    found: Array = np.ascontiguousarray(rows).view(numpy_dtype("bfloat16")).reshape(-1, columns)
-    return found[first % 32 :][: end - first]
+    index = _index(turned, scale.reshape(-1, 1, columns))
+    pairs = np.take(_pairs_of_fp4("uint8", b"", "bfloat16", "bfloat16", None), index, mode="wrap")
+    rows: Array = np.empty((index.size // columns, 2, columns), np.uint16)
+    for one in (0, 1) if sys.byteorder == "little" else (1, 0):
+        rows[:, one] = pairs.reshape(-1, columns)
+        pairs >>= 16
+    cast_into(into, rows.view(numpy_dtype("bfloat16")).reshape(-1, columns)[first % 32 :][: end - first])
 
 
 def unpacked(words: Array, bits: int) -> Array:
     """Return codes, uint8, that lie end to end along rows of words, lowest bits first."""
     data = np.ascontiguousarray(words).view(np.uint8)
     if bits == 4:
-        return in_pairs(data, np.arange(16, dtype=np.uint8)).reshape(len(data), -1)
+        pairs = data.astype("<u2")
+        pairs |= pairs << 4
+        pairs &= 0x0F0F
+        return pairs.view(np.uint8)
     if not 8 % bits:
         table = (np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1).astype(np.uint8)
         found: Array = table[data].reshape(len(data), -1)
@@ -273,10 +324,10 @@ AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
 
 def of_integers(
-    arrays: list[Array], first: int, end: int, *, columns: int, bits: int, dtype: str, groups: Array | int,
+    arrays: list[Array], first: int, end: int, into: Array, *, columns: int, bits: int, dtype: str, groups: Array | int,
     layout: str = "", offset: int = 0, what: str = "",
-) -> Array:  # fmt: skip
-    """Return (code - zero) x scale of packed integers; without zeros, these are the middle of the codes.
+) -> None:  # fmt: skip
+    """Give (code - zero) x scale of packed integers; without zeros, these are the middle of the codes.
 
     Codes lie along rows, and zeros across them, or in AWQ both. `groups`: which scale each column has, or how many
     columns have one. `offset`: added to zeros; one that would then be no code is read differently by programs.
@@ -300,15 +351,22 @@ def of_integers(
             advice="dequantise it with the program that made it",
         )
     products = (np.arange(1 << bits, dtype=np.float32) - zero[..., None]) * scale[..., None]
-    index = np.arange(columns) // groups if isinstance(groups, int) else groups
-    index = (index + scale.shape[1] * np.arange(count)[:, None]) << bits
-    index += codes
-    found: Array = np.take(cast(products, dtype), index, mode="wrap")
-    return found
+    table = cast(cast(products, dtype), into.dtype.name).reshape(-1)
+    which = groups if isinstance(groups, int) else groups.tobytes()
+    index = _first_codes(which, columns, count, scale.shape[1] << bits, bits, len(table) > 1 << 16) + codes
+    np.take(table, index.reshape(-1), out=into, mode="wrap")
 
 
-def of_int8(arrays: list[Array], first: int, end: int) -> Array:
-    """Return the numbers of bitsandbytes' int8: code x scale of the row, over 127."""
+@lru_cache(maxsize=4)
+def _first_codes(groups: bytes | int, columns: int, count: int, row: int, bits: int, is_large: bool) -> Array:
+    """Return which of all products of some rows, `row` for each, is that of the first code of each element."""
+    which = np.arange(columns) // groups if isinstance(groups, int) else np.frombuffer(groups, np.intp)
+    return ((which << bits) + np.arange(count)[:, None] * row).astype(np.intp if is_large else np.uint16)
+
+
+def of_int8(arrays: list[Array], first: int, end: int, into: Array) -> None:
+    """Give the numbers of bitsandbytes' int8: code x scale of the row, over 127."""
     codes, scale = arrays
-    found: Array = codes.reshape(end - first, -1) * scale.reshape(-1, 1) * np.float32(7.874015718698502e-3)
-    return found
+    found = codes.reshape(end - first, -1) * scale.reshape(-1, 1)
+    found *= np.float32(7.874015718698502e-3)
+    cast_into(into, found)

@@ -317,7 +317,8 @@ class Joined:
 
     def _not_arranged(self, key: str, advice: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{key} of {self._names} is or was quantised in blocks, which {self._map} splits", advice=advice
+            f"{key} of {self._names} is computed, or is or was quantised in blocks, and {self._map} splits it",
+            advice=advice,
         )
 
 

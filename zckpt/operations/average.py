@@ -15,7 +15,7 @@ from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
 from zckpt.operations.combined import Combined, Rule, combined, write_computed
-from zckpt.operations.consolidate import Chosen, Consolidated
+from zckpt.operations.consolidate import Chosen, Consolidated, as_beside
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
@@ -134,6 +134,7 @@ def average(
             raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=named(one),
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
     alike, notes = naming_of(shared).of_all(found)
+    alike, told = as_beside(alike, Path(target), chosen, how)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
     done, num_tensors = write_computed(
@@ -147,7 +148,7 @@ def average(
     if num_from_last:
         said.append(f"not averaged, but taken from the last checkpoint: {num_from_last}")
     return Averaged(
-        **{**done.fields(), "notes": (*notes, *done.notes, *left_out, *said)},
+        **{**done.fields(), "notes": (*notes, *told, *done.notes, *left_out, *said)},
         num_tensors=num_tensors,
         sources=tuple({**summary(one), "weight": share} for one, share in zip(found, shares, strict=True)),
         num_averaged=num_averaged,

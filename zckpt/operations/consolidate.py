@@ -187,18 +187,30 @@ def consolidate(
         named = replace(found, parameters=parameters, unnamed={}, param_groups=[])
         found = replace(found, warnings=[one for one in found.warnings if NAMES_ADVICE not in one])  # of no model's
     checkpoint, notes = naming.of(named)
-    beside = read_json(assets_of(checkpoint, Path(target), chosen, how).get(CONFIG_NAME, ""))
-    if beside is not None and how.options["map"] is None:
-        from zckpt.naming.numbered import as_in_files
-
-        checkpoint, told = as_in_files(checkpoint, beside)
-        notes = (*notes, *told)
+    [checkpoint], told = as_beside([checkpoint], Path(target), chosen, how)
+    notes = (*notes, *told)
     laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
     done = write_from(found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
                       sources=left.sources(found), missing=left.missing, filled=left.filled)  # fmt: skip
     return Consolidated(**done.fields(), num_tensors=num_tensors)
+
+
+def as_beside(
+    checkpoints: Sequence[Checkpoint], path: Path, chosen: Chosen, how: How
+) -> tuple[list[Checkpoint], tuple[str, ...]]:
+    """Return checkpoints under the names that go with a model's configuration where that is written, too; and notes.
+
+    Raises UsageError: as `assets_of`; or names may be of files or memory.
+    """
+    beside = read_json(assets_of(checkpoints[0], path, chosen, how).get(CONFIG_NAME, ""))
+    if beside is None or how.options["map"] is not None:
+        return list(checkpoints), ()
+    from zckpt.naming.numbered import as_in_files
+
+    done = [as_in_files(one, beside) for one in checkpoints]
+    return [one for one, _ in done], tuple(dict.fromkeys(note for _, told in done for note in told))
 
 
 def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> dict[str, Path]:

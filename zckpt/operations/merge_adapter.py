@@ -21,7 +21,7 @@ from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.operations.combined import NUMBERS, write_computed
-from zckpt.operations.consolidate import Chosen, Consolidated
+from zckpt.operations.consolidate import Chosen, Consolidated, as_beside
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
@@ -133,12 +133,16 @@ def merge_adapter(
     stated = (config and read_json(Path(config) / MODEL_CONFIG)) or settings_of(model)[0]
     merging = _Merging(model, added, fan_in_fan_out, dtype, stated.get("text_config") or stated)
     result = merging.merged()
+    try:
+        [result], told = as_beside([result], Path(target), chosen, how)
+    except UnsupportedError as error:
+        told = (f"names are as they were, of memory: {error.message}",)
     done, num_tensors = write_computed(
         result, [plain, added.checkpoint], Path(target), chosen, how, verify=verify, dropped=dropped,
         without=[CONFIG_NAME], settings=merging.settings(),
     )  # fmt: skip
     return Merged(
-        **{**done.fields(), "notes": (*notes, *done.notes, *left_out, *merging.notes)},
+        **{**done.fields(), "notes": (*notes, *told, *done.notes, *left_out, *merging.notes)},
         num_tensors=num_tensors,
         base=summary(model),
         adapter=summary(added.checkpoint),

@@ -38,6 +38,12 @@ FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 """Opening does not wait, whatever has taken the place of a file since it was looked at."""
 
 
+MAPPED_NBYTES = 1 << 24
+"""Kept mapped by a worker."""
+
+NEXT_NBYTES = 1 << 16
+"""Mapped beyond what is asked for, where what is next ends."""
+
 LEAST_DIRECT_NBYTES = 1 << 16
 """Of what is read or written directly: each waits for the device, and takes whole blocks of it."""
 
@@ -202,6 +208,7 @@ class Sources:
         self._open: dict[str, tuple[int, int | None]] = {}
         self._direct = direct
         self._buffer: memoryview | None = None
+        self._mapped: list[tuple[str, int, mmap.mmap]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -273,6 +280,26 @@ class Sources:
         """Return memory for windows of so many bytes, wherever they begin."""
         return aligned(nbytes + PAGE_NBYTES) if self._direct else memoryview(bytearray(nbytes + PAGE_NBYTES))
 
+    def mapped(self, path: str, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
+        """Return a mapping that has some bytes of a file, and where in it they begin.
+
+        The last ones are kept, as far as they have `MAPPED_NBYTES`: what lies next to these bytes is often read next,
+        and pages that are mapped anew cost as much as what most functions do with them. Raises DamagedFileError: the
+        file ends before.
+        """
+        for name, start, kept in self._mapped:
+            if name == path and start <= offset and offset + nbytes <= start + len(kept):
+                return kept, offset - start
+        descriptor = self.descriptor(path)
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        end = min(offset + nbytes + NEXT_NBYTES, os.fstat(descriptor).st_size)
+        if end < offset + nbytes:
+            raise too_short(path, offset + nbytes, end)
+        while self._mapped and sum(len(kept) for *_, kept in self._mapped) + end - start > MAPPED_NBYTES:
+            del self._mapped[0]
+        self._mapped.append((path, start, mmap.mmap(descriptor, end - start, access=mmap.ACCESS_READ, offset=start)))
+        return self._mapped[-1][2], offset - start
+
     def touch(self, path: str, offset: int, nbytes: int) -> None:
         """Note that some of these bytes are read otherwise."""
 
@@ -282,6 +309,7 @@ class Sources:
             for descriptor in self._open.pop(path):
                 if descriptor is not None:
                     close_read(descriptor)
+        self._mapped.clear()
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> None:
