@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
-from zckpt.errors import SourceError, UsageError, ZckptError
+from zckpt.errors import DamagedFileError, SourceError, UsageError, ZckptError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.units import Unit, is_named, latest_of
 from zckpt.operations.history import units_of
@@ -131,6 +131,9 @@ def packed_into(
 ) -> Packed:
     """Pack checkpoints, by their names, that a store has not."""
     names, wrong = store.names()
+    for error in wrong.values():
+        if not isinstance(error, DamagedFileError):  # of what is whole a checkpoint would be packed twice
+            raise error
     files = {name: files_of(unit.path) for name, unit in every}
     for name, unit in every:
         if name in names and store.index(names[name]).files != files[name]:

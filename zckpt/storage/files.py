@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from zckpt.codes import TRUNCATED
@@ -135,8 +135,27 @@ def given_json(path: str | os.PathLike[str]) -> object:
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Tell whether there is a regular file; not under a name that no file can have, either."""
-    return os.path.isfile(path)  # noqa: PTH113  # pathlib raises where a name is too long
+    """Tell whether there is a regular file; not under a name that no file can have, either.
+
+    Raises SourceError: that cannot be told, and what is there would be taken for nothing.
+    """
+    return S_ISREG(_mode(path))
+
+
+def is_directory(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is a directory; errors are those of `is_file`."""
+    return S_ISDIR(_mode(path))
+
+
+def _mode(path: str | os.PathLike[str]) -> int:
+    try:
+        return os.stat(path).st_mode  # noqa: PTH116  # of which pathlib takes some errors for an answer
+    except ValueError:
+        return 0
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            return 0
+        raise SourceError("cannot be looked at", path=path, found=error.strerror) from error
 
 
 def entries_of(path: str | os.PathLike[str], *, lenient: bool = False) -> list[os.DirEntry[str]]:

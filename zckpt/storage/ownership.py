@@ -129,7 +129,7 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
     """Raise TargetExistsError if something is there that a target may not replace. Parameters are `check_target`'s."""
     try:
         mode = target.lstat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
         raise TargetError("cannot be written", path=target, found=getattr(error, "strerror", str(error))) from error

@@ -33,7 +33,7 @@ from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import recover, remove_leftovers, target_of_old
-from zckpt.storage.files import read_whole
+from zckpt.storage.files import is_directory, read_whole
 from zckpt.storage.ownership import check_replaceable, check_unfinished, directories_above
 
 RECORD = "checkpointer.json"
@@ -156,14 +156,13 @@ def check_directory(directory: Path) -> None:
     which would be lost without it.
     """
     latest = directory / LATEST
-    if directory.is_dir():
-        check_replaceable(latest)
-        check_replaceable(directory / RECORD)
+    check_replaceable(latest)
+    check_replaceable(directory / RECORD)
     named = latest_of(directory)
     if (
         read_record(directory) == Record()
         and named
-        and (directory / named).is_dir()
+        and is_directory(directory / named)
         and not is_native(directory / named)
     ):
         raise TargetExistsError(

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.storage.files import entries_of, read_head
+from zckpt.storage.files import entries_of, is_directory, read_head
 from zckpt.storage.ownership import Owned
 
 DOCUMENT_NAME = "checkpoint.json"
@@ -40,7 +40,7 @@ def is_own(name: str) -> bool:
 
 def is_native(path: Path) -> bool:
     """Tell whether a directory is of this format, be it complete or what is left of a save that did not finish."""
-    return path.is_dir() and (bool(rank_files(path)) or _MARK.search(_head(path / DOCUMENT_NAME)) is not None)
+    return is_directory(path) and (bool(rank_files(path)) or _MARK.search(_head(path / DOCUMENT_NAME)) is not None)
 
 
 OWNED = Owned(is_own, is_native)
