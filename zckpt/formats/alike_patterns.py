@@ -80,7 +80,7 @@ class Pattern:
         borders[at + near[:, 1] - near[:, 0]] -= 1
         self.free = borders[:-1].cumsum(dtype=np.int8).astype(bool)
         self.sums = within(start + entries + CENTRAL_CRC)
-        self.places = start + entries + CENTRAL_CRC
+        self.places: memoryview[int] = (start + entries + CENTRAL_CRC).data
         self.free[np.delete(self.sums, kept)[:, None] + np.arange(4)] = True
         self._open(source, records[pickle])
         ends = within(np.array([one.offset + one.nbytes for one in records])).tolist()
@@ -95,16 +95,16 @@ class Pattern:
 
     def _open(self, source: FileRange, pickle: Record) -> None:
         """Let the numbers of meshes in the pickle be free: its beginning up to the last one is in the ranges."""
-        self.numbers: list[tuple[int, int]] = []
+        self.numbers: list[tuple[int, int, int]] = []
         if not self.file.numbers:
             return
         data = source.read(pickle.offset, pickle.nbytes)
         places, first = find_blanks(data), self.begin.start
-        self.numbers = [(first + low, first + high) for low, high in places]
-        for low, high in self.numbers:
-            self.free[low + 1 : high] = True
+        self.numbers = [(first + at, first + begin, first + end) for at, begin, end in places]
+        for _, begin, end in self.numbers:
+            self.free[begin:end] = True
         self.free[self.sums[self.pickle] + np.arange(4)] = True
-        rest = data[places[-1][1] :]
+        rest = data[places[-1][-1] :]
         self.rest = crc32(rest), len(rest)
 
     @classmethod
@@ -121,7 +121,7 @@ class Pattern:
             return None
         if glanced and file.numbers:
             pickle = records[inner.index("data.pkl")]
-            glanced = find_blanks(source.read(pickle.offset, pickle.nbytes))[-1][1] < CLOSE
+            glanced = find_blanks(source.read(pickle.offset, pickle.nbytes))[-1][-1] < CLOSE
         glanced = glanced and inner[int(np.argmin(headers))] == "data.pkl" and any(one.crc32 for one in records)
         made = cls(source, file, records, start, np.array(entries), np.array(headers), glanced=glanced)
         return made if len(made.named) == (1 if glanced else len(entries)) + len(entries) else None
@@ -139,17 +139,22 @@ class Pattern:
         self.name = name
         if data != self.data and not self.free[np.frombuffer(data, np.uint8) != expected].all():
             return None
-        crcs, numbers = self._crcs(data), numbers_at(data, self.numbers)
+        try:
+            crcs, numbers = self._crcs(data), numbers_at(data, self.numbers)
+        except UnicodeDecodeError:
+            return None
         changed = np.flatnonzero(crcs != self.crcs)
         if crcs[self.empty].any() or (numbers and not self._is_whole(data, crcs)):
             return None
         sums = dict(zip(changed.tolist(), crcs[changed].tolist(), strict=True)).get if len(changed) <= FEW else None
         archive = name[:-1].decode()
-        return alike_file(self.file, source, archive, self.filled, sums or StatedSums(source.path, self.places), numbers)
+        return alike_file(
+            self.file, source, archive, self.filled, sums or StatedSums(source.path, self.places), numbers
+        )
 
     def _is_whole(self, data: bytearray, crcs: Numbers) -> bool:
         """Tell whether a pickle with other numbers has the CRC-32 that its directory states."""
-        begin = bytes(memoryview(data)[self.begin.start : self.numbers[-1][1]])
+        begin = bytes(memoryview(data)[self.begin.start : self.numbers[-1][-1]])
         return crcs[self.pickle] == combine(crc32(begin), *self.rest) or not (self.glanced or crcs.any())
 
     def _crcs(self, data: bytearray) -> Numbers:

@@ -129,12 +129,12 @@ class StatedSums:
     """The CRC-32s that a file's directory states, each read when it is asked for. `places`: of them in the file."""
 
     path: str
-    places: Sequence[int]
+    places: memoryview[int]
 
     def __call__(self, index: int, _: int) -> int:
         """Return that of a record, by number."""
         with opened(self.path) as file:
-            return int.from_bytes(file.at(int(self.places[index]), 4), "little")
+            return int.from_bytes(file.at(self.places[index], 4), "little")
 
 
 def has_checksums(records: Iterable[Record]) -> bool:

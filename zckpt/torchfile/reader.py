@@ -104,9 +104,7 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
         return PickleFile(source.path, root, machine.globals.names, machine.protocol)
 
 
-def read_source(
-    source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False
-) -> TorchFile:
+def read_source(source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False) -> TorchFile:
     """Read a torch file that is a range of an open one; errors are those of `read_torchfile`.
 
     `known`: what was read by the same pickle and the places of records, which shares its tree with what is alike;
@@ -164,9 +162,7 @@ def run_pickle(
     return machine, root
 
 
-def read_zip(
-    source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False
-) -> TorchFile:
+def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False) -> TorchFile:
     """Read a torch file that is a zip archive, or only what tells it from one that is known."""
     records = read_archive(source)
     archive = next(iter(records), "").partition("/")[0]
@@ -244,7 +240,7 @@ def read_zip(
 
 def alike_file(
     file: TorchFile, source: FileRange, archive: str, filled: Sequence[int], crc: Callable[[int, int], int],
-    numbers: tuple[int, ...] = (),
+    numbers: tuple[int | str, ...] = (),
 ) -> TorchFile:  # fmt: skip
     """Return a file with the tree of another, whose records have the same places; for the rest see `AlikeRecords`."""
     records = AlikeRecords(file.records, filled, len(file.archive), archive, crc)

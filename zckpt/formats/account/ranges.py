@@ -173,7 +173,8 @@ class Coverage:
             if (index := files.index(path)) is not None
         ]
         apart = [(name, rules, index) for name, files, rules in self._apart if (index := files.index(path)) is not None]
-        is_alike = not found and all(index in rules.full for _, rules, index, *_ in (*lying, *apart))
+        is_alike = not found and all(index in rules.full for _, rules, index, *_ in lying)
+        is_alike = is_alike and all(index in rules.full for _, rules, index in apart)
         alike: object = path
         if is_alike:
             alike = (*((name, id(rules), *at) for name, rules, _, *at in lying),

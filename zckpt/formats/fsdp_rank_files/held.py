@@ -76,7 +76,7 @@ class Placement:
     split_factor: int = 1
 
 
-def read_mesh(node: object, numbers: Sequence[int] = ()) -> Mesh:
+def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
     """Return the mesh that a pickled `DeviceMesh` is; `numbers`: of its file, where the tree has blanks.
 
     Raises UnsupportedError: it does not say how large it is, or where in it the rank is.
@@ -99,7 +99,7 @@ def read_mesh(node: object, numbers: Sequence[int] = ()) -> Mesh:
     return Mesh(sizes, coordinate, tuple(known), device, _rank(node, sizes, coordinate, numbers))
 
 
-def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int], numbers: Sequence[int]) -> int | None:
+def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int], numbers: Sequence[int | str]) -> int | None:
     rank, ranks = filled(node.get("_rank"), numbers), integers(node.get("_flatten_mesh_list"))
     if type(rank) is int:
         return rank
@@ -358,7 +358,7 @@ class RankReader:
     `numbers`: of the file; `meshes`: the nodes of its meshes, and what each is.
     """
 
-    def __init__(self, numbers: Sequence[int] = ()) -> None:
+    def __init__(self, numbers: Sequence[int | str] = ()) -> None:
         self._specs: dict[int, tuple[int, tuple[Placement, ...]]] = {}
         self._at: dict[int, int] = {}
         self._numbers = numbers
@@ -386,7 +386,9 @@ class RankReader:
         if not isinstance(local, Tensor) or not isinstance(spec, Object):
             raise UnsupportedError("a DTensor without local elements", expected="a local tensor", found=brief(local))
         at, placements = self._spec(spec)
-        return _dtensor(Held(DTENSOR, node.shape, local.dtype, (), None, True, local, placements, at), self.meshes[at][1])
+        return _dtensor(
+            Held(DTENSOR, node.shape, local.dtype, (), None, True, local, placements, at), self.meshes[at][1]
+        )
 
     def _spec(self, spec: Object) -> tuple[int, tuple[Placement, ...]]:
         """Return which mesh a spec has, and its placements; both are objects that many tensors share."""
@@ -508,7 +510,11 @@ class RankFiles:
         if self.lost or any((x.kind, x.shape, x.dtype, x.placements) != (DTENSOR, one.shape, one.dtype, one.placements)
                             for x in helds.values()):  # fmt: skip
             return None
-        key = (one.shape, one.placements, *((tree, x.at, x.local.shape if x.local else None) for tree, x in helds.items()))
+        key = (
+            one.shape,
+            one.placements,
+            *((tree, x.at, x.local.shape if x.local else None) for tree, x in helds.items()),
+        )
         if key not in self._turns:
             self._turns[key] = self._turns_of(across)
         return self._turns[key]
@@ -585,8 +591,9 @@ class RankFiles:
             They have flattened pieces of which nothing says where they lie.
         """
         in_turn = [(min(turn.ranks), self._in_turn(name, across, turn)) for turn in self.turns(across) or ()]
-        if in_turn and all(slot is not None for _, slot in in_turn):
-            return in_turn
+        found = [(rank, slot) for rank, slot in in_turn if slot is not None]
+        if found and len(found) == len(in_turn):
+            return found
         held = list(across)
         rank, first = held[0]
         if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, first.dtype)}:

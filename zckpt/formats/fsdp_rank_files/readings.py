@@ -147,7 +147,9 @@ class _Solver:
     def held(self, key: Key) -> list[tuple[Held, int]]:
         """Return what ranks have of the slot that shows a parameter's shape, the one of most dimensions; and how many."""
         slots = self.optimizer.cut(key).values()
-        found = [[(one, self.counts[tree]) for tree, one in held.by_tree.items() if self.counts[tree]] for held in slots]
+        found = [
+            [(one, self.counts[tree]) for tree, one in held.by_tree.items() if self.counts[tree]] for held in slots
+        ]
         return max(found, key=lambda held: max((len(one.shape), math.prod(one.shape)) for one, _ in held), default=[])
 
     def fits(self, kind: str, key: Key, shape: Shape) -> bool:
