@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 from zckpt.errors import PickleError, ZckptError
 from zckpt.torchfile.nodes import Global, Object
-from zckpt.torchfile.trees import check_depth, children, each
+from zckpt.torchfile.trees import LEAVES, check_depth, children, each
 from zckpt.torchfile.unpickle import OPCODES, Machine, Persistent, pushing
 
 RANK, COORDINATE, GROUPS = "_rank", "_coordinate_on_dim", "_dim_group_names"
@@ -37,6 +37,8 @@ _HEADS = {0x4B: (1, 1), 0x4D: (1, 2), 0x4A: (1, 4), 0x58: (5, 0), 0x8C: (2, 0)}
 
 BLANK = 0xFF
 """Stands for a blank in a pickle, in which it is no opcode."""
+
+_CONTAINERS = tuple, list, dict
 
 Places = list[tuple[int, int, int]]
 """Of numbers and texts in a pickle: first byte, that after the opcode and a length, and the one after the last."""
@@ -124,8 +126,9 @@ class _Wary(dict[int, Any]):
 
 
 def _build(builder: Callable[..., object], args: object, context: object) -> object:
-    if has_blanks(args, _plainly_below):
-        raise PickleError("a number that is not known")
+    for one in args if isinstance(args, tuple) else ():
+        if type(one) is Blank or (isinstance(one, _CONTAINERS) and has_blanks(one, _plainly_below)):
+            raise PickleError("a number that is not known")
     return builder(args, context)
 
 
@@ -168,11 +171,11 @@ def has_blanks(root: object, below: Callable[[object], Iterator[object]] | None 
 
 
 def _below(node: object) -> Iterator[object]:
-    return (child for _, child in children(node))
+    return (child for _, child in children(node) if type(child) not in LEAVES)
 
 
 def _plainly_below(node: object) -> Iterator[object]:
-    return _below(node) if isinstance(node, (tuple, list, dict)) else iter(())
+    return _below(node) if isinstance(node, _CONTAINERS) else iter(())
 
 
 def _outside_meshes(found: Counter[int], node: object) -> Iterator[object]:

@@ -45,6 +45,11 @@ class Known:
             every = _union([every, *of.values()])
             self._slots[fate], self._covered[fate] = {slot: _Covered(of[slot]) for slot in of}, _Covered(every)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes time to tell them from others'."""
+        return sum(len(one.lows) for one in self._covered.values()) >= MANY
+
     @cached_property
     def key(self) -> object:
         """What tells the bytes of this file from those of others."""

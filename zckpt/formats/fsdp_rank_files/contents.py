@@ -116,17 +116,6 @@ def add_part(
     checkpoint.files[known] = replace(one, tree=whole, rules=(*one.rules, *own))
 
 
-def add_alike(checkpoint: Checkpoint, file: TorchFile, rank: int, like: str) -> None:
-    """Describe a file as the one of another path is described, whose tree it shares."""
-    numbers = {one.path: number for number, one in enumerate(checkpoint.files)}
-    one = replace(
-        checkpoint.files[numbers[like]], path=file.path, nbytes=file.nbytes, archive=file.archive, dp_rank=rank,
-        records=file.records,
-    )  # fmt: skip
-    number = numbers.get(file.path, len(checkpoint.files))
-    checkpoint.files[number : number + 1] = [one]
-
-
 CLOSE = 1 << 14
 """Bytes between two numbers below which one read is cheaper than two."""
 
@@ -176,13 +165,18 @@ def _each(
     """
     reader = AlikeReader(blanks=not place)  # beside which no file holds anything that is described as it is
     numbers: dict[int, _Singles] = {}
+    described = {one.path: number for number, one in enumerate(checkpoint.files)}
     for rank in files.there:
         path = files.paths[rank]
         file = reader.read(path) if rank != files.there[0] else read_torchfile(path)
         with about(path):
             first, of_tree = files.begin(rank, file)
             if first != rank and not (singles and numbers[first].of(path) != numbers[first].data):
-                add_alike(checkpoint, file, rank, files.paths[first])
+                number = described.setdefault(path, len(described))
+                own = {"path": path, "nbytes": file.nbytes, "archive": file.archive, "records": file.records}
+                checkpoint.files[number : number + 1] = [
+                    replace(checkpoint.files[described[files.paths[first]]], dp_rank=rank, **own)
+                ]
                 yield rank, file, None, {}
                 continue
             tree = _elements(value_at(file.root, place))
@@ -193,6 +187,7 @@ def _each(
             if singles:
                 numbers[rank] = _Singles(file)
         yield rank, file, of_tree, tree
+        described.setdefault(path, len(described))
         file.root = None  # with its meshes and placements: what is described is the rest
 
 

@@ -145,7 +145,7 @@ class _Solver:
         return Counter(self.optimizer.files.tree[rank] for rank in self.ranks)
 
     def held(self, key: Key) -> list[tuple[Held, int]]:
-        """Return what ranks have of the slot that shows a parameter's shape, the one of most dimensions; and how many."""
+        """Return what so many ranks have of the slot that shows a parameter's shape: the one of most dimensions."""
         slots = self.optimizer.cut(key).values()
         found = [
             [(one, self.counts[tree]) for tree, one in held.by_tree.items() if self.counts[tree]] for held in slots
