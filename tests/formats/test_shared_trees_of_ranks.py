@@ -21,8 +21,9 @@ import zckpt
 from tests.formats.test_fsdp_rank_files import FIXTURES, rank_of
 from zckpt.errors import SourceError
 from zckpt.formats import alike_files
-from zckpt.formats.account import take_inventory
+from zckpt.formats.account import inventory, ranges, take_inventory
 from zckpt.formats.alike_files import AlikeReader, glanced
+from zckpt.formats.fsdp_rank_files import held as held_by_ranks
 from zckpt.torchfile import Object, TorchFile, children, each, filled, plain, read_torchfile
 from zckpt.torchfile.blanks import Blank, find_blanks, run_with_blanks
 
@@ -183,6 +184,16 @@ MESH = b"\x80\x02}(X\x01\0\0\0mctorch.distributed.device_mesh\nDeviceMesh\n)\x81
         (b"X\x05\0\0\0_rankK\0072\x86X\x12\0\0\0_coordinate_on_dimK\7\x85", b"", False),  # doubled
         (b"X\x05\0\0\0_rankK\7\x85X\x12\0\0\0_coordinate_on_dimK\7\x85", b"", False),  # in a tuple
         (b"X\x05\0\0\0_rankK\0070NX\x12\0\0\0_coordinate_on_dimK\7\x85", b"", False),  # thrown away
+        (
+            b"X\x05\0\0\0_rankK\7X\x12\0\0\0_coordinate_on_dimK\7\x85",
+            b"X\1\0\0\0sccollections\nOrderedDict\n}X\x05\0\0\0_rankK\7s\x85R",
+            False,  # an argument
+        ),
+        (
+            b"X\x05\0\0\0_rankK\7X\x12\0\0\0_coordinate_on_dimK\7\x85q\3",
+            b"X\1\0\0\0sctorch\nSize\nh\3\x85R",
+            False,  # the shape of something else
+        ),
         (b"X\x12\0\0\0_coordinate_on_dimK\7cbuiltins\nlist\n)R\x86", b"", False),
     ],
 )
@@ -218,11 +229,11 @@ def content(folder: Path) -> object:
                 for kind in ("parameters", "buffers", "unnamed") for name, one in getattr(checkpoint, kind).items()
             }  # fmt: skip
             copies = [(one.kind, one.name, one.rank, list(one.slot.spans)) for one in checkpoint.duplicates]
-            inventory = take_inventory(checkpoint).as_dict()
+            items = take_inventory(checkpoint).as_dict()
             rest = checkpoint.param_groups, checkpoint.details, checkpoint.warnings, checkpoint.topology
             files = [(one.path, one.nbytes, one.role, one.dp_rank, one.tensor_nbytes, list(one.records))
                      for one in checkpoint.files]  # fmt: skip
-            return slots, copies, inventory, files, repr(rest), zckpt.inspect(folder).as_dict()
+            return slots, copies, items, files, repr(rest), zckpt.inspect(folder).as_dict()
     except SourceError as error:
         return str(error)
 
@@ -262,6 +273,16 @@ def test_a_checkpoint_is_the_same_as_with_a_tree_for_each_file(form, written, he
     assert found == alone(folder)
     checkpoint = zckpt.open(folder)
     assert len({id(one.tree) for one in checkpoint.files}) < len(checkpoint.files)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_inventory_is_the_same_where_there_are_too_many_spans_to_list(form, written, monkeypatch):
+    found = alone(written(**form))
+    monkeypatch.setattr(ranges, "FEWEST_COLUMNS", 0)
+    monkeypatch.setattr(inventory, "MANY", 0)
+    assert content(written(**form)) == found
+    monkeypatch.setattr(held_by_ranks, "Chosen", lambda which, values: tuple(values[at] for at in which))
+    assert content(written(**form)) == found
 
 
 def saved_again(change: Callable[[Any], object]) -> Callable[[Path], None]:

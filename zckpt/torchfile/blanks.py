@@ -127,7 +127,8 @@ class _Wary(dict[int, Any]):
 
 def _build(builder: Callable[..., object], args: object, context: object) -> object:
     for one in args if isinstance(args, tuple) else ():
-        if type(one) is Blank or (isinstance(one, _CONTAINERS) and has_blanks(one, _plainly_below)):
+        is_flat = type(one) is tuple and LEAVES.issuperset(map(type, one))  # a shape: what most arguments are
+        if type(one) is Blank or (not is_flat and has_blanks(one, _plainly_below)):
             raise PickleError("a number that is not known")
     return builder(args, context)
 
