@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zckpt
 from tests.formats.test_fsdp_rank_files import FIXTURES, rank_of
 from zckpt.errors import SourceError
-from zckpt.formats import alike_files
+from zckpt.formats import alike_files, alike_patterns
 from zckpt.formats.account import inventory, ranges, take_inventory
 from zckpt.formats.alike_files import AlikeReader, glanced
 from zckpt.formats.fsdp_rank_files import held as held_by_ranks
@@ -349,3 +349,19 @@ def test_a_name_of_another_file_is_noticed_in_each_way(written, tmp_path, held):
     shutil.copytree(written(world_size=12), folder)
     shutil.copy(folder / "model_world_size_12_rank_3.pt", folder / "model_world_size_12_rank_4.pt")
     assert "is another rank's file: expected rank 4, found rank 3" in str(content(folder))
+
+
+def test_checksums_are_those_of_each_file(written, tmp_path, held, monkeypatch):
+    """Read again from its directory where there are many."""
+    monkeypatch.setattr(alike_patterns, "FEW", 0)
+    folder = tmp_path / "run"
+    shutil.copytree(written(world_size=12), folder)
+    assert zckpt.verify(folder, deep=True).sound
+    path = folder / "model_world_size_12_rank_5.pt"
+    record = next(one for one in read_torchfile(path).records if "/data/" in one.name and one.nbytes)
+    with path.open("r+b") as file:
+        file.seek(record.offset)
+        file.write(b"\xff")
+    found = zckpt.verify(folder, deep=True)
+    assert not found.sound
+    assert any(path.name in str(one) and record.name in str(one) for one in found.findings)

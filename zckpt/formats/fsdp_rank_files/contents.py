@@ -172,11 +172,9 @@ def _each(
         with about(path):
             first, of_tree = files.begin(rank, file)
             if first != rank and not (singles and numbers[first].of(path) != numbers[first].data):
-                number = described.setdefault(path, len(described))
-                own = {"path": path, "nbytes": file.nbytes, "archive": file.archive, "records": file.records}
-                checkpoint.files[number : number + 1] = [
-                    replace(checkpoint.files[described[files.paths[first]]], dp_rank=rank, **own)
-                ]
+                like, number = described[files.paths[first]], described.setdefault(path, len(described))
+                one = replace(checkpoint.files[like], path=path, nbytes=file.nbytes, archive=file.archive)
+                checkpoint.files[number : number + 1] = [replace(one, dp_rank=rank, records=file.records)]
                 yield rank, file, None, {}
                 continue
             tree = _elements(value_at(file.root, place))
