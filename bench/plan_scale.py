@@ -8,8 +8,9 @@
 Every checkpoint has the same small parameters (10,000 of about 3,000 elements; `--factor` makes each of both sizes so
 many times as large), cut for so many ranks. The files are genuine: a fixture that DeepSpeed wrote, its tensors, shapes
 and mappings replaced, saved by torch; ranks whose files say the same are copies of one of them, under their own names.
-All other kinds (our own format, DCP, FSDP's rank files, Megatron's torch_dist) are converted from ZeRO-2, and `reshard`
-converts them to themselves. With a factor, files are sparse: torch saves them without their elements, and of what is
+FSDP's rank files torch saves, too: of ranks that have as many rows of everything one, and copies of it have their own
+numbers. All other kinds (our own format, DCP, Megatron's torch_dist) are converted from ZeRO-2, and `reshard` converts
+them to themselves. With a factor, files are sparse: torch saves them without their elements, and of what is
 converted all is written but these. `ends` are verbs that read or write all elements: `restage` writes ZeRO-2 as ZeRO-3
 and the other way round, for as many ranks, and `diff` compares a checkpoint with that. `dry` are those that read and
 write none.
@@ -34,6 +35,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +96,9 @@ def shapes(count: int, factor: int, name: str = "model.layers.{}.block.{}.weight
 
 def make(kind: str, ranks: int, parameters: Shapes, target: Path, *, sparse: bool) -> None:
     """Write a run directory, or a checkpoint of another format."""
+    if kind == "fsdp" and not sparse:
+        rankwise(target, ranks, parameters)
+        return
     if kind in CONVERTED:
         import zckpt
         import zckpt.operations.target as written
@@ -258,6 +263,75 @@ def parameterwise(folder: Path, ranks: int, parameters: Shapes, save: Saving) ->
             save(like, folder / name.format(rank))
     else:
         same(like, folder, name, ranks)
+
+
+def rankwise(folder: Path, ranks: int, parameters: Shapes) -> None:
+    """Write the files of FSDP2's ranks."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    made: dict[tuple[object, ...], list[Numbered]] = {}
+    folder.mkdir(parents=True)
+    for rank in range(ranks):
+        held = {
+            rows: max(min(-(-rows // ranks), rows - -(-rows // ranks) * rank), 0) for rows, _ in parameters.values()
+        }
+        like = len(str(rank)), rank > 0xFF, *held.values()  # whose names and numbers have as many bytes
+        stems = [f"{kind}_world_size_{ranks}_rank_{rank}" for kind in ("model", "optim")]
+        if like not in made:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+            mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
+            model, moments = (
+                {
+                    name: DTensor.from_local(torch.ones(held[rows], width), mesh, [Shard(0)], run_check=False,
+                                             shape=torch.Size((rows, width)), stride=(width, 1))
+                    for name, (rows, width) in parameters.items()
+                }
+                for _ in range(2)
+            )  # fmt: skip
+            state = {
+                number: {"step": torch.tensor(5.0), "exp_avg": one, "exp_avg_sq": model[name]}
+                for number, (name, one) in enumerate(moments.items())
+            }
+            groups = [{"lr": 1e-3, "weight_decay": WEIGHT_DECAY, "params": list(range(len(parameters)))}]
+            for stem, content in zip(stems, (model, {"state": state, "param_groups": groups}), strict=True):
+                torch.save(content, folder / f"{stem}.pt")
+            dist.destroy_process_group()
+            made[like] = [Numbered(folder / f"{stem}.pt") for stem in stems]
+        else:
+            for one, stem in zip(made[like], stems, strict=True):
+                one.write(folder / f"{stem}.pt", rank)
+    same({"lr_scheduler": {"last_epoch": 5}}, folder, f"extra_state_world_size_{ranks}_rank_{{}}.pt", ranks)
+
+
+class Numbered:
+    """A rank's file, of which other ranks' are copies: where it has its name, its numbers and their CRC-32."""
+
+    def __init__(self, path: Path) -> None:
+        from zckpt.torchfile import find_blanks, find_directory, opened, read_directory, read_torchfile
+
+        self.data, self.stem = path.read_bytes(), path.stem
+        pickle = next(one for one in read_torchfile(path).records if one.name.endswith("/data.pkl"))
+        with opened(path) as source:
+            count, start, size = find_directory(source)
+            entry = next(one for one in read_directory(source.read(start, size), count) if one.name == pickle.name)
+        self.pickle = slice(pickle.offset, pickle.offset + pickle.nbytes)
+        self.places = [(begin, end) for at, begin, end in find_blanks(self.data[self.pickle]) if begin == at + 1]
+        self.sums = [start + entry.at + 16, entry.header + 14]
+        if self.data[self.pickle.stop :].startswith(b"PK\x07\x08"):
+            self.sums.append(self.pickle.stop + 4)
+
+    def write(self, path: Path, rank: int) -> None:
+        """Write the file of another rank."""
+        data = bytearray(self.data.replace(self.stem.encode() + b"/", path.stem.encode() + b"/"))
+        for begin, end in self.places:
+            data[self.pickle.start + begin : self.pickle.start + end] = rank.to_bytes(end - begin, "little")
+        for at in self.sums:
+            data[at : at + 4] = zlib.crc32(data[self.pickle]).to_bytes(4, "little")
+        path.write_bytes(data)
 
 
 def same(content: object, folder: Path, name: str, ranks: int) -> None:

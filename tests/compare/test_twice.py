@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zckpt.compare.twice import files_twice
+from zckpt.compare.twice import _varies, _words, files_twice
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Span
 
 NUMEL = 40
@@ -117,3 +117,13 @@ def test_names_that_archives_have_for_themselves(tmp_path):
     assert [e.path for e in files_twice(on_nodes)] == ["/node_1/run/rank_1.pt"]
     assert [(e.code, e.ranks) for e in files_twice(named("rank_1", "rank_0"))] == [("ZC-116", (0, 1))]
     assert [e.code for e in files_twice(named("rank_1", "rank_2", "rank_0"))] == ["ZC-116"] * 3
+
+
+@pytest.mark.parametrize("nbytes", range(0, 17))
+def test_data_varies_if_it_has_two_different_words(nbytes):
+    same, other = (b"abcd" * 5)[:nbytes], bytearray((b"abcd" * 5)[:nbytes])
+    assert not _varies(same)
+    for at in range(nbytes):
+        other[at] ^= 1
+        assert _varies(bytes(other)) is (_words(bytes(other)) > 1)
+        other[at] ^= 1

@@ -35,7 +35,7 @@ from zckpt.errors import (
     UnsupportedError,
 )
 from zckpt.formats.account import take_inventory
-from zckpt.formats.fsdp_rank_files.held import SHARDED, Held, RankFiles, read_mesh
+from zckpt.formats.fsdp_rank_files.held import SHARDED, Across, Held, RankFiles, read_mesh
 from zckpt.torchfile import Global, Object, Storage, Tensor
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -282,7 +282,8 @@ def test_a_file_under_the_name_of_another_rank_is_named(kind, written, tmp_path)
 
 def test_a_tensor_of_which_no_rank_has_any_element_is_not_covered():
     with refusing(LayoutError, r"expected 3 elements of shape \(3,\), found 0"):
-        RankFiles(["a", "b"]).joined("weight", "w", [(rank, Held(SHARDED, (3,), "float32", ())) for rank in (0, 1)])
+        files = RankFiles(["a", "b"])
+        files.joined("weight", "w", Across(files, dict.fromkeys((0, 1), Held(SHARDED, (3,), "float32", ()))))
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def _of_row(row: PackedSlot) -> bytes:
 
 @lru_cache(maxsize=16)
 def _of_files(files: CutFiles) -> bytes:
-    numbers = [whole(path) for path in files.paths], files.offsets, files.dtype, files.byteorder
+    numbers = [whole(path) for path in files.paths], tuple(files.offsets), files.dtype, files.byteorder
     return blake2b(repr(numbers).encode("utf-8", "surrogatepass"), digest_size=KEY_NBYTES).digest()
 
 

@@ -29,6 +29,9 @@ ENOUGH_RECORDS = 1 << 13
 MOST_PATTERNS = 16
 """Trees that are kept: ranks of a node name their devices, and there are 8 or 16 of those."""
 
+MOST_NBYTES = 1 << 27
+"""Of what files are held against."""
+
 
 _GLANCED: ContextVar[bool] = ContextVar("glanced", default=False)
 
@@ -47,9 +50,13 @@ def glanced() -> Iterator[None]:
 
 
 class AlikeReader:
-    """Reads files one after the other; those that are alike share a tree."""
+    """Reads files one after the other; those that are alike share a tree.
 
-    def __init__(self) -> None:
+    `blanks`: those too that differ only in the numbers of meshes, each with its own.
+    """
+
+    def __init__(self, *, blanks: bool = False) -> None:
+        self._blanks = blanks
         self._patterns: list[Pattern] = []
         self._known: dict[bytes, TorchFile] = {}
         self._count = 0
@@ -68,12 +75,14 @@ class AlikeReader:
                 return found
             count, start, size = find_directory(source)
             self._count += count
-            file = read_source(source, self._known)
+            file = read_source(source, self._known, blanks=self._blanks)
             if count >= FEWEST_RECORDS and self._count >= ENOUGH_RECORDS:
                 from zckpt.formats.alike_patterns import Pattern
 
                 made = Pattern.of(source, file, start, size, glanced=_GLANCED.get())
                 self._patterns = [*self._patterns[1 - MOST_PATTERNS :], made] if made is not None else self._patterns
+                while sum(len(one.data) for one in self._patterns) > MOST_NBYTES and len(self._patterns) > 1:
+                    del self._patterns[0]
             return file
 
     def _alike(self, source: FileRange) -> TorchFile | None:

@@ -10,11 +10,26 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import read_into
-from zckpt.torchfile import LOCAL, FileRange, Record, TorchFile, alike_file, read_directory
+from zckpt.torchfile import (
+    LOCAL,
+    FileRange,
+    Record,
+    StatedSums,
+    TorchFile,
+    alike_file,
+    find_blanks,
+    numbers_at,
+    read_directory,
+)
+from zckpt.torchfile.archive import CENTRAL_CRC
 
 CLOSE = 1 << 13
 """Bytes of a record's data below which one read is cheaper than two."""
+
+FEW = 64
+"""Records whose CRC-32s are kept for each file; of one with more they are read again."""
 
 Numbers = npt.NDArray[np.int64]
 Ranges = list[tuple[int, int]]
@@ -24,6 +39,7 @@ class Pattern:
     """A file that others are held against: what its ranges hold, where names and CRC-32s are in it, what is free.
 
     Of one that is `glanced` at, the ranges are its beginning and its directory, which states the CRC-32 of its pickle.
+    Numbers for which its tree has blanks are free; whether the pickle is whole its CRC-32 tells.
     """
 
     def __init__(
@@ -37,10 +53,10 @@ class Pattern:
         *,
         glanced: bool,
     ) -> None:
-        self.file, self.root = file, file.archive.encode() + b"/"
+        self.file, self.root, self.glanced = file, file.archive.encode() + b"/", glanced
         inner = {one.name.partition("/")[2]: index for index, one in enumerate(records)}
         pickle = inner["data.pkl"]
-        kept = [pickle, *(index for name, index in inner.items() if name == "byteorder")]
+        self.pickle, kept = pickle, [pickle, *(index for name, index in inner.items() if name == "byteorder")]
         data = sorted((one.offset, one.offset + one.nbytes) for index, one in enumerate(records)
                       if index not in kept and one.nbytes)  # fmt: skip
         begin = records[pickle].offset
@@ -58,20 +74,38 @@ class Pattern:
 
         self.data = read_ranges(source, self.ranges, bytearray())
         self.begin = slice(*within(np.array([begin, shown - 1])).tolist())
-        self.free = np.zeros(len(self.data), bool)
-        for low, high in data:
-            for at in within(np.array([low])):
-                self.free[at : at + high - low] = True
-        self.sums = within(start + entries + 16)
+        near = np.array([one for one in data if not glanced and one[1] - one[0] <= CLOSE], np.int64).reshape(-1, 2)
+        borders, at = np.zeros(len(self.data) + 1, np.int8), within(near[:, 0])
+        borders[at] += 1
+        borders[at + near[:, 1] - near[:, 0]] -= 1
+        self.free = borders[:-1].cumsum(dtype=np.int8).astype(bool)
+        self.sums = within(start + entries + CENTRAL_CRC)
+        self.places: memoryview[int] = (start + entries + CENTRAL_CRC).data
         self.free[np.delete(self.sums, kept)[:, None] + np.arange(4)] = True
+        self._open(source, records[pickle])
         ends = within(np.array([one.offset + one.nbytes for one in records])).tolist()
         stated = [at + 4 for at in ends if self.data[at : at + 4] == b"PK\7\x08"]
         self.free[np.array([*within(headers + 14).tolist(), *stated])[:, None] + np.arange(4)] = True
         self.crcs = self._crcs(self.data)
         self.filled = [index for index, one in enumerate(records) if one.nbytes or one.crc32]
+        self.empty = np.delete(np.arange(len(records)), self.filled)
         between = np.array([len(one) for one in self.data.split(self.root)])
         self.named = np.cumsum(between[:-1] + len(self.root)) - len(self.root)
         self.name = self.root
+
+    def _open(self, source: FileRange, pickle: Record) -> None:
+        """Let the numbers of meshes in the pickle be free: its beginning up to the last one is in the ranges."""
+        self.numbers: list[tuple[int, int, int]] = []
+        if not self.file.numbers:
+            return
+        data = source.read(pickle.offset, pickle.nbytes)
+        places, first = find_blanks(data), self.begin.start
+        self.numbers = [(first + at, first + begin, first + end) for at, begin, end in places]
+        for _, begin, end in self.numbers:
+            self.free[begin:end] = True
+        self.free[self.sums[self.pickle] + np.arange(4)] = True
+        rest = data[places[-1][-1] :]
+        self.rest = crc32(rest), len(rest)
 
     @classmethod
     def of(cls, source: FileRange, file: TorchFile, start: int, size: int, *, glanced: bool) -> Pattern | None:
@@ -85,6 +119,9 @@ class Pattern:
         inner = [one.name.partition("/")[2] for one in records]
         if "data.pkl" not in inner or not file.archive.isascii() or source.base or max(headers) >= 0xFFFFFFFF:
             return None
+        if glanced and file.numbers:
+            pickle = records[inner.index("data.pkl")]
+            glanced = find_blanks(source.read(pickle.offset, pickle.nbytes))[-1][-1] < CLOSE
         glanced = glanced and inner[int(np.argmin(headers))] == "data.pkl" and any(one.crc32 for one in records)
         made = cls(source, file, records, start, np.array(entries), np.array(headers), glanced=glanced)
         return made if len(made.named) == (1 if glanced else len(entries)) + len(entries) else None
@@ -94,18 +131,31 @@ class Pattern:
         name, expected = bytes(data[LOCAL.size : LOCAL.size + len(self.root)]), np.frombuffer(self.data, np.uint8)
         if name[-1:] != b"/" or name.count(b"/") > 1 or not name.isascii():
             return None
-        if data[self.begin] != self.data[self.begin]:  # the pickle, which names the device of its rank
+        if not self.numbers and data[self.begin] != self.data[self.begin]:  # the pickle, which names its rank's device
             return None
         for at, (before, after) in enumerate(zip(self.name, name, strict=True)):
             if before != after:
                 expected[self.named + at] = after
-        self.name, changed = name, dict[int, int]()
-        if data != self.data:
-            if not self.free[np.frombuffer(data, np.uint8) != expected].all():
-                return None
-            crcs = self._crcs(data)
-            changed = {int(i): int(crcs[i]) for i in np.flatnonzero(crcs != self.crcs)}
-        return alike_file(self.file, source, name[:-1].decode(), self.filled, changed)
+        self.name = name
+        if data != self.data and not self.free[np.frombuffer(data, np.uint8) != expected].all():
+            return None
+        try:
+            crcs, numbers = self._crcs(data), numbers_at(data, self.numbers)
+        except UnicodeDecodeError:
+            return None
+        changed = np.flatnonzero(crcs != self.crcs)
+        if crcs[self.empty].any() or (numbers and not self._is_whole(data, crcs)):
+            return None
+        sums = dict(zip(changed.tolist(), crcs[changed].tolist(), strict=True)).get if len(changed) <= FEW else None
+        archive = name[:-1].decode()
+        return alike_file(
+            self.file, source, archive, self.filled, sums or StatedSums(source.path, self.places), numbers
+        )
+
+    def _is_whole(self, data: bytearray, crcs: Numbers) -> bool:
+        """Tell whether a pickle with other numbers has the CRC-32 that its directory states."""
+        begin = bytes(memoryview(data)[self.begin.start : self.numbers[-1][-1]])
+        return crcs[self.pickle] == combine(crc32(begin), *self.rest) or not (self.glanced or crcs.any())
 
     def _crcs(self, data: bytearray) -> Numbers:
         """Return the CRC-32s that a directory states."""

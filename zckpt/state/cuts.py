@@ -12,7 +12,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from zckpt.state.spans import CutSpans
+from zckpt.state.dtypes import itemsize
+from zckpt.state.spans import Chosen, CutSpans
 
 Column = npt.NDArray[np.int64]
 """A number for each parameter."""
@@ -55,7 +56,7 @@ class Cuts:
         """Return which elements of a file's tensor are some parameter's: sorted, none touching another."""
         if file in self.full:
             return self._in_full
-        _, low, high, _ = self._shares(file)
+        _, low, high, _ = self.shares(file)
         return merged_ranges(low, high)
 
     @cached_property
@@ -65,11 +66,11 @@ class Cuts:
 
     def within(self, file: int, low: int, high: int) -> npt.NDArray[np.int64]:
         """Return what elements [low, high) of a file's tensor are: rows of parameter, begin, end, and its element."""
-        number, begin, end, origin = self._shares(file)
+        number, begin, end, origin = self.shares(file)
         begin, end = np.maximum(begin, low), np.minimum(end, high)
         return np.stack((number, begin, end, begin - origin), axis=1)[begin < end]
 
-    def _shares(self, file: int) -> tuple[Column, Column, Column, Column]:
+    def shares(self, file: int) -> tuple[Column, Column, Column, Column]:
         """Return parameters, which elements of a file's tensor they are, and where there their first would be."""
         begin, end = 0, len(self.origin)
         if self._is_sorted:
@@ -81,6 +82,41 @@ class Cuts:
         high = np.minimum(line + self.numel[begin:end], start + width)
         shift = self.at[begin:end] - start
         return np.arange(begin, end), low + shift, high + shift, line + shift
+
+
+class CutsApart:
+    """Rules of parameters in the same files, of which each has tensors of its own there.
+
+    Parameters
+    ----------
+    spans : sequence of CutSpans
+        Of one element type; the offsets are `Chosen` for all of them alike, or not for all.
+    """
+
+    def __init__(self, spans: Sequence[CutSpans]) -> None:
+        some = [one for one in spans if one.numel]
+        self._cuts, self._offsets = Cuts(some), [one.files.offsets for one in some]
+        self._size = itemsize(some[0].files.dtype) if some else 0
+        first = self._offsets[0] if some else ()
+        self._which = first.which if isinstance(first, Chosen) else None
+        if all(isinstance(one, Chosen) and one.which is self._which for one in self._offsets):
+            self._values = np.array([one.values for one in self._offsets if isinstance(one, Chosen)], np.int64)
+        else:
+            self._which = None
+        self.full = self._cuts.full
+
+    def which(self, file: int) -> int:
+        """Return which of the files has the same offsets, by number."""
+        return file if self._which is None else self._which[file]
+
+    def nbytes_of(self, file: int) -> Ranges:
+        """Return which bytes of a file are some parameter's: sorted, none touching another."""
+        number, low, high, _ = self._cuts.shares(file)
+        if self._which is None:
+            offsets = np.array([one[file] for one in self._offsets], np.int64)
+        else:
+            offsets = self._values[:, self._which[file]]
+        return merged_ranges(*(offsets[number] + at * self._size for at in (low, high)))
 
 
 def merged_ranges(lows: Column, highs: Column) -> Ranges:

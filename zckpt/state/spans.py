@@ -143,20 +143,36 @@ class Spans(Numbered[Span]):
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen(Numbered[int]):
+    """A number for each of many, of which there are only a few. `which`: of `values`, for each."""
+
+    which: tuple[int, ...]
+    values: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """Return for how many there is one."""
+        return len(self.which)
+
+    def numbered(self, index: int) -> int:
+        """Return that of one."""
+        return self.values[self.which[index]]
+
+
+@dataclass(frozen=True, slots=True)
 class CutFiles:
     """The tensors, one in each rank's file, that together hold a line of elements.
 
     Parameters
     ----------
     paths : tuple of str
-    offsets : tuple of int, bytes
+    offsets : sequence of int, bytes
         Where the tensor of each file begins.
     dtype : str
     byteorder : {"little", "big"}
     """
 
     paths: tuple[str, ...]
-    offsets: Shape
+    offsets: Sequence[int]
     dtype: str
     byteorder: str = "little"
     _indexes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)

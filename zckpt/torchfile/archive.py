@@ -14,7 +14,7 @@ is not yet known both are patched later. Source: PKWARE APPNOTE 6.3.10, sections
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct, pack, unpack_from
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state.numbered import Numbered
 from zckpt.storage.clone import BLOCK_NBYTES
-from zckpt.storage.files import FileRange
+from zckpt.storage.files import FileRange, opened
 
 END = Struct("<4s4H2LH")
 ZIP64_LOCATOR = Struct("<4sLQL")
@@ -98,21 +98,21 @@ class AlikeRecords(Numbered[Record]):
     skip : int
         Characters of the archive's name there.
     archive : str
-    changed : mapping of int to int
-        CRC-32 of those that have another.
+    crc : callable
+        From the number of one, and what the other's has, to its CRC-32.
     """
 
-    __slots__ = ("_archive", "_changed", "_filled", "_records", "_skip")
+    __slots__ = ("_archive", "_crc", "_filled", "_records", "_skip")
 
     def __init__(
-        self, records: Sequence[Record], filled: Sequence[int], skip: int, archive: str, changed: dict[int, int]
+        self, records: Sequence[Record], filled: Sequence[int], skip: int, archive: str, crc: Callable[[int, int], int]
     ) -> None:
         self._records, self._filled, self._skip = records, filled, skip
-        self._archive, self._changed = archive, changed
+        self._archive, self._crc = archive, crc
 
     def filled(self) -> Iterator[Record]:
         """Yield those that are not empty, or are said not to be."""
-        return (self[index] for index in sorted({*self._filled, *self._changed}))
+        return (self[index] for index in self._filled)
 
     def __len__(self) -> int:
         """Return how many there are."""
@@ -121,8 +121,20 @@ class AlikeRecords(Numbered[Record]):
     def numbered(self, index: int) -> Record:
         """Return one of them, in the order of the directory."""
         one = self._records[index]
-        crc = self._changed.get(index, one.crc32)
-        return Record(self._archive + one.name[self._skip :], one.offset, one.nbytes, crc)
+        return Record(self._archive + one.name[self._skip :], one.offset, one.nbytes, self._crc(index, one.crc32))
+
+
+@dataclass(frozen=True, slots=True)
+class StatedSums:
+    """The CRC-32s that a file's directory states, each read when it is asked for. `places`: of them in the file."""
+
+    path: str
+    places: memoryview[int]
+
+    def __call__(self, index: int, _: int) -> int:
+        """Return that of a record, by number."""
+        with opened(self.path) as file:
+            return int.from_bytes(file.at(self.places[index], 4), "little")
 
 
 def has_checksums(records: Iterable[Record]) -> bool:

@@ -20,7 +20,7 @@ No byte of tensor data is read, and no class of the file is imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -30,6 +30,7 @@ from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, opened
 from zckpt.torchfile.archive import AlikeRecords, has_checksums, read_archive
+from zckpt.torchfile.blanks import cut_out, find_blanks, numbers_at, run_with_blanks
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
 from zckpt.torchfile.trees import check_depth
@@ -103,15 +104,16 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
         return PickleFile(source.path, root, machine.globals.names, machine.protocol)
 
 
-def read_source(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> TorchFile:
+def read_source(source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False) -> TorchFile:
     """Read a torch file that is a range of an open one; errors are those of `read_torchfile`.
 
-    `known`: what was read by the same pickle and the places of records, which shares its tree with what is alike.
+    `known`: what was read by the same pickle and the places of records, which shares its tree with what is alike;
+    `blanks`: whether pickles are the same that differ in the numbers of meshes.
     """
     head = source.read(0, min(source.nbytes, 512))
     with collector_paused(), about(source.path):
         if head[:4] in (b"PK\3\4", b"PK\5\6"):
-            return read_zip(source, known)
+            return read_zip(source, known, blanks=blanks)
         if is_legacy(source):
             return read_legacy(source)
         raise what_else(source, head)
@@ -160,7 +162,7 @@ def run_pickle(
     return machine, root
 
 
-def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> TorchFile:
+def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False) -> TorchFile:
     """Read a torch file that is a zip archive, or only what tells it from one that is known."""
     records = read_archive(source)
     archive = next(iter(records), "").partition("/")[0]
@@ -186,16 +188,16 @@ def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> 
             advice="copy the file again from its origin",
             code=CHECKSUM,
         )
-    digest = b""
+    digest, cut = b"", find_blanks(data) if blanks and known is not None else []
     if known is not None and all(name.startswith(f"{archive}/") for name in records):
         places = [(name[len(archive) :], one.offset, one.nbytes) for name, one in records.items()]
-        digest = blake2b(repr((byteorder, places)).encode() + data).digest()
+        digest = blake2b(repr((byteorder, places, cut)).encode() + cut_out(data, cut)).digest()
         if digest in known:
             own = known[digest].records
-            filled = [index for index, one in enumerate(own) if one.nbytes or one.crc32]
-            pairs = enumerate(zip(own, records.values(), strict=True))
+            pairs = list(enumerate(zip(own, records.values(), strict=True)))
+            filled = [index for index, (other, one) in pairs if one.nbytes or one.crc32 or other.crc32]
             changed = {index: one.crc32 for index, (other, one) in pairs if one.crc32 != other.crc32}
-            return alike_file(known[digest], source, archive, filled, changed)
+            return alike_file(known[digest], source, archive, filled, changed.get, numbers_at(data, cut))
     folder = f"{archive}/data/"
 
     def find(key: str, nbytes: int) -> int:
@@ -207,12 +209,17 @@ def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> 
         return record.offset
 
     table = StorageTable(find)
-    machine, root = run_pickle(data, "data.pkl", byteorder, table)
+    if not (digest and cut):
+        machine, root = run_pickle(data, "data.pkl", byteorder, table)
+    elif (found := run_with_blanks(data, cut, byteorder, table)) is not None:
+        machine, root = found
+    else:
+        return read_zip(source)
     for name, record in records.items():
         key = name.removeprefix(folder)
         if key not in (name, "") and key not in table.storages:
             table.storages[key] = Storage(key, "uint8", record.nbytes, "cpu", record.offset)
-    found = TorchFile(
+    file = TorchFile(
         source.path,
         source.nbytes,
         "zip",
@@ -224,18 +231,20 @@ def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None) -> 
         tuple(records.values()),
         archive,
         PlainParts(),
+        numbers_at(data, cut) if digest else (),
     )
     if known is not None and digest:
-        known[digest] = found
-    return found
+        known[digest] = file
+    return file
 
 
 def alike_file(
-    file: TorchFile, source: FileRange, archive: str, filled: Sequence[int], changed: dict[int, int]
-) -> TorchFile:
-    """Return a file with the tree of another, whose records have the same places, all but some the same CRC-32."""
-    records = AlikeRecords(file.records, filled, len(file.archive), archive, changed)
-    return replace(file, path=source.path, nbytes=source.nbytes, records=records, archive=archive)
+    file: TorchFile, source: FileRange, archive: str, filled: Sequence[int], crc: Callable[[int, int], int],
+    numbers: tuple[int | str, ...] = (),
+) -> TorchFile:  # fmt: skip
+    """Return a file with the tree of another, whose records have the same places; for the rest see `AlikeRecords`."""
+    records = AlikeRecords(file.records, filled, len(file.archive), archive, crc)
+    return replace(file, path=source.path, nbytes=source.nbytes, records=records, archive=archive, numbers=numbers)
 
 
 def is_legacy(source: FileRange) -> bool:

@@ -159,6 +159,8 @@ class TorchFile:
         Name of the archive's root folder; empty for legacy files.
     plain : PlainParts or None
         What is known of the tree's parts; None for a tree that is no file's and may change.
+    numbers : tuple of int or str
+        What blanks in the tree stand for: see `blanks`.
     """
 
     path: str
@@ -172,6 +174,7 @@ class TorchFile:
     records: Sequence[Record] = ()
     archive: str = ""
     plain: PlainParts | None = field(default=None, repr=False, compare=False)
+    numbers: tuple[int | str, ...] = ()
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.account.ranges import Coverage, Known, shares, whole
+from zckpt.formats.account.ranges import MANY, Coverage, Known, shares, whole
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
@@ -80,9 +80,10 @@ def _account(
 ) -> _Account:
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
     is_shared = isinstance(file.tree, (int, float, str))  # by files that have nothing else in common
-    key = None if is_first or is_shared or file.path in values.paths else known.key
-    if key is not None:
-        key = id(file.tree), file.role, file.rules, key
+    key: object = None
+    is_alone = is_first or is_shared or file.path in values.paths
+    if not is_alone and (len(file.records) >= MANY or not known.is_long):  # else it is gone through as fast
+        key = id(file.tree), file.role, file.rules, known.key
         if key in before:
             items, taken = before[key]
             return [Item(name, *_rest(item)) for item in items], whole(taken, file.nbytes)

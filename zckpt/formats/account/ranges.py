@@ -45,11 +45,14 @@ class Known:
             every = _union([every, *of.values()])
             self._slots[fate], self._covered[fate] = {slot: _Covered(of[slot]) for slot in of}, _Covered(every)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it takes time to tell them from others'."""
+        return sum(len(one.lows) for one in self._covered.values()) >= MANY
+
     @cached_property
     def key(self) -> object:
-        """What tells the bytes of this file from those of others; None where there are too many to ask."""
-        if sum(len(one.lows) for one in self._covered.values()) >= MANY:
-            return None
+        """What tells the bytes of this file from those of others."""
         digest = blake2b(digest_size=16)
         for fate, slots in self._slots.items():
             for slot, one in slots.items():
@@ -107,12 +110,12 @@ class Coverage:
         self._found: dict[str, dict[str, array[int]]] = {}  # low, high and slot, one after the other
         self._slots: list[str] = []
         self._numbers: dict[str, int] = {}
-        rules: dict[tuple[int, str], list[CutSpans]] = {}
+        rules: dict[tuple[int, str, str], list[CutSpans]] = {}
         for parameter in checkpoint.holders():
             for slot in parameter.slots.values():
                 for spans in slot.sets:
                     if isinstance(spans, CutSpans):
-                        rules.setdefault((id(spans.files), slot.name), []).append(spans)
+                        rules.setdefault((id(spans.files.paths), spans.files.dtype, slot.name), []).append(spans)
                         continue
                     for span in spans:
                         self._add(span.path, STATE, *span.reach, slot.name)
@@ -127,21 +130,25 @@ class Coverage:
             for run in runs:
                 self._add(run.path, IMPLIED, run.offset, run.offset + run.nbytes, "padding")
         self._rules: list[tuple[str, CutFiles, cuts.Cuts]] = []
+        self._apart: list[tuple[str, CutFiles, cuts.CutsApart]] = []
         self._alike: dict[object, Known] = {}
         """Of files in which all rules have the same."""
         self._follow(rules)
 
-    def _follow(self, rules: Mapping[tuple[int, str], Sequence[CutSpans]]) -> None:
+    def _follow(self, rules: Mapping[tuple[int, str, str], Sequence[CutSpans]]) -> None:
         """Add what rules say: at once where there are few spans, else as columns that are asked for each file."""
         counts = accumulate(len(one) for found in rules.values() for one in found)
         if all(count < FEWEST_COLUMNS for count in counts):
-            for (_, name), found in rules.items():
+            for (*_, name), found in rules.items():
                 for span in (span for one in found for span in one):
                     self._add(span.path, STATE, *span.reach, name)
             return
-        from zckpt.state.cuts import Cuts
+        from zckpt.state.cuts import Cuts, CutsApart
 
-        for (_, name), found in rules.items():
+        for (*_, name), found in rules.items():
+            if any(one.files is not found[0].files for one in found):
+                self._apart.append((name, found[0].files, CutsApart(found)))
+                continue
             made = Cuts(found)
             if self._rules and self._rules[-1][2] == made:
                 made = self._rules[-1][2]  # the slots of an optimizer lie alike
@@ -170,8 +177,13 @@ class Coverage:
             for name, files, rules in self._rules
             if (index := files.index(path)) is not None
         ]
+        apart = [(name, rules, index) for name, files, rules in self._apart if (index := files.index(path)) is not None]
         is_alike = not found and all(index in rules.full for _, rules, index, *_ in lying)
-        alike = tuple((name, id(rules), *at) for name, rules, _, *at in lying) if is_alike else path
+        is_alike = is_alike and all(index in rules.full for _, rules, index in apart)
+        alike: object = path
+        if is_alike:
+            alike = (*((name, id(rules), *at) for name, rules, _, *at in lying),
+                     *((name, id(rules), rules.which(index)) for name, rules, index in apart))  # fmt: skip
         if alike in self._alike:
             return self._alike[alike]
         same: dict[tuple[int, int], cuts.Ranges] = {}
@@ -179,6 +191,8 @@ class Coverage:
             if (id(rules), index) not in same:
                 same[id(rules), index] = rules.of(index)
             found.setdefault(STATE, {}).setdefault(name, []).append(offset + same[id(rules), index] * width)
+        for name, separate, index in apart:
+            found.setdefault(STATE, {}).setdefault(name, []).append(separate.nbytes_of(index))
         known = Known(found)
         if is_alike:
             self._alike[alike] = known

@@ -12,16 +12,18 @@ model's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
+from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.held import (
     PLAIN,
+    Across,
     Box,
     Form,
     Held,
@@ -56,13 +58,16 @@ from zckpt.storage.files import opened, read_json
 from zckpt.torchfile import (
     OrderedMapping,
     Place,
+    Record,
     Tensor,
     TorchFile,
     alike,
     brief,
+    has_blanks,
     has_checksums,
     read_torchfile,
     value_at,
+    walk_tensors,
 )
 
 FLAT = "_flat_param"
@@ -76,21 +81,29 @@ class Model:
     Parameters
     ----------
     files : RankFiles
-    held : dict of str to list of Held
-        By name, in the model's order; what each rank has, by rank.
+    held : dict of str to Across
+        By name, in the model's order.
     modules : tuple of str
         Names of all modules, as FSDP1 has wrapped them, in the model's order; empty where the file has none.
-    sums : list of dict of int to (int, int)
-        For each rank, size and CRC-32 of each record of the file by its offset, where the file has them.
+    records : dict of int to sequence of Record
+        Of each rank's file, where it has checksums.
+    at : dict of int to dict of int to int
+        For each tree, the first rank of it, which record begins at an offset.
     form : tuple of int or None
         Of its DTensors, where it has any.
     """
 
     files: RankFiles
-    held: dict[str, list[Held]] = field(default_factory=dict)
+    held: dict[str, Across] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
-    sums: list[dict[int, tuple[int, int]]] = field(default_factory=list)
+    records: dict[int, Sequence[Record]] = field(default_factory=dict)
+    at: dict[int, dict[int, int]] = field(default_factory=dict)
     form: Form | None = None
+
+    def sum(self, rank: int, tensor: Tensor) -> tuple[int, int] | None:
+        """Return size and CRC-32 of the record that a tensor of a rank's file begins with."""
+        number = self.at[self.files.tree[rank]].get(tensor.offset) if rank in self.records else None
+        return None if number is None else self.records[rank][number][2:]
 
 
 def _put(root: object, place: Place, value: object) -> object:
@@ -118,6 +131,79 @@ def add_part(
     checkpoint.files[known] = replace(one, tree=whole, rules=(*one.rules, *own))
 
 
+CLOSE = 1 << 14
+"""Bytes between two numbers below which one read is cheaper than two."""
+
+
+class _Singles:
+    """The single numbers of files that share a tree: 0-d tensors, of which these have the bytes in the same places."""
+
+    def __init__(self, file: TorchFile) -> None:
+        every = (tensor for _, tensor in walk_tensors(file.root) if tensor.shape == ())
+        self._windows: list[list[slice]] = []
+        self._lows: list[int] = []
+        for low, high in sorted({(one.offset, one.offset + one.itemsize) for one in every}):
+            window = self._windows[-1] if self._windows else []
+            if not window or low - self._lows[-1] - window[-1].stop > CLOSE:
+                self._lows.append(low)
+                self._windows.append(window := [])
+            window.append(slice(low - self._lows[-1], high - self._lows[-1]))
+        self.data = self.of(file.path)
+
+    def of(self, path: str) -> bytes:
+        """Return those of a file."""
+        with opened(path) as file:
+            read = ((file.at(low, window[-1].stop), window)
+                    for low, window in zip(self._lows, self._windows, strict=True))  # fmt: skip
+            return b"".join(data[one] for data, window in read for one in window)
+
+
+def _elements(root: object) -> dict[object, object]:
+    """Return what a state dict has, of DTensors and ShardedTensors their elements."""
+    found = {key: elements(value) for key, value in root.items()} if isinstance(root, dict) else {}
+    state = found.get(STATE_KEY)
+    if isinstance(state, dict):
+        found[STATE_KEY] = {
+            key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
+            for key, slots in state.items()
+        }
+    return found
+
+
+def _each(
+    checkpoint: Checkpoint, files: RankFiles, place: Place, *, singles: bool = False
+) -> Iterator[tuple[int, TorchFile, RankReader | None, dict[object, object]]]:
+    """Yield each rank's file, what reads its tree, and that to describe: neither for the tree of a rank before.
+
+    The first rank's is a tree of its own: what all ranks have once is carried from it. `singles`: whether files that
+    are to share a tree need to have the same single numbers.
+    """
+    reader = AlikeReader(blanks=not place)  # beside which no file holds anything that is described as it is
+    numbers: dict[int, _Singles] = {}
+    described = {one.path: number for number, one in enumerate(checkpoint.files)}
+    for rank in files.there:
+        path = files.paths[rank]
+        file = reader.read(path) if rank != files.there[0] else read_torchfile(path)
+        with about(path):
+            first, of_tree = files.begin(rank, file)
+            if first != rank and not (singles and numbers[first].of(path) != numbers[first].data):
+                like, number = described[files.paths[first]], described.setdefault(path, len(described))
+                one = replace(checkpoint.files[like], path=path, nbytes=file.nbytes, archive=file.archive)
+                checkpoint.files[number : number + 1] = [replace(one, dp_rank=rank, records=file.records)]
+                yield rank, file, None, {}
+                continue
+            tree = _elements(value_at(file.root, place))
+            if first != rank or has_blanks(tree):
+                file = read_torchfile(path)
+                first, of_tree = files.begin(rank, file)
+                tree = _elements(value_at(file.root, place))
+            if singles:
+                numbers[rank] = _Singles(file)
+        yield rank, file, of_tree, tree
+        described.setdefault(path, len(described))
+        file.root = None  # with its meshes and placements: what is described is the rest
+
+
 def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()) -> Model:
     """Give a checkpoint the parameters and buffers of all ranks' files.
 
@@ -125,19 +211,17 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
     damaged, has other names than rank 0's, or ranks do not have every element once.
     """
     model = Model(RankFiles([str(path) for path in paths]))
-    model.sums = [{} for _ in paths]
-    for rank in model.files.there:
-        path = paths[rank]
-        with about(path):
-            file = read_torchfile(path)
+    for rank, file, reader, tree in _each(checkpoint, model.files, place):
+        with about(file.path):
+            if has_checksums(file.records):
+                model.records[rank] = file.records
+            if reader is None:
+                continue
             root = value_at(file.root, place)
             if not isinstance(root, dict) or not root:
                 raise DamagedFileError("unexpected content", expected="a state dict", found=brief(root, 60))
-            tree = {name: elements(node) for name, node in root.items()}
             add_part(checkpoint, file, "model", rank, rules_of("*"), place, tree)
-            records = file.records if has_checksums(file.records) else ()
-            model.sums[rank] = {record.offset: (record.nbytes, record.crc32) for record in records}
-            reader = RankReader()
+            model.at[rank] = {record.offset: number for number, record in enumerate(file.records)}
             nodes = by_name(root, file.path)
             held = {name: reader.held(node) for name, node in nodes.items()}
             tensors = stated(held)
@@ -152,7 +236,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                 state = root.state if isinstance(root, OrderedMapping) else None
                 versions = dict_of(state).get("_metadata")
                 model.modules = tuple(map(str, versions)) if isinstance(versions, dict) else ()
-                model.held = {name: [] for name in tensors}
+                model.held = {name: Across(model.files) for name in tensors}
                 model.form = form_of(file)
             elif tensors.keys() != model.held.keys():
                 strange = sorted(tensors.keys() ^ model.held.keys())
@@ -163,10 +247,9 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
                     ranks=[rank],
                 )
             for name, one in tensors.items():
-                model.held[name].append(one)
-    for rank in model.files.lost:
-        for its in model.held.values():
-            its.insert(rank, replace(its[0], boxes=(), mesh=None))
+                model.held[name].by_tree[rank] = one
+    for its in model.held.values() if model.files.lost else ():
+        its.by_tree[model.files.lost[0]] = replace(its.first[1], boxes=(), mesh=None, local=None)
     _place(checkpoint, model)
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:
@@ -184,11 +267,11 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
     buffers and so are the running statistics of a batch norm.
     """
     owners: dict[tuple[object, ...], str] = {}
-    is_shown = any(one[0].is_parameter for one in model.held.values())
-    dtypes = {name: held[0].dtype for name, held in model.held.items()}
+    is_shown = any(across.first[1].is_parameter for across in model.held.values())
+    dtypes = {name: across.first[1].dtype for name, across in model.held.items()}
     for name, held in model.held.items():
-        found = model.files.joined(WEIGHT, name, list(enumerate(held)))
-        is_buffer = not held[0].is_parameter and (is_shown or not may_be_trained(name, dtypes))
+        found = model.files.joined(WEIGHT, name, held)
+        is_buffer = not held.first[1].is_parameter and (is_shown or not may_be_trained(name, dtypes))
         key = _identity(held)
         owner = name if is_buffer or key is None else owners.setdefault(key, name)
         parameter = Parameter(name, found[0][1].shape, found[0][1].dtype)
@@ -199,9 +282,9 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
             add(checkpoint, parameter, WEIGHT, found, "buffer" if is_buffer else "parameter")
 
 
-def _identity(held: Sequence[Held]) -> tuple[object, ...] | None:
+def _identity(held: Across) -> tuple[object, ...] | None:
     """Return what two names of one tensor have in common: the storage in the first rank's file that has any of it."""
-    for rank, one in enumerate(held):
+    for rank, one in held:
         if one.boxes:
             return (rank, one.shape, *(identity_of(box.tensor) for box in one.boxes))
     return None
@@ -222,15 +305,15 @@ class Optimizer:
     files : RankFiles
     groups : list of dict
         Param groups, `params` included.
-    tensors : dict of (Key, dict of str to list of (int, Held))
-        By parameter and slot, the ranks that have any of it, in order.
+    tensors : dict of (Key, dict of str to Across)
+        By parameter and slot; what has no dimensions is the first rank's.
     values : dict of (Key, dict of str to object)
         What is no tensor with dimensions, of which ranks have the same.
     """
 
     files: RankFiles
     groups: list[dict[str, Any]] = field(default_factory=list)
-    tensors: dict[Key, dict[str, list[tuple[int, Held]]]] = field(default_factory=dict)
+    tensors: dict[Key, dict[str, Across]] = field(default_factory=dict)
     values: dict[Key, dict[str, object]] = field(default_factory=dict)
 
     @property
@@ -242,9 +325,9 @@ class Optimizer:
         """Tell whether a parameter has any state."""
         return bool(self.tensors.get(key) or self.values.get(key))
 
-    def cut(self, key: Key) -> dict[str, list[tuple[int, Held]]]:
+    def cut(self, key: Key) -> dict[str, Across]:
         """Return the slots of a parameter that have dimensions."""
-        return {slot: held for slot, held in self.tensors.get(key, {}).items() if held[0][1].shape != ()}
+        return {slot: held for slot, held in self.tensors.get(key, {}).items() if held.first[1].shape != ()}
 
 
 def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place) -> Optimizer:
@@ -256,35 +339,30 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
     """
     found = Optimizer(RankFiles([str(path) for path in paths]))
     there = found.files.there
-    for rank in there:
-        path, first = paths[rank], rank == there[0]
-        file = read_torchfile(path)
-        with about(path):
+    for rank, file, reader, tree in _each(checkpoint, found.files, place, singles=True):
+        if reader is None:
+            continue
+        first = rank == there[0]
+        with about(file.path):
             node = value_at(file.root, place)
             groups, state = _parsed(node, file.path)
             if first:
                 found.groups = groups
             else:
                 _check_groups(found.groups, groups, rank)
-            single = _add(found, rank, file, state)
+            single = _add(found, rank, file, state, reader)
         root, rules = as_mapping(node, file.path), _rules(single, first=first)
-        tree: dict[object, object] = {key: elements(value) for key, value in root.items()}
         if looks_flattened(node):
             ends = tuple(f".{slot}" for slot in single)
             rules = (*rules_of("*"), *(Rule((key, REST), STATE if first else COPY, "single values", tensors=not first)
                      for key in map(str, root) if key.startswith(GROUPS_KEY) or key.endswith(ends)))  # fmt: skip
-        else:
-            tree[STATE_KEY] = {
-                key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
-                for key, slots in as_mapping(root.get(STATE_KEY, {})).items()
-            }
         add_part(checkpoint, file, "optimizer", rank, rules, place, tree)
-    for rank in found.files.lost:  # of flat parameters all ranks have as much
+    for rank in found.files.lost[:1]:  # of flat parameters all ranks have as much
         for held in (held for slots in found.tensors.values() for held in slots.values()):
-            one = held[0][1]
-            if one.kind == PLAIN and len(one.shape) == 1 and len(held) >= len(there):
+            one = held.first[1]
+            if one.kind == PLAIN and len(one.shape) == 1 and len(list(held)) >= len(there):
                 box = Box((0,), one.shape, tensor_of(one.dtype, one.shape))
-                held.insert(rank, (rank, replace(one, boxes=(box,) if one.boxes else ())))
+                held.by_tree[rank] = replace(one, boxes=(box,) if one.boxes else ())
     return found
 
 
@@ -318,9 +396,10 @@ def _check_groups(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, 
     check_hyperparameters(mine, its, rank)
 
 
-def _add(found: Optimizer, rank: int, file: TorchFile, state: Mapping[Key, Mapping[str, object]]) -> list[str]:
+def _add(
+    found: Optimizer, rank: int, file: TorchFile, state: Mapping[Key, Mapping[str, object]], reader: RankReader
+) -> list[str]:
     """Add a rank's state; return the keys of what is no tensor with dimensions."""
-    reader = RankReader()
     single: dict[str, None] = {}
     scalars: list[tuple[Key, str, Held]] = []
     for key, slots in state.items():
@@ -330,13 +409,13 @@ def _add(found: Optimizer, rank: int, file: TorchFile, state: Mapping[Key, Mappi
                 single[slot] = None
                 _agree(found, key, slot, value, rank)
                 continue
-            ranks = found.tensors.setdefault(key, {}).setdefault(slot, [])
+            across = found.tensors.setdefault(key, {}).setdefault(slot, Across(found.files))
             if held.kind == PLAIN and held.shape == ():
                 single[slot] = None
                 scalars.append((key, slot, held))
-                if ranks:
+                if across.by_tree:
                     continue
-            ranks.append((rank, held))
+            across.by_tree[rank] = held
     values = read_scalars(file.path, [held.boxes[0].tensor for _, _, held in scalars])
     for (key, slot, _), scalar in zip(scalars, values, strict=True):
         _agree(found, key, slot, scalar, rank)
@@ -383,32 +462,32 @@ def equal_names(model: Model, names: Sequence[str]) -> Ties:
 
 
 def _signature(model: Model, name: str) -> tuple[object, ...]:
-    held = model.held[name]
-    for path, one in zip(model.files.paths, held, strict=True):
+    for rank, one in model.held[name]:
         for box in one.boxes:
-            return (one.shape, one.dtype, _read(path, box.tensor, 0, HEAD_NBYTES))
-    return held[0].shape, held[0].dtype, b""
+            return (one.shape, one.dtype, _read(model.files.paths[rank], box.tensor, 0, HEAD_NBYTES))
+    _, one = model.held[name].first
+    return one.shape, one.dtype, b""
 
 
 def is_same(model: Model, name: str, other: str) -> bool:
     """Tell whether two names have the same bytes on every rank: by the checksums in the files, or else by reading."""
     ours, theirs = model.held[name], model.held[other]
-    if (ours[0].shape, ours[0].dtype) != (theirs[0].shape, theirs[0].dtype):
+    if (ours.first[1].shape, ours.first[1].dtype) != (theirs.first[1].shape, theirs.first[1].dtype):
         return False
-    for path, sums, a, b in zip(model.files.paths, model.sums, ours, theirs, strict=True):
+    for (rank, a), (_, b) in zip(ours, theirs, strict=True):
         if [(x.offsets, x.sizes) for x in a.boxes] != [(x.offsets, x.sizes) for x in b.boxes]:
             return False
-        if not all(_is_equal(path, sums, x.tensor, y.tensor) for x, y in zip(a.boxes, b.boxes, strict=True)):
+        if not all(_is_equal(model, rank, x.tensor, y.tensor) for x, y in zip(a.boxes, b.boxes, strict=True)):
             return False
     return True
 
 
-def _is_equal(path: str, sums: dict[int, tuple[int, int]], one: Tensor, other: Tensor) -> bool:
+def _is_equal(model: Model, rank: int, one: Tensor, other: Tensor) -> bool:
     if identity_of(one) == identity_of(other):
         return True
     if not (one.is_contiguous and other.is_contiguous):
         return False
-    a, b = sums.get(one.offset), sums.get(other.offset)
+    a, b, path = model.sum(rank, one), model.sum(rank, other), model.files.paths[rank]
     if a is not None and b is not None and a[0] == b[0] == one.nbytes:
         return a == b
     starts = range(0, one.nbytes, READ_NBYTES)

@@ -16,20 +16,20 @@ to be the cells of a grid: then no element is missing or there twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, about
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
 from zckpt.state import Checkpoint, Duplicate, Parameter, Shape, Slot
 from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
-from zckpt.state.spans import CutFiles, CutSpans, position
+from zckpt.state.spans import Chosen, CutFiles, CutSpans, position
 from zckpt.state.views import placed
-from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children
+from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children, filled
 
 REPLICATE, SHARD, STRIDED = "Replicate", "Shard", "_StridedShard"
 
@@ -105,14 +105,14 @@ class Placement:
     split_factor: int = 1
 
 
-def read_mesh(node: object) -> Mesh:
-    """Return the mesh that a pickled `DeviceMesh` is.
+def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
+    """Return the mesh that a pickled `DeviceMesh` is; `numbers`: of its file, where the tree has blanks.
 
     Raises UnsupportedError: it does not say how large it is, or where in it the rank is.
     """
     if not isinstance(node, Object) or not node.qualified.endswith("DeviceMesh"):
         raise DamagedFileError("a DTensor without a mesh", found=brief(node, 60))
-    sizes, coordinate = _sizes(node), integers(node.get("_coordinate_on_dim"))
+    sizes, coordinate = _sizes(node), integers(filled(node.get("_coordinate_on_dim"), numbers))
     names = node.get("_mesh_dim_names", node.get("mesh_dim_names"))
     if sizes is None or coordinate is None or len(sizes) != len(coordinate) or len(sizes) > MAX_MESH_DIMENSIONS:
         raise UnsupportedError(
@@ -125,11 +125,11 @@ def read_mesh(node: object) -> Mesh:
     known = names if isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names) else ()
     device = node.get("_device_type", node.get("device_type"))
     device = device if isinstance(device, str) else ""
-    return Mesh(sizes, coordinate, tuple(known), device, _rank(node, sizes, coordinate))
+    return Mesh(sizes, coordinate, tuple(known), device, _rank(node, sizes, coordinate, numbers))
 
 
-def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int]) -> int | None:
-    rank, ranks = node.get("_rank"), integers(node.get("_flatten_mesh_list"))
+def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int], numbers: Sequence[int | str]) -> int | None:
+    rank, ranks = filled(node.get("_rank"), numbers), integers(node.get("_flatten_mesh_list"))
     if type(rank) is int:
         return rank
     if ranks is None or len(ranks) != math.prod(sizes):
@@ -296,6 +296,12 @@ class Held:
         Of a DTensor, or of the process groups of a ShardedTensor: copies by shards.
     is_parameter : bool
         Whether FSDP has shown that it is one: what it has cut, or put together again.
+    local : Tensor or None
+        The elements that a DTensor has, or none of them.
+    placements : tuple of Placement
+        Of a DTensor.
+    at : int
+        Which of the meshes of its file its mesh is.
     """
 
     kind: str
@@ -304,6 +310,9 @@ class Held:
     boxes: tuple[Box, ...]
     mesh: Mesh | None = None
     is_parameter: bool = True
+    local: Tensor | None = None
+    placements: tuple[Placement, ...] = ()
+    at: int = 0
 
 
 def elements(node: object) -> object:
@@ -373,11 +382,16 @@ def _data_of(node: object) -> object:
 
 
 class RankReader:
-    """Reads the tensors of one rank's file, which share meshes and placements."""
+    """Reads the tensors of one rank's file, which share meshes and placements.
 
-    def __init__(self) -> None:
-        self._specs: dict[int, tuple[Mesh, tuple[Placement, ...]]] = {}
-        self._meshes: dict[int, Mesh] = {}
+    `numbers`: of the file; `meshes`: the nodes of its meshes, and what each is.
+    """
+
+    def __init__(self, numbers: Sequence[int | str] = ()) -> None:
+        self._specs: dict[int, tuple[int, tuple[Placement, ...]]] = {}
+        self._at: dict[int, int] = {}
+        self._numbers = numbers
+        self.meshes: list[tuple[object, Mesh]] = []
 
     def held(self, node: object) -> Held | None:
         """Return what a node is of a tensor; None if it is none.
@@ -400,25 +414,20 @@ class RankReader:
         local, spec = _data_of(node.get("_local_tensor")), node.get("_spec")
         if not isinstance(local, Tensor) or not isinstance(spec, Object):
             raise UnsupportedError("a DTensor without local elements", expected="a local tensor", found=brief(local))
-        mesh, placements = self._spec(spec)
-        offsets, sizes = box_of(node.shape, placements, mesh)
-        if local.shape != sizes:
-            raise DamagedFileError(
-                f"a DTensor of shape {node.shape} whose local tensor does not fit its mesh",
-                expected=f"shape {sizes}",
-                found=local.shape,
-            )
-        boxes = (Box(offsets, sizes, local),) if local.numel else ()
-        return Held(DTENSOR, node.shape, local.dtype, boxes, mesh)
+        at, placements = self._spec(spec)
+        return _dtensor(
+            Held(DTENSOR, node.shape, local.dtype, (), None, True, local, placements, at), self.meshes[at][1]
+        )
 
-    def _spec(self, spec: Object) -> tuple[Mesh, tuple[Placement, ...]]:
-        """Return the mesh and the placements of a spec; both are objects that many tensors share."""
+    def _spec(self, spec: Object) -> tuple[int, tuple[Placement, ...]]:
+        """Return which mesh a spec has, and its placements; both are objects that many tensors share."""
         known = self._specs.get(id(spec))  # the file's tree keeps both, so that their ids stay their own
         if known is None:
             mesh = spec.get("mesh")
-            if id(mesh) not in self._meshes:
-                self._meshes[id(mesh)] = read_mesh(mesh)
-            known = self._specs[id(spec)] = self._meshes[id(mesh)], read_placements(spec.get("placements"))
+            if id(mesh) not in self._at:
+                self._at[id(mesh)] = len(self.meshes)
+                self.meshes.append((mesh, read_mesh(mesh, self._numbers)))
+            known = self._specs[id(spec)] = self._at[id(mesh)], read_placements(spec.get("placements"))
         return known
 
     def _sharded(self, node: MetaTensor) -> Held:
@@ -449,6 +458,19 @@ class RankReader:
         return Box(offsets, sizes, tensor)
 
 
+def _dtensor(held: Held, mesh: Mesh) -> Held:
+    """Return what a rank has of a DTensor, in whose file the mesh is this one. Raises DamagedFileError: it is not."""
+    local = held.local
+    offsets, sizes = box_of(held.shape, held.placements, mesh)
+    if local is None or local.shape != sizes:
+        raise DamagedFileError(
+            f"a DTensor of shape {held.shape} whose local tensor does not fit its mesh",
+            expected=f"shape {sizes}",
+            found=None if local is None else local.shape,
+        )
+    return replace(held, mesh=mesh, boxes=(Box(offsets, sizes, local),) if local.numel else ())
+
+
 def _groups(state: object) -> Mesh | None:
     """Return the process group that a ShardedTensor was cut for, as the last dimension of a mesh of all ranks."""
     group = state[2] if isinstance(state, tuple) and len(state) > 2 else None
@@ -463,14 +485,111 @@ Cell = tuple[Shape, Shape]
 """Offsets and sizes of a box."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Ranks that have rows of a tensor in turn, `width` elements each, and whose trees they have: see `RankFiles`."""
+
+    ranks: tuple[int, ...]
+    width: int
+    trees: tuple[int, ...]
+    which: tuple[int, ...]
+
+
 class RankFiles:
-    """The files of one kind (`model`, `optim`), by rank; gives the tensors of several ranks their files."""
+    """The files of one kind (`model`, `optim`), by rank; gives the tensors of several ranks their files.
+
+    Of those that share a tree all have what the first has, but for the numbers of their meshes. `tree`: for each rank,
+    which is the first that has its tree.
+    """
 
     def __init__(self, paths: Sequence[str]) -> None:
         self.paths = tuple(paths)
         self.lost = [rank for rank, path in enumerate(paths) if is_lost(path)]
         self.there = [rank for rank in range(len(paths)) if rank not in self.lost]
+        self.tree = [self.lost[0] if rank in self.lost else rank for rank in range(len(paths))]
+        self._trees: dict[int, tuple[object, int, RankReader]] = {}
+        self._meshes: dict[int, list[Mesh]] = {}
         self._known: dict[tuple[int, ...], tuple[tuple[str, ...], dict[str, int]]] = {}
+        self._turns: dict[object, list[_Turn] | None] = {}
+
+    def begin(self, rank: int, file: TorchFile) -> tuple[int, RankReader]:
+        """Return the first rank whose file has the tree that a rank's has, and what reads that."""
+        if id(file.storages) not in self._trees:
+            self._trees[id(file.storages)] = file.storages, rank, RankReader(file.numbers)
+        _, first, reader = self._trees[id(file.storages)]
+        self.tree[rank] = first
+        if first != rank:
+            self._meshes[rank] = [read_mesh(node, file.numbers) for node, _ in reader.meshes]
+        return first, reader
+
+    def of(self, rank: int, held: Held) -> Held:
+        """Return what a rank has, given what the first of its group has."""
+        if held.local is None or rank not in self._meshes:
+            return held
+        with about(self.paths[rank]):
+            return _dtensor(held, self._meshes[rank][held.at])
+
+    def turns(self, across: Across) -> list[_Turn] | None:
+        """Return each copy of a DTensor that ranks have in turn; None of what is cut otherwise, or does not fit.
+
+        It depends on shapes and meshes alone, which thousands of tensors have in common.
+        """
+        helds = across.by_tree
+        one = next(iter(helds.values()))
+        if self.lost or any((x.kind, x.shape, x.dtype, x.placements) != (DTENSOR, one.shape, one.dtype, one.placements)
+                            for x in helds.values()):  # fmt: skip
+            return None
+        key = (
+            one.shape,
+            one.placements,
+            *((tree, x.at, x.local.shape if x.local else None) for tree, x in helds.items()),
+        )
+        if key not in self._turns:
+            self._turns[key] = self._turns_of(across)
+        return self._turns[key]
+
+    def _turns_of(self, across: Across) -> list[_Turn] | None:
+        try:
+            held = list(across)
+        except SourceError:  # which is raised where it is said of which tensor
+            return None
+        _, first = held[0]
+        if any(one.mesh is not None and one.mesh.rank not in (None, rank) for rank, one in held):
+            return None
+        cells: dict[Cell, list[int]] = {}
+        for rank, one in held:
+            for box in one.boxes:
+                cells.setdefault((box.offsets, box.sizes), []).append(rank)
+        ordered = sorted(cells.items())
+        counts = {len(holders) for _, holders in ordered}
+        width = _rows([cell for cell, _ in ordered], first.shape)
+        if len(counts) != 1 or not width or not _is_grid(first.shape, cells):
+            return None
+        found = []
+        for turn in range(counts.pop()):
+            ranks = tuple(holders[turn] for _, holders in ordered)
+            trees = tuple(dict.fromkeys(self.tree[rank] for rank in ranks))
+            at = {tree: number for number, tree in enumerate(trees)}
+            found.append(_Turn(ranks, width, trees, tuple(at[self.tree[rank]] for rank in ranks)))
+        return found
+
+    def _in_turn(self, name: str, across: Across, turn: _Turn) -> Slot | None:
+        """Return a slot that ranks have in turn; None where their tensors are not all alike and dense."""
+        tensors = [across.by_tree[tree].boxes[0].tensor for tree in turn.trees]
+        first = tensors[0]
+        for tree, one in zip(turn.trees, tensors, strict=True):
+            if unresolved(one, self.paths[tree]) or not one.is_contiguous or one.byteorder != first.byteorder:
+                return None
+        offsets = Chosen(turn.which, tuple(one.offset for one in tensors))
+        files = self._files(turn.ranks, offsets, first)
+        whole = across.first[1]
+        return Slot(name, whole.dtype, whole.shape, CutSpans(files, whole.shape, 0, turn.width))
+
+    def _files(self, ranks: tuple[int, ...], offsets: Sequence[int], like: Tensor) -> CutFiles:
+        if ranks not in self._known:  # what files have in common is kept once for all parameters
+            self._known[ranks] = tuple(self.paths[rank] for rank in ranks), {}
+        paths, indexes = self._known[ranks]
+        return CutFiles(paths, offsets, like.dtype, like.byteorder, indexes)
 
     def cut(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> CutFiles | None:
         """Return one tensor in each of some ranks' files as a line; None where they are not all alike and dense."""
@@ -478,12 +597,9 @@ class RankFiles:
         for rank, one in zip(ranks, tensors, strict=True):
             if unresolved(one, self.paths[rank]) or not one.is_contiguous or one.byteorder != first.byteorder:
                 return None
-        if ranks not in self._known:  # what files have in common is kept once for all parameters
-            self._known[ranks] = tuple(self.paths[rank] for rank in ranks), {}
-        paths, indexes = self._known[ranks]
-        return CutFiles(paths, tuple(one.offset for one in tensors), first.dtype, first.byteorder, indexes)
+        return self._files(ranks, tuple(one.offset for one in tensors), first)
 
-    def joined(self, name: str, label: str, held: Sequence[tuple[int, Held]]) -> list[tuple[int, Slot]]:
+    def joined(self, name: str, label: str, across: Across) -> list[tuple[int, Slot]]:
         """Return each whole copy of a slot that ranks have, and the first rank of those that it is on.
 
         Parameters
@@ -492,8 +608,7 @@ class RankFiles:
             Of the slot.
         label : str
             What to call it in messages: the parameter.
-        held : sequence of (int, Held)
-            Ranks, in order, and what each has.
+        across : Across
 
         Raises
         ------
@@ -504,6 +619,11 @@ class RankFiles:
         UnsupportedError
             They have flattened pieces of which nothing says where they lie.
         """
+        in_turn = [(min(turn.ranks), self._in_turn(name, across, turn)) for turn in self.turns(across) or ()]
+        found = [(rank, slot) for rank, slot in in_turn if slot is not None]
+        if found and len(found) == len(in_turn):
+            return found
+        held = list(across)
         rank, first = held[0]
         if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, first.dtype)}:
             sizes = [one.shape[0] for _, one in held]  # where all ranks have nothing, it is an empty parameter
@@ -568,29 +688,16 @@ class RankFiles:
         ]
 
     def _slot(self, name: str, one: Held, pieces: Sequence[tuple[Cell, int, Tensor]]) -> Slot:
-        rows = [sizes[0] for (_, sizes), _, _ in pieces if sizes and sizes[1:] == one.shape[1:]]
-        # Whole rows, as many on each rank but the last, are a rule.
-        if len(pieces) == len(rows) > 1 and set(rows[:-1]) == {rows[0]} and rows[-1] <= rows[0]:
+        width = _rows([cell for cell, _, _ in pieces], one.shape)
+        if width:
             files = self.cut(tuple(rank for _, rank, _ in pieces), [tensor for _, _, tensor in pieces])
             if files is not None:
-                width = rows[0] * math.prod(one.shape[1:])
                 return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
         return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
 
     def _check(self, label: str, shape: Shape, cells: dict[Cell, list[tuple[int, Tensor]]]) -> None:
         """Raise unless boxes are the cells of a grid over the whole tensor."""
-        axes = []
-        for dim, whole in enumerate(shape):
-            ranges = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in cells})
-            end = 0
-            for low, size in ranges:
-                end = low + size if low == end else -1
-            axes.append(ranges if end == whole else [])
-        if (
-            cells
-            and math.prod(map(len, axes)) == len(cells)
-            and all((tuple(low for low, _ in cell), tuple(n for _, n in cell)) in cells for cell in product(*axes))
-        ):
+        if _is_grid(shape, cells):
             return
         held = sum(math.prod(sizes) for _, sizes in cells)
         raise LayoutError(
@@ -601,6 +708,51 @@ class RankFiles:
             advice="rank files are missing, or from other runs",
             parameters=[label],
         )
+
+
+def _is_grid(shape: Shape, cells: Collection[Cell]) -> bool:
+    """Tell whether boxes are the cells of a grid over a whole tensor."""
+    axes = []
+    for dim, whole in enumerate(shape):
+        ranges = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in cells})
+        end = 0
+        for low, size in ranges:
+            end = low + size if low == end else -1
+        axes.append(ranges if end == whole else [])
+    return bool(
+        cells
+        and math.prod(map(len, axes)) == len(cells)
+        and all((tuple(low for low, _ in cell), tuple(n for _, n in cell)) in cells for cell in product(*axes))
+    )
+
+
+def _rows(cells: Sequence[Cell], shape: Shape) -> int:
+    """Return how many elements of whole rows each box but the last has, which may have fewer; 0 of other boxes."""
+    rows = [sizes[0] for _, sizes in cells if sizes and sizes[1:] == shape[1:]]
+    are_alike = len(cells) == len(rows) > 1 and set(rows[:-1]) == {rows[0]} and rows[-1] <= rows[0]
+    return rows[0] * math.prod(shape[1:]) if are_alike else 0
+
+
+@dataclass(slots=True)
+class Across:
+    """What ranks have of one tensor: of those whose files share a tree, what the first has.
+
+    `by_tree`: by that rank, in order; ranks of other trees have nothing.
+    """
+
+    files: RankFiles
+    by_tree: dict[int, Held] = field(default_factory=dict)
+
+    @property
+    def first(self) -> tuple[int, Held]:
+        """The first rank, and what it has."""
+        return next(iter(self.by_tree.items()))
+
+    def __iter__(self) -> Iterator[tuple[int, Held]]:
+        """Yield each rank that has any of it, in order, and what that has."""
+        for rank, tree in enumerate(self.files.tree):
+            if tree in self.by_tree:
+                yield rank, self.files.of(rank, self.by_tree[tree])
 
 
 def add(

@@ -92,7 +92,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
 
 
 def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
-    firsts = [held[0] for held in model.held.values()]
+    firsts = [held.first[1] for held in model.held.values()]
     meshes = dict.fromkeys(one.mesh for one in firsts if one.mesh is not None)
     device = next(iter(meshes)).device if meshes else ""
     if device:

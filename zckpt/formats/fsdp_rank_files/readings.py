@@ -14,6 +14,7 @@ parameter's. Names come from the model's file, in its order.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -138,23 +139,31 @@ class _Solver:
             found = [*self.flat(), *found]
         return found
 
-    def held(self, key: Key) -> list[Held]:
-        """Return what ranks have of the slot that shows a parameter's shape: the one of most dimensions."""
+    @cached_property
+    def counts(self) -> Counter[int]:
+        """How many of the ranks share each tree."""
+        return Counter(self.optimizer.files.tree[rank] for rank in self.ranks)
+
+    def held(self, key: Key) -> list[tuple[Held, int]]:
+        """Return what so many ranks have of the slot that shows a parameter's shape: the one of most dimensions."""
         slots = self.optimizer.cut(key).values()
-        found = [[one for rank, one in held if rank in self.ranks] for held in slots]
-        return max(found, key=lambda held: max((len(one.shape), math.prod(one.shape)) for one in held), default=[])
+        found = [
+            [(one, self.counts[tree]) for tree, one in held.by_tree.items() if self.counts[tree]] for held in slots
+        ]
+        return max(found, key=lambda held: max((len(one.shape), math.prod(one.shape)) for one, _ in held), default=[])
 
     def fits(self, kind: str, key: Key, shape: Shape) -> bool:
         """Tell whether a parameter of some shape, or a flat one of so many elements, may have the state."""
         held = self.held(key)
         if not held or kind == WHOLE:
-            return all(one.shape == shape for one in held)
+            return all(one.shape == shape for one, _ in held)
         if not _is_line(held):
             return False
         if kind == PIECES:
-            return sum(one.shape[0] for one in held) == math.prod(shape)
-        width, count = held[0].shape[0], len(self.ranks)
-        return len(held) == count and {one.shape for one in held} == {(width,)} and -(-shape[0] // count) == width
+            return sum(one.shape[0] * ranks for one, ranks in held) == math.prod(shape)
+        width, count = held[0][0].shape[0], len(self.ranks)
+        is_whole = sum(ranks for _, ranks in held) == count
+        return is_whole and {one.shape for one, _ in held} == {(width,)} and -(-shape[0] // count) == width
 
     def named(self) -> Reading:
         """Return the names that the program saved, as the model's files have them."""
@@ -165,12 +174,12 @@ class _Solver:
             name = known.get(str(key), str(key))
             one = parameters.get(name)
             # State of several shapes is factored, and none of them need be the parameter's.
-            factored = len({held[0][1].shape for held in self.optimizer.cut(key).values()}) > 1
+            factored = len({held.first[1].shape for held in self.optimizer.cut(key).values()}) > 1
             if one is not None and not factored and not self.fits(WHOLE, key, one.shape):
                 raise UnsupportedError(
                     f"the state of {name} has another shape than the parameter",
                     expected=one.shape,
-                    found=self.held(key)[0].shape,
+                    found=self.held(key)[0][0].shape,
                 )
             found[key] = (name if one is None else one.tied_to or name,)
         return Reading(WHOLE, found)
@@ -214,7 +223,7 @@ class _Solver:
             return reading
         trained = {name for key, names in reading.names.items() if self.optimizer.cut(key) for name in names}
         known = {name for names in reading.names.values() for name in names} | {alias for alias, _ in reading.ties}
-        shapes = {name: held[0].shape for name, held in self.model.held.items()}
+        shapes = {name: held.first[1].shape for name, held in self.model.held.items()}
         if all(name in known or len(shape) < 2 for name, shape in shapes.items()):
             return reading
         more = [
@@ -251,7 +260,7 @@ class _Solver:
             held = self.held(key)
             for end, name in enumerate(given[begin:], begin + 1):
                 numel += self.numel([name])
-                if held and numel > held[0].shape[0] * len(self.ranks):
+                if held and numel > held[0][0].shape[0] * len(self.ranks):
                     break
                 if self.fits(FLAT, key, (numel,)):
                     yield tuple(given[begin:end]), end
@@ -283,8 +292,8 @@ class _Solver:
         return Reading(FLAT, found, tuple(ties))
 
 
-def _is_line(held: Sequence[Held]) -> bool:
-    return all(one.kind == PLAIN and len(one.shape) == 1 for one in held)
+def _is_line(held: Sequence[tuple[Held, int]]) -> bool:
+    return all(one.kind == PLAIN and len(one.shape) == 1 for one, _ in held)
 
 
 def _one_each(pairs: Iterable[tuple[Key, str]]) -> dict[Key, tuple[str, ...]]:
@@ -341,16 +350,16 @@ def shard_groups(model: Model, world_size: int) -> list[list[int]]:
     The last dimension of FSDP's mesh is the one that cuts, one before it copies. Where tensors have meshes of several
     forms, as under tensor parallelism, all ranks are one group, in which no flat parameter will fit.
     """
-    sharded = [held for held in model.held.values() if held[0].kind != PLAIN]
+    sharded = [held for held in model.held.values() if held.first[1].kind != PLAIN]
     if not sharded:
         return [[rank] for rank in range(world_size)]
-    meshes = [one.mesh for one in sharded[0]]
+    meshes = [one.mesh for _, one in sharded[0]]
     groups: dict[tuple[int, ...], dict[int, int]] = {}
     for rank, mesh in enumerate(meshes):
         if mesh is not None:
             groups.setdefault(mesh.coordinate[:-1], {})[mesh.coordinate[-1]] = rank
     size = max((mesh.sizes[-1] for mesh in meshes if mesh is not None), default=0)
-    alike = {held[0].mesh.sizes for held in sharded if held[0].mesh is not None}
+    alike = {held.first[1].mesh.sizes for held in sharded if held.first[1].mesh is not None}
     if len(alike) != 1 or {len(shards) for shards in groups.values()} != {size} or size * len(groups) != world_size:
         return [list(range(world_size))]
     return [[shards[at] for at in range(size)] for _, shards in sorted(groups.items())]
@@ -372,7 +381,7 @@ class _Giving:
         for owner in owners:
             owner.group = group
         for slot, held in tensors.items():
-            rank, first = held[0]
+            rank, first = held.first
             if first.shape == () and first.kind == PLAIN:
                 for owner in owners:
                     owner.slots[slot] = slot_of(slot, first.boxes[0].tensor, files.paths[rank])
@@ -394,7 +403,7 @@ class _Giving:
                 ]
         if not names and not self.optimizer.has_state(key):
             return []
-        shape = shown_shape({slot: [held[0][1].shape] for slot, held in self.optimizer.cut(key).items()})
+        shape = shown_shape({slot: [held.first[1].shape] for slot, held in self.optimizer.cut(key).items()})
         return [
             checkpoint.parameters.get(name) or keep_number(checkpoint, name, shape) for name in names or (str(key),)
         ]
