@@ -181,7 +181,11 @@ def look(
                 text = text or read_digests(place).text
         if text is None and fingerprint and why is None:
             text = fingerprint_of(first, **shared).text
-    files = dict(files_of(unit.path))
+    files: dict[Path, os.stat_result] = {}
+    try:
+        files |= files_of(unit.path)
+    except SourceError as error:
+        why = why or str(error)
     trackers, links = around.naming(unit.path)
     return Recorded(
         str(unit.path),
@@ -200,11 +204,23 @@ def look(
 
 
 def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield a file, or all files below a directory, with what the system says of each; of links, of themselves."""
-    for one in (path, *path.rglob("*")):
-        with suppress(FileNotFoundError):  # it is being written
-            if not stat.S_ISDIR((about := one.lstat()).st_mode):
+    """Yield a file, or all files below a directory, with what the system says of each; of links, of themselves.
+
+    Raises SourceError: one cannot be looked at. What has gone meanwhile is left out.
+    """
+    waiting = [path]
+    while waiting:
+        one = waiting.pop()
+        try:
+            about = one.lstat()
+            if stat.S_ISDIR(about.st_mode):
+                waiting += [one / name for name in os.listdir(one)]  # noqa: PTH208  # names are all that is needed
+            else:
                 yield one, about
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise SourceError("cannot be read", path=one, found=error.strerror) from error
 
 
 @dataclass(frozen=True, slots=True)

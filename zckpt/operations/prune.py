@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zckpt.compare.digests import digests_path_of_file
-from zckpt.errors import UsageError, listed
+from zckpt.errors import SourceError, UsageError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.account.inventory import is_stranger
 from zckpt.formats.companions import trainer_account
@@ -26,6 +26,7 @@ from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
 from zckpt.state import Brief, Document, as_float, document
 from zckpt.storage.durable import finish_removals, remove
+from zckpt.storage.files import is_file
 from zckpt.storage.ownership import REMOVED
 from zckpt.storage.packed.store import is_store
 from zckpt.storage.remote import is_url
@@ -257,9 +258,12 @@ def _kept(one: _Seen, run: Path, around: Around, settle: float) -> str | None:
         return f"named by {names}"
     if time.time() - max(one.record.saved, one.unit.path.stat().st_mtime) < settle:
         return f"changed less than {settle:g} s ago (--settle)"
-    for path, about in files_of(one.unit.path):
-        if path.is_symlink() or about.st_nlink > 1:
-            return f"{path.name} is {'a link' if path.is_symlink() else 'linked'}"
+    try:
+        for path, about in files_of(one.unit.path):
+            if path.is_symlink() or about.st_nlink > 1:
+                return f"{path.name} is {'a link' if path.is_symlink() else 'linked'}"
+    except SourceError as error:
+        return f"not sound: {error}"
     return None
 
 
@@ -300,14 +304,15 @@ def _removed(one: Judged, run: Path, every: Sequence[Unit], failed: list[str]) -
     """Remove a checkpoint, unless it has come into use since it was looked at."""
     path = Path(one.checkpoint.path)
     trackers, links = Around.of(run, every).naming(path)
-    newest = max((about.st_mtime for _, about in files_of(path)), default=0.0)
-    if trackers or links or newest != one.checkpoint.saved:
-        return replace(one, goes=False, why="it has come into use")
     try:
-        if path.is_file():
+        newest = max((about.st_mtime for _, about in files_of(path)), default=0.0)
+        if trackers or links or newest != one.checkpoint.saved:
+            return replace(one, goes=False, why="it has come into use")
+        if is_file(path):
             digests_path_of_file(path).unlink(missing_ok=True)
         remove(path)
-    except OSError as error:
-        failed.append(f"{path}: {error.strerror}")
-        return replace(one, goes=False, why=f"cannot be removed: {error.strerror}")
+    except (OSError, SourceError) as error:
+        why = error.strerror if isinstance(error, OSError) else error.found
+        failed.append(f"{path}: {why}")
+        return replace(one, goes=False, why=f"cannot be removed: {why}")
     return one
