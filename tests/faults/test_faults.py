@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import tempfile
 import traceback
@@ -166,7 +167,8 @@ class Run:
         if not hit:
             return "not reached", []
         wrong, said = [], self.said.read_text()
-        if status == 0 and not (self.is_done() or (self.verb.may_stay and "not sound" in said)):
+        stays = self.verb.may_stay and re.search("not sound|(?:could|is) not remove", said)
+        if status == 0 and not (self.is_done() or stays):
             wrong.append("success, and not what it should be")
         elif status:
             wrong += self.told(status, said)

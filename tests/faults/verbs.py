@@ -42,7 +42,7 @@ class Verb:
         Tells, by what was whole before, is now, and is where nothing fails, whether that may be. By default it is one
         of both.
     may_stay : bool
-        It leaves alone what it cannot read, and says so: that is no failure.
+        It leaves alone what it cannot read or remove, and says so: that is no failure.
     """
 
     arguments: tuple[str, ...] | Callable[[Path], object]
@@ -62,11 +62,13 @@ class Verb:
 
 def called(function: Callable[[Path], object], out: Path) -> CompletedProcess[str]:
     """Call a function as the command line calls a verb."""
-    try:
-        function(out)
-    except ZckptError as error:
-        return CompletedProcess([], error.exit_status, "", f"zckpt: {error}\n")
-    return CompletedProcess([], 0, "", "")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            function(out)
+        except ZckptError as error:
+            return CompletedProcess([], error.exit_status, "", f"zckpt: {error}\n")
+    return CompletedProcess([], 0, "", "".join(f"{one.message}\n" for one in warned))
 
 
 def tree(top: Path) -> Tree:
@@ -302,6 +304,6 @@ VERBS: dict[str, Verb] = {
     ),
     "save": Verb(save_over, whole=whole_saves),
     "save-over": Verb(save_over, before=lambda out: save_over(out, 1), whole=whole_saves),
-    "Checkpointer": Verb(saved, before=lambda out: saved(out, 1, 2), whole=whole_run, allowed=in_units),
+    "Checkpointer": Verb(saved, before=lambda out: saved(out, 1, 2), whole=whole_run, allowed=in_units, may_stay=True),
     "Checkpointer-first": Verb(saved, whole=whole_run, allowed=in_units),
 }

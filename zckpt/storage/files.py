@@ -147,9 +147,14 @@ def is_directory(path: str | os.PathLike[str]) -> bool:
     return S_ISDIR(_mode(path))
 
 
-def _mode(path: str | os.PathLike[str]) -> int:
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Tell whether there is anything, be it a link to nothing; errors are those of `is_file`."""
+    return _mode(path, follow_symlinks=False) != 0
+
+
+def _mode(path: str | os.PathLike[str], *, follow_symlinks: bool = True) -> int:
     try:
-        return os.stat(path).st_mode  # noqa: PTH116  # of which pathlib takes some errors for an answer
+        return os.stat(path, follow_symlinks=follow_symlinks).st_mode  # noqa: PTH116  # pathlib hides some errors
     except ValueError:
         return 0
     except OSError as error:

@@ -15,7 +15,6 @@ What somebody copied there, made there, or put in the place of one is not, and i
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ from zckpt.operations.small_file import write_text
 from zckpt.optim.ranks import Place
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import recover, remove_leftovers, target_of_old
-from zckpt.storage.files import is_directory, read_whole
+from zckpt.storage.files import is_directory, is_there, read_whole
 from zckpt.storage.ownership import check_replaceable, check_unfinished, directories_above
 
 RECORD = "checkpointer.json"
@@ -135,7 +134,7 @@ def read_record(directory: Path) -> Record:
             raise ValueError(f"a checkpoint called {name!r}")
         return Written(name, identity)
 
-    if not os.path.lexists(path):
+    if not is_there(path):
         return Record()
     with document(path, FORMAT, "is not a Checkpointer's record", "use a separate directory for the run") as found:
         saved, saving = tuple(written(*row) for row in found["saved"]), found["saving"]
@@ -247,11 +246,11 @@ class RunPlace:
                 from zckpt.storage.remote.mount import mount_of
 
                 mount_of(directory).uploads(directory / left.name, is_directory=True).begin()
-                if left.is_in(directory) and not os.path.lexists(directory / left.name / DOCUMENT_NAME):
+                if left.is_in(directory) and not is_there(directory / left.name / DOCUMENT_NAME):
                     _remove_stored(directory / left.name)
             saved = record.with_saved(left).saved if left is not None and left.is_in(directory) else record.saved
             is_own = any(one.name == checkpoint.name and one.is_in(directory) for one in saved)
-            if not is_own and os.path.lexists(path):
+            if not is_own and is_there(path):
                 raise TargetExistsError("exists, but no Checkpointer wrote it", path=path, advice="move it away")
         self._write(Record(saved, checkpoint, before))
         return is_own
@@ -311,7 +310,7 @@ class RunPlace:
             if is_there and unsound(self.checkpoint(checkpoint.name)) is None:
                 kept += 1
         with self.seen() as directory:
-            remaining = Record((*(one for one in before if os.path.lexists(directory / one.name)), last))
+            remaining = Record((*(one for one in before if is_there(directory / one.name)), last))
         if remaining != record:
             self._write(remaining)
 
