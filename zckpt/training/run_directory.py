@@ -306,8 +306,8 @@ class RunPlace:
                 told += self.remove(checkpoint)
                 continue
             with self.seen() as directory:
-                is_there = checkpoint.is_in(directory)
-            if is_there and unsound(self.checkpoint(checkpoint.name)) is None:
+                remains = checkpoint.is_in(directory)
+            if remains and unsound(self.checkpoint(checkpoint.name)) is None:
                 kept += 1
         with self.seen() as directory:
             remaining = Record((*(one for one in before if is_there(directory / one.name)), last))

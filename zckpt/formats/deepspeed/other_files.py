@@ -116,11 +116,13 @@ def _scheduler(job: Job, path: Path, notes: list[str]) -> TargetFile:
 
 def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes."""
-    source, held = job.source, {file.path for file in job.checkpoint.files if file.role != METADATA_ROLE}
+    source = job.source
     others, left_out = beside_tag(source, Path(job.checkpoint.source))
     if not is_run(job):  # a Trainer's without DeepSpeed, which has its model and optimizer here, or in directories
-        others = [(name, path) for name, path in others if name == path.name and name not in INDEXES]
-    others = [(name, path) for name, path in others if str(path) not in held]
+        held = {file.path for file in job.checkpoint.files if file.role != METADATA_ROLE}
+        others = [
+            (name, path) for name, path in others if name == path.name and name not in INDEXES and str(path) not in held
+        ]
     notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
     states: dict[int, Path] = {}
     for directory in (*job.roots, source):
