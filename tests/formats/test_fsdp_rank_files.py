@@ -35,7 +35,8 @@ from zckpt.errors import (
     UnsupportedError,
 )
 from zckpt.formats.account import take_inventory
-from zckpt.formats.fsdp_rank_files.held import SHARDED, Across, Held, RankFiles, read_mesh
+from zckpt.formats.fsdp_rank_files.across import Across, RankFiles
+from zckpt.formats.fsdp_rank_files.held import SHARDED, Held, read_mesh
 from zckpt.torchfile import Global, Object, Storage, Tensor
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

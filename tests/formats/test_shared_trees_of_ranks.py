@@ -23,7 +23,7 @@ from zckpt.errors import SourceError
 from zckpt.formats import alike_files, alike_patterns
 from zckpt.formats.account import inventory, ranges, take_inventory
 from zckpt.formats.alike_files import AlikeReader, glanced
-from zckpt.formats.fsdp_rank_files import held as held_by_ranks
+from zckpt.formats.fsdp_rank_files import across
 from zckpt.torchfile import Object, TorchFile, children, each, filled, plain, read_torchfile
 from zckpt.torchfile.blanks import Blank, find_blanks, run_with_blanks
 
@@ -281,7 +281,7 @@ def test_an_inventory_is_the_same_where_there_are_too_many_spans_to_list(form, w
     monkeypatch.setattr(ranges, "FEWEST_COLUMNS", 0)
     monkeypatch.setattr(inventory, "MANY", 0)
     assert content(written(**form)) == found
-    monkeypatch.setattr(held_by_ranks, "Chosen", lambda which, values: tuple(values[at] for at in which))
+    monkeypatch.setattr(across, "Chosen", lambda which, values: tuple(values[at] for at in which))
     assert content(written(**form)) == found
 
 

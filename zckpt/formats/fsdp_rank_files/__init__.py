@@ -8,8 +8,9 @@ DIR/lora_adapter/adapter_model.safetensors                LoRA's parameters once
 What ranks have of a tensor is a DTensor, a ShardedTensor, or the whole of it; the optimizer's state may also be that of
 flat parameters, in which FSDP1 keeps the parameters of a layer. No file names what is in those: see `readings`.
 
-directory   which files those are            held          what ranks' files have of a tensor, put together as spans
-contents    names, ties; values by number    units         which parameters FSDP1 has wrapped together
+directory   which files those are            held          what a rank's file has of a tensor
+contents    names, ties; values by number    across        what all ranks have of it, put together as spans
+units       which parameters FSDP1 has wrapped together
 readings    whose state each number is, and that state given to its parameters
 kept        other state, groups, zckpt.pt    writer        the files for other ranks; dtensors: the part of each
 """
@@ -75,6 +76,7 @@ class FsdpRankFiles(Format):
     writes = "verl and SkyRL: one torch file per rank, for FSDP2, or FSDP1 with flat parameters"
     options = Options
     owns = OWNED
+    every_name = True
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the files by their names: in the directory, in a step's or a role's below it."""

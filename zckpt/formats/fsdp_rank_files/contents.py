@@ -20,20 +20,9 @@ from typing import Any
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about, listed
 from zckpt.evidence import may_be_trained
 from zckpt.formats.alike_files import AlikeReader
+from zckpt.formats.fsdp_rank_files.across import Across, RankFiles, add
 from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
-from zckpt.formats.fsdp_rank_files.held import (
-    PLAIN,
-    Across,
-    Box,
-    Form,
-    Held,
-    RankFiles,
-    RankReader,
-    add,
-    elements,
-    form_of,
-    rules_of,
-)
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Box, Form, Held, RankReader, elements, form_of, rules_of
 from zckpt.formats.lost import tensor_of
 from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.optimizer import (

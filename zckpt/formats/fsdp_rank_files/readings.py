@@ -22,8 +22,9 @@ from itertools import combinations
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.evidence import NAMES_ADVICE, Evidence, keep_number, note_numbers, shown_shape, ways
+from zckpt.formats.fsdp_rank_files.across import add
 from zckpt.formats.fsdp_rank_files.contents import MEMBERS, Key, Model, Optimizer, Ties, equal_names, tie
-from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, add
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.formats.torch_files.optimizer import shared_values
 from zckpt.formats.torch_files.tensors import slot_of

@@ -1,0 +1,305 @@
+"""What all ranks have of a tensor, put together: spans of every element once, and the copies beside them.
+
+Rows that ranks hold in turn (FSDP) are a rule, `CutSpans`; any other boxes, which tensor parallelism and other
+dimensions make, are spans one by one. Boxes have to be the cells of a grid: then no element is missing or there twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from zckpt.codes import DTYPES_DIFFER, WRONG_RANK
+from zckpt.errors import LayoutError, ShardError, SourceError, UnsupportedError, about
+from zckpt.formats.fsdp_rank_files.held import DTENSOR, PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
+from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
+from zckpt.formats.torch_files.tensors import slot_of, unresolved
+from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot
+from zckpt.state.spans import Chosen
+from zckpt.state.views import placed
+from zckpt.torchfile import Tensor, TorchFile
+
+Cell = tuple[Shape, Shape]
+"""Offsets and sizes of a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Ranks that have rows of a tensor in turn, `width` elements each, and whose trees they have: see `RankFiles`."""
+
+    ranks: tuple[int, ...]
+    width: int
+    trees: tuple[int, ...]
+    which: tuple[int, ...]
+
+
+class RankFiles:
+    """The files of one kind (`model`, `optim`), by rank; gives the tensors of several ranks their files.
+
+    Of those that share a tree all have what the first has, but for the numbers of their meshes. `tree`: for each rank,
+    which is the first that has its tree.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = tuple(paths)
+        self.lost = [rank for rank, path in enumerate(paths) if is_lost(path)]
+        self.there = [rank for rank in range(len(paths)) if rank not in self.lost]
+        self.tree = [self.lost[0] if rank in self.lost else rank for rank in range(len(paths))]
+        self._trees: dict[int, tuple[object, int, RankReader]] = {}
+        self._meshes: dict[int, list[Mesh]] = {}
+        self._known: dict[tuple[int, ...], tuple[tuple[str, ...], dict[str, int]]] = {}
+        self._turns: dict[object, list[_Turn] | None] = {}
+
+    def begin(self, rank: int, file: TorchFile) -> tuple[int, RankReader]:
+        """Return the first rank whose file has the tree that a rank's has, and what reads that."""
+        if id(file.storages) not in self._trees:
+            self._trees[id(file.storages)] = file.storages, rank, RankReader(file.numbers)
+        _, first, reader = self._trees[id(file.storages)]
+        self.tree[rank] = first
+        if first != rank:
+            self._meshes[rank] = [read_mesh(node, file.numbers) for node, _ in reader.meshes]
+        return first, reader
+
+    def of(self, rank: int, held: Held) -> Held:
+        """Return what a rank has, given what the first of its group has."""
+        if held.local is None or rank not in self._meshes:
+            return held
+        with about(self.paths[rank]):
+            return with_mesh(held, self._meshes[rank][held.at])
+
+    def turns(self, across: Across) -> list[_Turn] | None:
+        """Return each copy of a DTensor that ranks have in turn; None of what is cut otherwise, or does not fit.
+
+        It depends on shapes and meshes alone, which thousands of tensors have in common.
+        """
+        helds = across.by_tree
+        one = next(iter(helds.values()))
+        if self.lost or any((x.kind, x.shape, x.dtype, x.placements) != (DTENSOR, one.shape, one.dtype, one.placements)
+                            for x in helds.values()):  # fmt: skip
+            return None
+        key = (
+            one.shape,
+            one.placements,
+            *((tree, x.at, x.local.shape if x.local else None) for tree, x in helds.items()),
+        )
+        if key not in self._turns:
+            self._turns[key] = self._turns_of(across)
+        return self._turns[key]
+
+    def _turns_of(self, across: Across) -> list[_Turn] | None:
+        try:
+            held = list(across)
+        except SourceError:  # which is raised where it is said of which tensor
+            return None
+        _, first = held[0]
+        if any(one.mesh is not None and one.mesh.rank not in (None, rank) for rank, one in held):
+            return None
+        cells: dict[Cell, list[int]] = {}
+        for rank, one in held:
+            for box in one.boxes:
+                cells.setdefault((box.offsets, box.sizes), []).append(rank)
+        ordered = sorted(cells.items())
+        counts = {len(holders) for _, holders in ordered}
+        width = _rows([cell for cell, _ in ordered], first.shape)
+        if len(counts) != 1 or not width or not _is_grid(first.shape, cells):
+            return None
+        found = []
+        for turn in range(counts.pop()):
+            ranks = tuple(holders[turn] for _, holders in ordered)
+            trees = tuple(dict.fromkeys(self.tree[rank] for rank in ranks))
+            at = {tree: number for number, tree in enumerate(trees)}
+            found.append(_Turn(ranks, width, trees, tuple(at[self.tree[rank]] for rank in ranks)))
+        return found
+
+    def _in_turn(self, name: str, across: Across, turn: _Turn) -> Slot | None:
+        """Return a slot that ranks have in turn; None where their tensors are not all alike and dense."""
+        tensors = [across.by_tree[tree].boxes[0].tensor for tree in turn.trees]
+        first = tensors[0]
+        for tree, one in zip(turn.trees, tensors, strict=True):
+            if unresolved(one, self.paths[tree]) or not one.is_contiguous or one.byteorder != first.byteorder:
+                return None
+        offsets = Chosen(turn.which, tuple(one.offset for one in tensors))
+        files = self._files(turn.ranks, offsets, first)
+        whole = across.first[1]
+        return Slot(name, whole.dtype, whole.shape, CutSpans(files, whole.shape, 0, turn.width))
+
+    def _files(self, ranks: tuple[int, ...], offsets: Sequence[int], like: Tensor) -> CutFiles:
+        if ranks not in self._known:  # what files have in common is kept once for all parameters
+            self._known[ranks] = tuple(self.paths[rank] for rank in ranks), {}
+        paths, indexes = self._known[ranks]
+        return CutFiles(paths, offsets, like.dtype, like.byteorder, indexes)
+
+    def cut(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> CutFiles | None:
+        """Return one tensor in each of some ranks' files as a line; None where they are not all alike and dense."""
+        first = tensors[0]
+        for rank, one in zip(ranks, tensors, strict=True):
+            if unresolved(one, self.paths[rank]) or not one.is_contiguous or one.byteorder != first.byteorder:
+                return None
+        return self._files(ranks, tuple(one.offset for one in tensors), first)
+
+    def joined(self, name: str, label: str, across: Across) -> list[tuple[int, Slot]]:
+        """Return each whole copy of a slot that ranks have, and the first rank of those that it is on.
+
+        Parameters
+        ----------
+        name : str
+            Of the slot.
+        label : str
+            What to call it in messages: the parameter.
+        across : Across
+
+        Raises
+        ------
+        LayoutError
+            Ranks have other shapes or types than the first, or together not every element once.
+        ShardError
+            A file is another rank's than its name says.
+        UnsupportedError
+            They have flattened pieces of which nothing says where they lie.
+        """
+        in_turn = [(min(turn.ranks), self._in_turn(name, across, turn)) for turn in self.turns(across) or ()]
+        found = [(rank, slot) for rank, slot in in_turn if slot is not None]
+        if found and len(found) == len(in_turn):
+            return found
+        held = list(across)
+        rank, first = held[0]
+        if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, first.dtype)}:
+            sizes = [one.shape[0] for _, one in held]  # where all ranks have nothing, it is an empty parameter
+            if 0 in sizes and len(set(sizes)) > 1:
+                raise UnsupportedError(
+                    f"{label} is in one-dimensional pieces, and no file says where they lie, as in a "
+                    "LOCAL_STATE_DICT of FSDP1 with use_orig_params",
+                    path=self.paths[rank],
+                    expected="a tensor that every rank has whole, or a sharded tensor",
+                    found=f"{', '.join(map(str, sizes[:8]))} elements",
+                    advice="load it in its own program and save it as SHARDED_STATE_DICT",
+                )
+        for other, one in held:
+            if one.mesh is not None and one.mesh.rank not in (None, other):
+                raise ShardError(
+                    "is another rank's file",
+                    path=self.paths[other],
+                    expected=f"rank {other}",
+                    found=f"rank {one.mesh.rank}",
+                    code=WRONG_RANK,
+                    ranks=[other],
+                )
+            if (one.shape, one.dtype) != (first.shape, first.dtype):
+                raise LayoutError(
+                    f"{label} differs from rank {rank}'s",
+                    path=self.paths[other],
+                    expected=f"{first.dtype} of shape {first.shape}",
+                    found=f"{one.dtype} of shape {one.shape}",
+                    code=DTYPES_DIFFER if one.shape == first.shape else None,
+                    ranks=[other],
+                    parameters=[label],
+                )
+        cells: dict[Cell, list[tuple[int, Tensor]]] = {}
+        for other, one in held:
+            for box in one.boxes:
+                cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
+        if not math.prod(first.shape):
+            return [(rank, Slot(name, first.dtype, first.shape, ()))]
+        if self.lost:
+            cells |= {box: [] for box in absent_boxes(first.shape, list(cells))}
+            most = max(map(len, cells.values()))
+            for (_, shape), holders in cells.items():
+                holders.extend([(self.lost[0], tensor_of(first.dtype, shape))] * (max(most, 1) - len(holders)))
+        self._check(label, first.shape, cells)
+        ordered = sorted(cells.items())
+        count = min(len(holders) for _, holders in ordered)
+        rest = [(cell, holder) for cell, holders in ordered for holder in holders[count:]]
+        if rest:
+            raise LayoutError(
+                f"ranks do not have the same number of copies of all elements of {label}",
+                path=self.paths[rest[0][1][0]],
+                expected=f"{count} of each",
+                ranks=[rest[0][1][0]],
+                parameters=[label],
+            )
+        return [
+            (
+                min(holders[turn][0] for _, holders in ordered),
+                self._slot(name, first, [(cell, *holders[turn]) for cell, holders in ordered]),
+            )
+            for turn in range(count)
+        ]
+
+    def _slot(self, name: str, one: Held, pieces: Sequence[tuple[Cell, int, Tensor]]) -> Slot:
+        width = _rows([cell for cell, _, _ in pieces], one.shape)
+        if width:
+            files = self.cut(tuple(rank for _, rank, _ in pieces), [tensor for _, _, tensor in pieces])
+            if files is not None:
+                return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
+        return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
+
+    def _check(self, label: str, shape: Shape, cells: dict[Cell, list[tuple[int, Tensor]]]) -> None:
+        """Raise unless boxes are the cells of a grid over the whole tensor."""
+        if _is_grid(shape, cells):
+            return
+        held = sum(math.prod(sizes) for _, sizes in cells)
+        raise LayoutError(
+            f"rank files do not have every element of {label} exactly once",
+            path=self.paths[0],
+            expected=f"{math.prod(shape)} elements of shape {shape}",
+            found=f"{held} in {len(cells)} boxes",
+            advice="rank files are missing, or from other runs",
+            parameters=[label],
+        )
+
+
+def _is_grid(shape: Shape, cells: Collection[Cell]) -> bool:
+    """Tell whether boxes are the cells of a grid over a whole tensor."""
+    axes = []
+    for dim, whole in enumerate(shape):
+        ranges = sorted({(offsets[dim], sizes[dim]) for offsets, sizes in cells})
+        end = 0
+        for low, size in ranges:
+            end = low + size if low == end else -1
+        axes.append(ranges if end == whole else [])
+    return bool(
+        cells
+        and math.prod(map(len, axes)) == len(cells)
+        and all((tuple(low for low, _ in cell), tuple(n for _, n in cell)) in cells for cell in product(*axes))
+    )
+
+
+def _rows(cells: Sequence[Cell], shape: Shape) -> int:
+    """Return how many elements of whole rows each box but the last has, which may have fewer; 0 of other boxes."""
+    rows = [sizes[0] for _, sizes in cells if sizes and sizes[1:] == shape[1:]]
+    are_alike = len(cells) == len(rows) > 1 and set(rows[:-1]) == {rows[0]} and rows[-1] <= rows[0]
+    return rows[0] * math.prod(shape[1:]) if are_alike else 0
+
+
+@dataclass(slots=True)
+class Across:
+    """What ranks have of one tensor: of those whose files share a tree, what the first has.
+
+    `by_tree`: by that rank, in order; ranks of other trees have nothing.
+    """
+
+    files: RankFiles
+    by_tree: dict[int, Held] = field(default_factory=dict)
+
+    @property
+    def first(self) -> tuple[int, Held]:
+        """The first rank, and what it has."""
+        return next(iter(self.by_tree.items()))
+
+    def __iter__(self) -> Iterator[tuple[int, Held]]:
+        """Yield each rank that has any of it, in order, and what that has."""
+        for rank, tree in enumerate(self.files.tree):
+            if tree in self.by_tree:
+                yield rank, self.files.of(rank, self.by_tree[tree])
+
+
+def add(
+    checkpoint: Checkpoint, parameter: Parameter, name: str, found: Sequence[tuple[int, Slot]], kind: str = "parameter"
+) -> None:
+    """Give a parameter a slot, from `RankFiles.joined`; others of it are copies."""
+    (_, original), *copies = found
+    parameter.slots[name] = original
+    own = parameter.name
+    checkpoint.duplicates += [Duplicate(kind, own, own, copy, original, rank) for rank, copy in copies]
