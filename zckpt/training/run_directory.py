@@ -34,6 +34,7 @@ from zckpt.storage.disk import sync
 from zckpt.storage.durable import recover, remove_leftovers, target_of_old
 from zckpt.storage.files import is_directory, is_there, read_whole
 from zckpt.storage.ownership import check_replaceable, check_unfinished, directories_above
+from zckpt.storage.room import write_errors
 
 RECORD = "checkpointer.json"
 LATEST = "latest"
@@ -219,7 +220,7 @@ class RunPlace:
     def make(self) -> None:
         """Make it, if it does not exist; in a store, what is written has a directory."""
         if isinstance(self.place, Path):
-            with directories_above(self.place / RECORD):
+            with write_errors(self.place), directories_above(self.place / RECORD):
                 pass
 
     def latest(self) -> str:
