@@ -226,6 +226,9 @@ class Format(Protocol):
     keeps_ranks: bool = False
     """Whether a target has each rank's own weights where the source has them, rather than rounded masters."""
 
+    every_name: bool = False
+    """Whether its programs look for tensors under each name that a model has in memory: tied ones, an adapter's."""
+
     keeps_optimizers: bool = False
     """Whether a target has several optimizers apart, where the source has several."""
 

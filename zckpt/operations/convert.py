@@ -28,9 +28,6 @@ from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
 
-EVERY_NAME = ("deepspeed", "universal", "dcp", "fsdp-rank-files", "zero-redundancy")
-"""Formats of programs that look for a tensor under each of its names."""
-
 TIED_NAME = (
     "config.json says that the output layer is the embedding, for which files of transformers have no second name: "
     "programs that load strictly refuse this; --map=transformers adds the name"
@@ -123,15 +120,14 @@ def convert(
                 advice="`zckpt consolidate --dequantize` writes a plain model, which you can then convert",
             )
     recorded = written.fingerprinted if fingerprint is None else fingerprint
-    laid = replace(laid, notes=(*notes, *left_out, *laid.notes))
+    names = _of_names(whole, [one.name for one in checkpoint.tensors()]) if written.every_name else ()
+    laid = replace(laid, notes=(*notes, *left_out, *laid.notes, *names))
     proof = SlotsProof(checkpoint, laid, how, drop, verify, recorded)
     done = write_from(
         found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
         sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
     notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))
-    if to in EVERY_NAME:
-        notes += _of_names(whole, [one.name for one in checkpoint.tensors()])
     return replace(done, notes=(*done.notes, *notes))
 
 

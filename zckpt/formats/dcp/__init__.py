@@ -77,6 +77,7 @@ class Dcp(Format):
     options = Options
     takes = frozenset({TAG})
     owns = Owned(is_own)
+    every_name = True
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find a directory with `.metadata`, Accelerate's two folders with one each, or the last one of a run."""

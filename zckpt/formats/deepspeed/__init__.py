@@ -51,6 +51,7 @@ class DeepSpeed(Format):
     owns = Owned(lambda name: is_own(name.rpartition("/")[2]))
     family = "deepspeed"
     keeps_ranks = True
+    every_name = True
     own_metadata = frozenset({"lr_scheduler"})
 
     def find(self, search: Search) -> Found | NearMiss | None:

@@ -41,6 +41,7 @@ class Universal(Format):
     takes = frozenset({TAG, TP_RULES})  # it has no slices, so that rules for them change nothing
     owns = Owned(is_own)
     family = "deepspeed"
+    every_name = True
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find its directory, or the one that `latest_universal` names."""

@@ -48,6 +48,7 @@ class ZeroRedundancy(TorchDirectory):
     writes = "PyTorch's ZeroRedundancyOptimizer; with --world-size, also each rank's file"
     options = Options
     owns = OWNED
+    every_name = True
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the files of ranks, of which the first has to be read, or the `metadata.pt` that zckpt writes."""

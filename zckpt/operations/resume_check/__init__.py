@@ -22,7 +22,7 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
 from zckpt.naming import TRANSFORMERS, Naming
-from zckpt.operations.convert import ADAPTERS_NAME, EVERY_NAME, as_converted, under_names
+from zckpt.operations.convert import ADAPTERS_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
@@ -299,8 +299,8 @@ def _commands(
 
 
 def _wants_every_name(program: Program) -> bool:
-    """Tell whether a program looks for a tied tensor under each of its names."""
-    return any(make.to in EVERY_NAME for make in program.makes)
+    """Tell whether a program looks for tensors under each name that a model has in memory."""
+    return any(make.to and get(make.to).every_name for make in program.makes)
 
 
 def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
