@@ -32,9 +32,12 @@ TENSORS = ("weight", "bias")
 """Parameters of one module, in the order of all modules of torch."""
 
 
-_WITH_HEAD = re.compile(r"For(?:CausalLM|ConditionalGeneration|MaskedLM)\b|LMHead")
+_WITH_HEAD = re.compile(r"For(?:CausalLM|ConditionalGeneration|MaskedLM|VisionText2Text)\b|LMHead")
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|proj_out|embed_out|predictions\.decoder)\.weight$")
 """The output layer of a language model, and the models that have one."""
+
+_SHARED, _EMBEDDING = (re.compile(rf"(?:^|\.){name}\.weight$") for name in ("shared", "embed_tokens"))
+"""The embedding of encoder and decoder, and what each of the two calls it."""
 
 
 @dataclass(slots=True)
@@ -114,10 +117,12 @@ def is_converted(config: Mapping[str, object] | None, *, in_any_version: bool = 
 
 
 def lacks_tied_name(config: Mapping[str, object] | None, names: Iterable[str]) -> bool:
-    """Tell whether a model in memory has another name for its embedding, that of its output layer, than its files."""
-    said = config or {}
+    """Tell whether a model in memory has another name for its embedding than its files."""
+    said, every = config or {}, list(names)
+    if any(map(_SHARED.search, every)) and "architectures" in said:
+        return not any(map(_EMBEDDING.search, every))
     has_head = said.get("tie_word_embeddings") is True and _WITH_HEAD.search(str(said.get("architectures")))
-    return bool(has_head) and not any(map(_HEAD.search, names))
+    return bool(has_head) and not any(map(_HEAD.search, every))
 
 
 def _model_types(config: Mapping[str, object]) -> Iterator[str]:
