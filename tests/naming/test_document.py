@@ -108,6 +108,8 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path):
         ({"rules": [{"apart": "x", "joined": "y", "beside": {"apart": ["z.{l}"]}}]}, "unusable beside"),
         ({"sizes": {"a": []}}, "unusable"),
         ({"tied": {"third": {}}}, "unusable tied"),
+        ({"tied": {"apart": {"x.{l}": "y"}}}, "unusable tied"),
+        ({"copies": {"apart": {"y": "x.{l}"}}}, "unusable copies"),
         ({"order": {"apart": "x"}}, "unusable order"),
         ({"like": "mine"}, "unusable like"),
         ({"like": 1}, "unusable like"),

@@ -416,7 +416,12 @@ def _side(document: Mapping[str, object], number: int, names: list[str], where: 
         return value
 
     def pairs(key: str) -> dict[Template, Template]:
-        return {template(one, None, where): template(of, None, where) for one, of in by_name(key).items()}
+        found = {template(one, None, where): template(of, None, where) for one, of in by_name(key).items()}
+        for one, of in found.items():
+            made, known = (one, of) if key == "tied" else (of, one)
+            if set(made.indices) - set(known.indices):
+                _refuse(where, f"unusable {key}", f"letters in {made.text} that {known.text} has, too")
+        return found
 
     rules = said("optimizer", [])
     if not isinstance(rules, list):
