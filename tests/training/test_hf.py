@@ -197,6 +197,7 @@ def files(directory: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize("to_stage", [None, 3])
 @pytest.mark.parametrize(
     ("world_size", "states", "note"),
     [
@@ -209,12 +210,15 @@ def files(directory: Path) -> dict[str, bytes]:
         ),
     ],
 )
-def test_reshard_keeps_all_that_the_trainer_has(world_size, states, note, tmp_path):
+def test_another_number_of_ranks_keeps_all_that_the_trainer_has(world_size, states, note, to_stage, tmp_path):
     source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
     (source / "zero_to_fp32.py").write_text("print()\n")
     (source / "adapter").mkdir()
     (source / "adapter" / "empty.txt").touch()
-    done = zckpt.reshard(source, tmp_path / "new", world_size=world_size, verify=True)
+    if to_stage is None:
+        done = zckpt.reshard(source, tmp_path / "new", world_size=world_size, verify=True)
+    else:
+        done = zckpt.convert(source, tmp_path / "new", to="deepspeed", world_size=world_size, stage=to_stage)
     before, after = files(source), files(tmp_path / "new")
     assert set(done.files) == {tmp_path / "new" / name for name in after}
     beside = {name: data for name, data in after.items() if not name.startswith("global_step4/")}

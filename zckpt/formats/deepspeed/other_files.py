@@ -22,6 +22,7 @@ from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.states import scheduler
+from zckpt.state import Checkpoint
 from zckpt.torchfile import node_of
 
 LATEST = "latest"
@@ -80,6 +81,7 @@ def with_others(written: TargetFiles, job: Job, tag: str, processes: int) -> Tar
         notes=[*written.notes, *notes],
         copied={*written.copied, *(one.name for one in copies)},
         replaceable=is_trainers_own if copies else written.replaceable,
+        restated=None if written.restated is None else {*written.restated, *random_states(job.checkpoint)},
     )
 
 
@@ -103,6 +105,11 @@ def is_trainers(source: Path) -> bool:
 def is_trainers_own(name: str) -> bool:
     """Tell a file that the Trainer may have for another number of ranks."""
     return _RANDOM.fullmatch(name) is not None
+
+
+def random_states(checkpoint: Checkpoint) -> set[str]:
+    """Return the keys of the Trainer's random states, which another number of ranks has in other files, or not."""
+    return {key for key in checkpoint.metadata if is_trainers_own(f"{key}.pth")}
 
 
 def _scheduler(job: Job, path: Path, notes: list[str]) -> TargetFile:

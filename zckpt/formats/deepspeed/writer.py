@@ -22,7 +22,14 @@ from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_h
 from zckpt.formats.deepspeed.notes import alone_among_frozen, rank_notes, stage_notes
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
-from zckpt.formats.deepspeed.other_files import in_run, is_run, is_trainers, with_latest, with_others
+from zckpt.formats.deepspeed.other_files import (
+    in_run,
+    is_run,
+    is_trainers,
+    random_states,
+    with_latest,
+    with_others,
+)
 from zckpt.formats.deepspeed.rare import zenflow
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.format import Job, TargetFiles
@@ -59,7 +66,8 @@ def lay_out(job: Job) -> TargetFiles:
     written = recut(replace(job, options=_recut(options, world_size, stage)))
     stems = tuple(f"{Path(file.path).stem}." for file in checkpoint.files)
     restated = {key for key in (*checkpoint.metadata, *checkpoint.optimizer_metadata) if key.startswith(stems)}
-    return _without_clipping(replace(written, restated=restated), checkpoint, stage)
+    written = replace(written, restated=restated | random_states(checkpoint))
+    return _without_clipping(written, checkpoint, stage)
 
 
 def _from_elsewhere(job: Job, *, whole: bool = True, bf16: bool = False) -> tuple[str, TargetFiles]:
