@@ -606,7 +606,7 @@ PROGRAMS = (
     ),
     Program(
         "transformers",
-        ("4.40.2", "4.44.2", "4.48.3", "4.52.4", "4.57.6", "5.0.0", "5.23.0"),
+        ("4.40.2", "4.44.2", "4.48.3", "4.52.4", "4.57.6", "5.0.0", "5.23.0", "5.24.0"),
         (
             Kind("llama", "Trainer, Llama", partial(_trainer, "llama")),
             Kind("gpt2", "Trainer, GPT-2", partial(_trainer, "gpt2")),
