@@ -17,7 +17,20 @@ from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.diff.match import Matches
 from zckpt.state import Checkpoint, Scalar, Slot, without
-from zckpt.torchfile import LEAVES, PARTS, Below, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
+from zckpt.torchfile import (
+    LEAVES,
+    PARTS,
+    Below,
+    Digests,
+    FromFile,
+    NumpyArray,
+    Object,
+    Storage,
+    Tensor,
+    children,
+    each,
+    plain,
+)
 
 MAXIMUM_LEAVES = 1 << 14
 """Of one value: a file may refer to its parts so often that no one could look at each of them."""
@@ -137,7 +150,7 @@ def _leaf(node: object) -> Leaf | None:
 def _below(node: object) -> list[tuple[object, object]]:
     if isinstance(node, FromFile):
         return [("", node.node)]
-    below = list(children(node))
+    below = [(_shown(step) if isinstance(step, Storage) else step, child) for step, child in children(node)]
     if isinstance(node, Object):
         return [(step, child) for step, child in below if step != "cls" and child not in ((), [], None)]
     return below
