@@ -491,7 +491,7 @@ def test_warnings_are_shown_and_in_the_document(tmp_path):
     assert any("elastic" in warning for warning in document["warnings"])
 
 
-def on_a_terminal(*arguments: object) -> tuple[str, str]:
+def on_a_terminal(*arguments: object, status: int = 0) -> tuple[str, str]:
     """Standard output of a process whose standard error is a terminal, and what the terminal got."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -508,7 +508,7 @@ def on_a_terminal(*arguments: object) -> tuple[str, str]:
             shown += chunk
         output, _ = process.communicate()
     os.close(master)
-    assert process.returncode == 0, shown
+    assert process.returncode == status, shown
     return output.decode(), shown.decode()
 
 
@@ -516,6 +516,13 @@ def test_bar_is_drawn_on_a_terminal_only(tmp_path):
     _, shown = on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors")
     assert "100%" in shown
     assert "%" not in succeeded("consolidate", SOURCE, tmp_path / "b.safetensors").stderr
+
+
+def test_what_takes_long_before_there_is_a_bar_is_told_on_a_terminal(tmp_path):
+    arguments = ("consolidate", SOURCE, tmp_path / "a.safetensors", "--map", "transformers")  # it has no config.json
+    assert "takes some seconds" in on_a_terminal(*arguments, status=2)[1]
+    assert "takes some seconds" not in on_a_terminal(*arguments, "--quiet", status=2)[1]
+    assert "takes some seconds" not in run(*arguments).stderr
 
 
 def test_quiet_draws_no_bar_on_a_terminal(tmp_path):

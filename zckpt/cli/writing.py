@@ -5,6 +5,7 @@ A command is its options and its help; the verb of its name gets what click make
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
@@ -42,9 +43,12 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
         name = command.__name__.removesuffix("_command")
 
         def run(*, as_json: bool, quiet: bool, shared: dict[str, Any], **own: Any) -> None:  # noqa: ANN401  # what click gives
+            from zckpt.naming import TRANSFORMERS
             from zckpt.report.text import written
 
             verb = getattr(import_module(f"zckpt.operations.{name}"), name)
+            if shared.get("map") == TRANSFORMERS and sys.stderr.isatty() and not quiet:
+                click.echo("transformers makes the model, without memory, which takes some seconds ...", err=True)
             try:
                 done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
             except SourceError as error:
