@@ -208,6 +208,54 @@ def test_a_step_may_have_no_roles(written, tmp_path):
     assert not take_inventory(zckpt.open(tmp_path)).left_out
 
 
+@pytest.mark.parametrize(
+    ("names", "ranks", "kept"),
+    [(["data_0.pt", "data_1.pt"], 1, ["data_0.pt"]), (["data_0.pt", "data_1.pt"], 3, ["data_0.pt", "data_1.pt"]),
+     (["data.pt", "trainer_state.pt"], 3, ["data.pt", "trainer_state.pt"])],
+)  # fmt: skip
+def test_where_a_training_is_in_its_data_goes_along(names, ranks, kept, written, tmp_path):
+    """verl's SFT trainer keeps it beside the files of ranks, for each; others in the folder around the actor's."""
+    is_around = names[0] == "data.pt"
+    source = copied(written(LLAMA, world_size=2), tmp_path / "global_step_4" / ("actor" if is_around else ""))
+    for number, name in enumerate(names):
+        torch.save({"position": number}, tmp_path / "global_step_4" / name)
+    before = zckpt.open(tmp_path / "global_step_4")
+    assert {Path(name).stem for name in names} <= before.metadata.keys()
+    assert not take_inventory(before).left_out
+    done = zckpt.convert(tmp_path / "global_step_4", tmp_path / "t", to="fsdp-rank-files", world_size=ranks)
+    assert sorted(path.name for path in (tmp_path / "t").iterdir() if "data" in path.name or "state.pt" in path.name
+                  ) == kept  # fmt: skip
+    for name in kept:
+        assert (tmp_path / "t" / name).read_bytes() == (tmp_path / "global_step_4" / name).read_bytes()
+    said = " ".join(done.notes)
+    assert ("data_1.pt: left out" in said, "data.pt, trainer_state.pt: verl" in said) == (ranks == 1, is_around)
+    after = zckpt.open(tmp_path / "t")
+    assert not take_inventory(after).left_out
+    assert zckpt.diff(source.parent if is_around else source, tmp_path / "t").equal
+    zckpt.convert(tmp_path / "t", tmp_path / "dcp", to="dcp")
+    zckpt.convert(tmp_path / "dcp", tmp_path / "t", to="fsdp-rank-files", world_size=2, overwrite=True)
+    assert zckpt.open(tmp_path / "dcp").metadata.keys() >= {Path(name).stem for name in names}
+
+
+@pytest.mark.parametrize("place", ["global_step_4", "global_step_4/actor", "elsewhere"])
+@pytest.mark.parametrize("data", [None, "data.pt", "data_0.pt"])
+def test_resume_check_says_how_verl_is_called_and_whether_it_finds_the_data(place, data, written, tmp_path):
+    """As verl 0.9.1: the step is what follows `global_step_` in the path, and the data's place is in that folder."""
+    folder = copied(written(LLAMA, world_size=2), tmp_path / place)
+    step = tmp_path / place.partition("/")[0]
+    if data is not None:
+        torch.save({"position": 5}, (step if data == "data.pt" else folder) / data)
+    found = zckpt.resume_check(step, program="verl")
+    path = (found.call or "").split('resume_from_path="')[1].strip('"')
+    assert int(path.split("global_step_")[-1]) == zckpt.open(step).step
+    is_placed = place != "elsewhere"
+    assert (path == str(step), "these files in RUN/global_step_5/actor" in (found.given or "")) == (
+        is_placed, not is_placed)  # fmt: skip
+    assert "torch 2." in (found.given or "")
+    gone = [one["why"] for one in found.not_back if one["part"] == "data position"]
+    assert ("data.pt is not in the folder" in "".join(gone)) == (data == "data.pt" and not is_placed)
+
+
 def test_a_missing_rank_and_other_world_sizes_are_found(written, tmp_path):
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     for path in written(LLAMA, world_size=3).glob("*_world_size_3_*"):

@@ -22,7 +22,7 @@ from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError
 from zckpt.formats.account.inventory import POINTERS
 from zckpt.formats.companions import CARRIED, TRAINER_STATE
 from zckpt.formats.format import Found, NearMiss, Search
-from zckpt.formats.fsdp_rank_files.directory import BESIDE
+from zckpt.formats.fsdp_rank_files.directory import OF_TRAINING
 from zckpt.formats.latest import latest_name
 from zckpt.formats.registry import formats
 from zckpt.formats.suffixes import TORCH_SUFFIXES
@@ -140,7 +140,7 @@ def _with_training(path: Path, inner: list[Path]) -> bool:
 
 def is_of_training(name: str) -> bool:
     """Tell whether programs keep a file of a training beside the directory of its model."""
-    return name in (TRAINER_STATE, *BESIDE) or CARRIED.fullmatch(name) is not None
+    return name == TRAINER_STATE or any(one.fullmatch(name) for one in (OF_TRAINING, CARRIED))
 
 
 def _states(path: Path, depth: int) -> list[Path]:

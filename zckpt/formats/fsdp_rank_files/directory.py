@@ -1,7 +1,7 @@
 """Where the files of ranks are, and what their names tell.
 
 RUN/latest_checkpointed_iteration.txt            verl: the step that was saved last; SkyRL: latest_ckpt_global_step.txt
-RUN/global_step_N/data.pt, trainer_state.pt      of all of the training
+RUN/global_step_N/data.pt, trainer_state.pt      of all of the training; verl's SFT trainer: data_R.pt of rank R
 RUN/global_step_N/ROLE/                          actor, critic, policy, ...; or the files are in global_step_N itself
     {model,optim,extra_state}_world_size_W_rank_R.pt
     fsdp_config.json, huggingface/
@@ -33,8 +33,8 @@ CONFIG_NAME = "fsdp_config.json"
 HUGGINGFACE = "huggingface"
 LORA_NAME = "lora_train_meta.json"
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
-BESIDE = ("data.pt", "trainer_state.pt")
-"""Files of a step's folder that hold state of all of the training."""
+OF_TRAINING = re.compile(r"(?:data(?:_([0-9]{1,7}))?|trainer_state)\.pt")
+"""Files of a step's folder that hold state of all of the training; with a number, where a rank is in the data."""
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
@@ -46,7 +46,7 @@ _ACCELERATE = (
     (MODEL, re.compile(r"pytorch_model_fsdp(?:_([0-9]{1,4}))?_rank([0-9]{1,7})\.bin")),
     (OPTIMIZER, re.compile(r"optimizer_([0-9]{1,4})_rank([0-9]{1,7})\.bin")),
 )
-_STEP = re.compile(r"global_step_([0-9]{1,18})")
+STEP = re.compile(r"global_step_([0-9]{1,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,10 @@ def rank_name(kind: str, world_size: int, rank: int) -> str:
 
 
 OWNED = Owned(
-    lambda name: name in (CONFIG_NAME, OWN_NAME, LORA_NAME) or _RANK_FILE.fullmatch(name) is not None,
+    lambda name: (
+        name in (CONFIG_NAME, OWN_NAME, LORA_NAME)
+        or any(one.fullmatch(name) is not None for one in (_RANK_FILE, OF_TRAINING))
+    ),
     lambda directory: any(True for _ in _rank_files(directory)),
 )
 """The directories of this format."""
@@ -137,7 +140,7 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
         return last
     roles = sorted(one.name for one in _folders(path) if has_rank_files(one))
     if len(roles) == 1:
-        return _read(path / roles[0], _beside(path, BESIDE), trackers)
+        return _read(path / roles[0], _of_training(path), trackers)
     if roles:
         return NearMiss(
             f"holds the checkpoints of several models: {listed(roles)}",
@@ -148,7 +151,7 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
 
 def _last(path: Path) -> Directory | NearMiss | None:
     """Return the last step of a run; None where no folder of a step has files of ranks."""
-    steps = {int(match[1]): one for one in _folders(path) if (match := _STEP.fullmatch(one.name)) is not None}
+    steps = {int(match[1]): one for one in _folders(path) if (match := STEP.fullmatch(one.name)) is not None}
     steps = {n: one for n, one in steps.items() if has_rank_files(one) or any(map(has_rank_files, _folders(one)))}
     if not steps:
         return None
@@ -181,13 +184,17 @@ def _beside(path: Path, names: Iterable[str]) -> tuple[Path, ...]:
     return tuple(path / name for name in names if is_file(path / name))
 
 
+def _of_training(step: Path) -> tuple[Path, ...]:
+    return tuple(Path(one.path) for one in entries_of(step) if OF_TRAINING.fullmatch(one.name) and one.is_file())
+
+
 def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> Directory:
     config = read_json(path / CONFIG_NAME, most=MAX_TEXT_NBYTES) or {}
     by_size: dict[int, dict[str, dict[int, Path]]] = {}
     for kind, size, rank, name in _rank_files(path):
         by_size.setdefault(size, {}).setdefault(kind, {})[rank] = path / name
-    step = next((int(m[1]) for one in (path, path.parent) if (m := _STEP.fullmatch(one.resolve().name))), None)
-    beside = (*_beside(path, BESIDE), *beside)  # of a step without roles: its own
+    step = next((int(m[1]) for one in (path, path.parent) if (m := STEP.fullmatch(one.resolve().name))), None)
+    beside = (*_of_training(path), *beside)  # of a step without roles: its own
     size = _world_size(path, by_size, config)
     files = by_size.pop(size)
     world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)

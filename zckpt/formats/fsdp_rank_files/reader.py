@@ -80,13 +80,18 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     if is_file(directory.path / ADAPTER):
         note_adapter(checkpoint, directory.path / ADAPTER)
     _read_rest(checkpoint, directory)
-    for path in directory.beside:
+    for path in directory.beside if own is None else ():
         carry(checkpoint, path)
     _claim(checkpoint, directory)
     checkpoint.step = step_of(checkpoint, checkpoint.metadata) if directory.step is None else directory.step
     if own is not None:
         restore_from(checkpoint, own, RULE)
         give_masters(checkpoint, own)
+        for path in directory.beside:
+            if path.stem in checkpoint.metadata:
+                checkpoint.claims[str(path)] = Claim(COPY, f"as in {OWN_NAME}")
+            else:
+                carry(checkpoint, path)
         checkpoint.is_numbered = False
     return checkpoint
 

@@ -4,6 +4,7 @@ DIR/model_world_size_W_rank_R.pt            DTensors, cut along the first dimens
 DIR/optim_world_size_W_rank_R.pt            FSDP2: the same; FSDP1: flat parameters of its units, cut into equal shards
 DIR/extra_state_world_size_W_rank_R.pt      the scheduler; random states of the ranks that the source had
 DIR/fsdp_config.json, huggingface/          the latter as the source has it
+DIR/data.pt, data_R.pt, trainer_state.pt    as the source has them; the first and the last belong around a role's folder
 DIR/zckpt.pt                                what these have no place for: see `own`; no program looks at it
 """
 
@@ -28,6 +29,7 @@ from zckpt.formats.fsdp_rank_files.directory import (
     HUGGINGFACE,
     LORA_NAME,
     MODEL,
+    OF_TRAINING,
     OPTIMIZER,
     rank_name,
 )
@@ -64,16 +66,18 @@ def lay_out(job: Job) -> TargetFiles:
     units = _units(job, target) if version == FSDP1 else None
     writer = Ranks(checkpoint, target, units)
     config = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
+    beside = _of_training(job, target.world_size, said)
     files = [
         TargetFile.of(CONFIG_NAME, config),
         torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, units)),
         *_copies(job),
+        *beside,
     ]
     ranks = Lazily(writer.files, target.world_size * (2 if writer.optimizer is None else 3))
     return TargetFiles(
         Lazily(lambda: iter([*files, *ranks]), len(files) + len(ranks)),
         notes=said,
-        copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")},
+        copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")} | {one.name for one in beside},
     )
 
 
@@ -228,6 +232,21 @@ def _copies(job: Job) -> list[TargetFile]:
     if (source / HUGGINGFACE).is_dir():
         found += [(f"{HUGGINGFACE}/{name}", path) for name, path in files_below(source / HUGGINGFACE)]
     return [copy_of(path, name) for name, path in found]
+
+
+def _of_training(job: Job, world_size: int, notes: list[str]) -> list[TargetFile]:
+    """Return copies of what programs keep of all of the training, but of ranks that there are not, and note these."""
+    if job.checkpoint.format != FORMAT:
+        return []
+    every = map(Path, sorted({*(file.path for file in job.checkpoint.files), *job.checkpoint.claims}))
+    found = [(path, int(match[1] or 0)) for path in every if (match := OF_TRAINING.fullmatch(path.name)) is not None]
+    kept = {path.name: path for path, rank in found if rank < world_size}
+    gone = [path.name for path, rank in found if rank >= world_size]
+    around = [name for name, path in kept.items() if path.parent != Path(job.checkpoint.source)]
+    notes += [f"{listed(gone)}: left out, of ranks that there are not"] if gone else []
+    belongs = "verl and SkyRL look for it in the folder of the step, around that of these files"
+    notes += [f"{listed(around)}: {belongs}"] if around else []
+    return [copy_of(path, name) for name, path in kept.items()]
 
 
 def _notes(checkpoint: Checkpoint, target: Target) -> list[str]:

@@ -36,6 +36,7 @@ from zckpt.operations.resume_check.programs import (
     Way,
     of_few_bits,
     same_ranks,
+    step_folder,
     takes,
 )
 from zckpt.state import MASTER, Checkpoint, Document, Result
@@ -201,13 +202,17 @@ def _lost(facts: Facts) -> str | None:
 def _words(facts: Facts) -> Document:
     """Return what a call and its conditions are filled in with."""
     within = Path(facts.checkpoint.source)
-    stage = facts.checkpoint.zero_stage
+    stage, torch = facts.checkpoint.zero_stage, facts.checkpoint.details.get("torch_version")
+    step, usual = step_folder(facts), Path("RUN", f"global_step_{facts.checkpoint.step}")
     return {
         "path": facts.place,
         "run": within.parent,
         "tag": within.name,
         "stage": 0 if stage is None else stage,
         "ranks": facts.ranks,
+        "step": step or usual,
+        "placed": "" if step else f"these files in {usual}/actor, or those of SFT in {usual}; ",
+        "with_torch": f", torch {torch}" if torch else "",
     }
 
 

@@ -39,7 +39,7 @@ OF_METADATA = (
     (SCHEDULER, re.compile(r"(?:lr_)?scheduler(?:_[0-9]+)?|lr_schedulers|opt_param_scheduler")),
     (SCALE, re.compile(r"scaler|grad_scaler|loss_scaler|MixedPrecision|native_amp_scaling_state")),
     (RANDOM, re.compile(r"(?:.*\.)?rng(?:_states?(?:_[0-9]+)?)?|random_states(?:_[0-9]+)?|(?:np|py)_rng")),
-    (DATA, re.compile(r"trainer_state|data_sampler|sampler(?:_[0-9]+)?|dl_state_dict(?:_[0-9]+)?|dataloader|loops")),
+    (DATA, re.compile(r"trainer_state|data_sampler|(?:sampler|dl_state_dict|data)(?:_[0-9]+)?|dataloader|loops")),
     (CUSTOM, re.compile(r"custom_checkpoint_[0-9]+|callbacks")),
 )
 """Keys of a checkpoint's metadata, and what they are; any other is the program's own."""

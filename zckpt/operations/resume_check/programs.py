@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zckpt.formats.fsdp_rank_files import directory as rank_files
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.remainder import RANDOM as RANDOM_STATES
 from zckpt.formats.remainder import are_of_save
@@ -34,6 +35,7 @@ from zckpt.operations.resume_check.parts import (
 )
 from zckpt.state import MASTER, WEIGHT
 from zckpt.state.partition import flat_partition_numel
+from zckpt.storage.files import entries_of, is_file
 
 Need = Callable[[Facts], str | None]
 """Returns why a checkpoint does not do; None if it does."""
@@ -52,9 +54,9 @@ class Way:
     mark : callable
         Tells whether a checkpoint has what makes the program take this way.
     call : str
-        What to call, of `{path}` and `{tag}`.
+        What to call, of `{path}`, `{step}` and `{tag}`.
     given : str
-        How the program has to be set up, of `{stage}` and `{ranks}`.
+        How the program has to be set up, of `{stage}`, `{ranks}`, `{placed}` and `{with_torch}`.
     needs, doubts : tuple of Need
         Without which it raises; of which it is not known what it does.
     takes : mapping of str to str
@@ -557,16 +559,33 @@ def _rank_files(facts: Facts) -> str | None:
     return None
 
 
+def step_folder(facts: Facts) -> Path | None:
+    """Return the folder that verl is given, of whose name it reads the step; the actor's is in it, but for SFT."""
+    folder = Path(facts.checkpoint.source)
+    return next((one for one in (folder, folder.parent) if rank_files.STEP.fullmatch(one.name)), None)
+
+
+def _data_elsewhere(facts: Facts) -> str | None:
+    if facts.planned is None:
+        there = {one.name for one in entries_of(Path(facts.checkpoint.source))} - {"data.pt"}
+        step = step_folder(facts)
+        is_there = (step is not None and is_file(step / "data.pt")) or any(map(rank_files.OF_TRAINING.fullmatch, there))
+    else:
+        is_there = any(map(rank_files.OF_TRAINING.fullmatch, facts.planned))
+    return None if is_there else "data.pt is not in the folder of the step, global_step_N"
+
+
 VERL = Program(
     title="verl with FSDP",
     looks_for="model_world_size_W_rank_R.pt, optim_... and extra_state_... of each rank",
     ways=(
         Way(
             mark=lambda facts: facts.checkpoint.format == "fsdp-rank-files",
-            call='trainer.resume_from_path="{path}"',
-            given="{ranks} ranks of the same FSDP version",
+            call='trainer.resume_mode=resume_path trainer.resume_from_path="{step}"',
+            given="{placed}{ranks} ranks of the same FSDP version{with_torch}",
             needs=(same_ranks, _rank_files),
-            takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data|dataloader"},
+            takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data(_[0-9]+)?"},
+            lacks=((DATA, _data_elsewhere),),
             keeps=(SCHEDULER, RANDOM),
         ),
     ),
