@@ -101,9 +101,11 @@ def open_checkpoint(
     checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
     checkpoint.given_names = None if names is None else tuple(names)
     if path.is_dir() and not found_by.lists_files:
+        from zckpt.formats.account.values import carry_values
         from zckpt.formats.companions import read_companions
 
         read_companions(checkpoint, path, search.roots)
+        carry_values(checkpoint)
     return checkpoint
 
 

@@ -52,7 +52,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     known, values = Coverage(checkpoint), taken(checkpoint)
     root = os.path.realpath(checkpoint.named)
     folders = dict[str, str]()
-    places = [_resolved(file.path, folders) for file in checkpoint.files]
+    places = [resolved(file.path, folders) for file in checkpoint.files]
     read = {real: shown(file.path, real, root) for file, real in zip(checkpoint.files, places, strict=True)}
     before: dict[object, _Account] = {}
     trees: set[int] = set()
@@ -101,7 +101,7 @@ def shown(path: str, real: str, root: str) -> str:
     return real[len(root) :].lstrip(os.sep) if within(real, root) else path
 
 
-def _resolved(path: str, folders: dict[str, str]) -> str:
+def resolved(path: str, folders: dict[str, str]) -> str:
     """Return a file's real path; that of its folder, which thousands of files lie in, is found out once."""
     folder, name = os.path.split(path)
     if folder not in folders:
@@ -209,8 +209,8 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
     claims |= {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
     outside = os.path.realpath(root) != own
     ends = {os.path.splitext(path)[1] for path in read}  # noqa: PTH122  # of thousands
-    for path, name, about in _below(root, read, own):
-        real = _resolved(str(path), folders)
+    for path, name, about in below(root, read, own):
+        real = resolved(str(path), folders)
         if real in read:
             continue
         nbytes = _size(path)
@@ -245,7 +245,7 @@ def within(path: str, directory: str) -> bool:
     return path.startswith(directory.rstrip(os.sep) + os.sep)
 
 
-def _below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, str, str | None]]:
+def below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, str, str | None]]:
     """Yield path, name and what makes it foreign of every file, those of one directory sorted.
 
     Directories that hold a checkpoint of their own, of which nothing was read, are foreign: a run's directory has its
@@ -263,13 +263,13 @@ def _below(root: Path, read: Collection[str], own: str) -> Iterator[tuple[Path, 
                 yield Path(entry.path), name, about
                 continue
             why, real = about, os.path.realpath(entry.path)
-            below = searched and real != own and entry.name not in FOREIGN_FOLDERS
-            if below and not any(within(path, real) for path in read):
+            deeper = searched and real != own and entry.name not in FOREIGN_FOLDERS
+            if deeper and not any(within(path, real) for path in read):
                 why = why or ("another checkpoint" if is_checkpoint(Path(entry.path)) else None)
-                below = depth < SEARCHED_DEPTH
+                deeper = depth < SEARCHED_DEPTH
             if why is None and entry.name in FOREIGN_FOLDERS:
                 why = f"in the folder {entry.name}"
-            folders.append((Path(entry.path), f"{name}/", why, depth + 1, below and why is None))
+            folders.append((Path(entry.path), f"{name}/", why, depth + 1, deeper and why is None))
         waiting.extend(reversed(folders))
 
 

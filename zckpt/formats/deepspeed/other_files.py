@@ -62,13 +62,22 @@ def with_latest(files: Collection[TargetFile], tag: str, more: Sequence[TargetFi
 
 
 def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFiles:
-    """Return the files of a tag's directory as those of a run that so many processes will load, if the source is one.
+    """Return the files of a tag's directory, with what is carried from there, as those of a run, if the source is one.
+
+    `processes`: how many will load it.
 
     Raises
     ------
     SourceError
         What goes along with it cannot be read.
     """
+    own, folder = os.path.realpath(job.checkpoint.source), f"{tag}/" if is_run(job) else ""
+    carried = [os.path.realpath(file.path) for file in job.checkpoint.files if file.role == METADATA_ROLE]
+    copies = [copy_of(Path(one), folder + os.path.relpath(one, own)) for one in carried if one.startswith(own + os.sep)]
+    files = written.files
+    if copies:
+        every = Lazily(lambda: chain(files, copies), len(files) + len(copies))
+        written = replace(written, files=every, copied={*written.copied, *(one.name for one in copies)})
     return with_others(written, job, tag, processes) if is_run(job) else written
 
 

@@ -33,7 +33,7 @@ CONFIG_NAME = "fsdp_config.json"
 HUGGINGFACE = "huggingface"
 LORA_NAME = "lora_train_meta.json"
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
-OF_TRAINING = re.compile(r"(?:data(?:_([0-9]{1,7}))?|trainer_state)\.pt")
+OF_TRAINING = re.compile(r"(?:data(?:_([0-9]{1,7}))?|trainer_state|fully_async_state)\.pt")
 """Files of a step's folder that hold state of all of the training; with a number, where a rank is in the data."""
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"

@@ -5,6 +5,8 @@ DIR/metadata.json                         {"sharded_backend": "torch_dist", ...}
 DIR/weights/, DIR/model_weights/          NeMo 2 and 1, with the mark in there
 DIR/.metadata with these keys             fsdp_dtensor: "optimizer.param_to_group_meta.", or of a model by itself
 DIR/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     legacy: the directories of ranks are the mark
+DIR/train_state.pt, train_dataloader_dprank000.pt     Megatron-Bridge; RUN/latest_train_state.pt is a copy of the last
+DIR/run_config.yaml, tokenizer/                       Megatron-Bridge, which looks there for what it was run with
 """
 
 from __future__ import annotations
@@ -34,6 +36,13 @@ OPTIMIZER_FILE = "distrib_optim.pt"
 FOLDER = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
 """The directory of a model-parallel rank, and what is in it."""
 
+TRAIN_STATE = "train_state"
+OF_TRAINING = re.compile(rf"({TRAIN_STATE}|train_dataloader_dprank[0-9]{{3,7}})\.pt")
+"""Files that Megatron-Bridge keeps beside the rest, and metadata have under their stems."""
+
+AS_IT_IS = re.compile(r"(?:[^/]+/)?(?:run_config\.yaml|tokenizer/.+)")
+"""Files that Megatron-Bridge reads, and zckpt does not."""
+
 INSIDE = ("weights", "model_weights")
 """Where NeMo 2 and NeMo 1 keep the directory."""
 
@@ -56,9 +65,9 @@ RELEASE = "release"
 
 _ITERATION = re.compile("[0-9]{1,18}")
 _WRITTEN = re.compile(
-    rf"{re.escape(TRACKER)}|(?:iter_[0-9]+|{RELEASE})/"
+    rf"{re.escape(TRACKER)}|latest_{TRAIN_STATE}\.pt|(?:iter_[0-9]+|{RELEASE})/"
     r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp|"
-    rf"{FOLDER.pattern}/(?:{re.escape(FILE)}|{re.escape(OPTIMIZER_FILE)}))"
+    rf"{OF_TRAINING.pattern}|{FOLDER.pattern}/(?:{re.escape(FILE)}|{re.escape(OPTIMIZER_FILE)}))"
 )
 
 

@@ -18,9 +18,20 @@ from zckpt.compare.logical import parameter_values, single
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import refuse_unnamed
+from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.consolidated.model import model_tensors
 from zckpt.formats.format import TargetFiles
-from zckpt.formats.megatron.directory import FOLDER, FORMAT, OPTIMIZER_FILE, RELEASE, TRACKER, folder_of
+from zckpt.formats.megatron.directory import (
+    AS_IT_IS,
+    FOLDER,
+    FORMAT,
+    OF_TRAINING,
+    OPTIMIZER_FILE,
+    RELEASE,
+    TRACKER,
+    TRAIN_STATE,
+    folder_of,
+)
 from zckpt.formats.megatron.keys import check_names
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import ARGUMENTS, OPTIMIZER
@@ -167,12 +178,23 @@ class Source:
                 ]
                 yield own, values, {SCALER: scaler} if scaler is not None else {}
 
+    @property
+    def is_megatrons(self) -> bool:
+        """Whether Megatron saved it, whatever it was since."""
+        return FORMAT in (self.checkpoint.format, self.checkpoint.converted_from.get("format"))
+
+    @property
+    def of_training(self) -> dict[str, object]:
+        """What Megatron-Bridge has in files of their own, by their stems."""
+        every = self.checkpoint.metadata.items() if self.is_megatrons else ()
+        return {key: value for key, value in every if OF_TRAINING.fullmatch(f"{key}.pt")}
+
     def common_tree(self, but: Iterable[str]) -> dict[object, object]:
         """Return what `common.pt` holds but for the optimizer, and for some keys of metadata."""
         tree: dict[object, object] = {}
-        formats = (self.checkpoint.format, self.checkpoint.converted_from.get("format"))
+        apart = {OPTIMIZER, *self.of_training}
         for key, value in self.checkpoint.metadata.items():
-            own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
+            own = self.is_megatrons and not FOLDER.match(key) and key not in apart
             if key not in but and key not in RESTATED and (own or key in OF_PROGRAM):
                 tree[key] = value
         tree[VERSION] = CURRENT
@@ -199,11 +221,15 @@ class Source:
         ranks : mapping of str to int, optional
             Of legacy files: how many of each kind.
         """
-        has = {*held, *RESTATED, *(SCALERS if self.groups else ())}
+        apart = {f"{self.folder}/{key}.pt": value for key, value in self.of_training.items()}
+        apart |= {f"latest_{key}.pt": value for key, value in self.of_training.items() if key == TRAIN_STATE}
+        has = {*held, *RESTATED, *(SCALERS if self.groups else ()), *self.of_training}
         own = own_tree(self.checkpoint, held=has, groups=[one.members for one in self.groups], names=names, ranks=ranks)
         tracker = TargetFile.of(TRACKER, f"{self.folder if self.iteration is None else self.iteration}".encode())
         every = [
             *files,
+            *(torch_writer.lay_out(name, value) for name, value in apart.items()),
+            *(copies := self._copies() if ranks is None else []),
             torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own),
             tracker,
         ]
@@ -211,7 +237,19 @@ class Source:
                  if key not in has]  # fmt: skip
         if lacks and self.iteration is not None and self.checkpoint.format != FORMAT:
             self.notes.append(f"SOURCE has no Megatron-LM state: start Megatron-LM with {' and '.join(lacks)}")
-        return TargetFiles(every, notes=self.notes, restated=RESTATED | ({ARGUMENTS} if ranks is not None else set()))
+        return TargetFiles(
+            every,
+            notes=self.notes,
+            restated=RESTATED | ({ARGUMENTS} if ranks is not None else set()),
+            copied={one.name for one in copies},
+            replaceable=lambda name: AS_IT_IS.fullmatch(name) is not None,
+        )
+
+    def _copies(self) -> list[TargetFile]:
+        """Return copies of what Megatron-Bridge reads beside a checkpoint."""
+        source = Path(self.checkpoint.source)
+        every = files_below(source) if self.checkpoint.format == FORMAT and source.is_dir() else []
+        return [copy_of(path, f"{self.folder}/{name}") for name, path in every if AS_IT_IS.fullmatch(name)]
 
 
 def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:

@@ -1,0 +1,54 @@
+"""Torch files beside a checkpoint that hold values, and nothing that is trained: what a program keeps of its training.
+
+Where it is in its data, random states, counters: files of any name, which no format has to know.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from zckpt.errors import SourceError
+from zckpt.formats.account.inventory import NEVER_EMPTY, below, resolved
+from zckpt.formats.companions import carry
+from zckpt.state import Checkpoint
+from zckpt.state.dtypes import is_floating
+from zckpt.torchfile import Tensor, is_tensor, read_torchfile, walk_tensors
+from zckpt.torchfile.trees import each, inner
+
+MOST_NBYTES = 1 << 24
+"""Of such a file."""
+
+MOST_TENSOR_NBYTES = 1 << 16
+"""Of integers: random states have some thousands."""
+
+
+def carry_values(checkpoint: Checkpoint) -> None:
+    """Carry what such files in the checkpoint's own directory hold, and in folders of it without a checkpoint."""
+    own = Path(checkpoint.source)
+    if not own.is_dir():
+        return
+    folders = dict[str, str]()
+    known = {*(file.path for file in checkpoint.files), *checkpoint.claims, *checkpoint.leftovers}
+    read = {resolved(path, folders) for path in known}
+    for path, _, about in sorted(below(own, read, os.path.realpath(own))):
+        is_unread = about is None and path.name.endswith(NEVER_EMPTY) and resolved(str(path), folders) not in read
+        if is_unread and _has_values_only(path):
+            carry(checkpoint, path)
+
+
+def _has_values_only(path: Path) -> bool:
+    """Tell a small torch file without other tensors than single numbers, and a few integers."""
+    try:
+        root = read_torchfile(path).root if 0 < path.stat().st_size <= MOST_NBYTES else None
+    except (OSError, SourceError):
+        return False
+    is_odd = any(is_tensor(node) and type(node) is not Tensor for node in each(root, inner))
+    return (
+        root is not None
+        and not is_odd
+        and all(
+            one.numel <= 1 or (not is_floating(one.dtype) and one.numel * one.itemsize <= MOST_TENSOR_NBYTES)
+            for _, one in walk_tensors(root)
+        )
+    )
