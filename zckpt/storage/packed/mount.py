@@ -6,13 +6,11 @@ TEMPORARY/zckpt-remote-XXXX/7/packed/%2Fruns%2Fstore.zckpt/step500/...      a pl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from zckpt.errors import SourceError, UsageError, show_as_stored
-from zckpt.storage.packed.store import PATCH, Given, PackedStore, is_store
+from zckpt.storage.packed.store import PackedStore, is_store
 from zckpt.storage.remote.mount import PACKED as SCHEME
 from zckpt.storage.stand_ins import FILES, Distant, InMemory, forget_all, stand_in, tree
 
@@ -136,16 +134,6 @@ def mounted_place(value: object) -> PackedMount | None:
     """Mount what a path is, if that is of a store; errors are those of `PackedMount`."""
     found = place_in(value)
     return None if found is None else PackedMount(PackedStore(found[0]), found[1])
-
-
-@contextmanager
-def mounted_patch(path: Path, given: Given) -> Iterator[PackedMount]:
-    """Mount what a patch makes of another checkpoint; errors are those of `PackedMount`."""
-    mount = PackedMount(PackedStore(path, kind=PATCH, given=given), "")
-    try:
-        yield mount
-    finally:
-        mount.close()
 
 
 _ADOPTED: dict[str, PackedStore] = {}
