@@ -11,6 +11,7 @@ from pathlib import Path
 from zckpt.errors import SourceError, ZckptError
 from zckpt.formats.dcp.directory import find as find_dcp
 from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.formats.fsdp_rank_files import directory as rank_files
 from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.naming.numbered import has_names_of_files
 from zckpt.state import MASTER, WEIGHT, Checkpoint, itemsize
@@ -39,7 +40,7 @@ OF_METADATA = (
     (SCHEDULER, re.compile(r"(?:lr_)?scheduler(?:_[0-9]+)?|lr_schedulers|opt_param_scheduler")),
     (SCALE, re.compile(r"scaler|grad_scaler|loss_scaler|MixedPrecision|native_amp_scaling_state")),
     (RANDOM, re.compile(r"(?:.*\.)?rng(?:_states?(?:_[0-9]+)?)?|random_states(?:_[0-9]+)?|(?:np|py)_rng")),
-    (DATA, re.compile(r"trainer_state|data_sampler|(?:sampler|dl_state_dict|data)(?:_[0-9]+)?|dataloader|loops")),
+    (DATA, re.compile(r"trainer_state|data_sampler|(?:sampler|dl_state_dict)(?:_[0-9]+)?|dataloader|loops")),
     (CUSTOM, re.compile(r"custom_checkpoint_[0-9]+|callbacks")),
 )
 """Keys of a checkpoint's metadata, and what they are; any other is the program's own."""
@@ -168,4 +169,5 @@ class Facts:
             node = value.node if isinstance(value, FromFile) else value
             if node is None or node in ({}, [], ()) or SETTINGS_OF_PROGRAMS.fullmatch(key):
                 continue
-            yield next((part for part, pattern in OF_METADATA if pattern.fullmatch(key)), OTHER), key
+            is_data = self.checkpoint.format == rank_files.FORMAT and rank_files.OF_TRAINING.fullmatch(f"{key}.pt")
+            yield DATA if is_data else next((one for one, keys in OF_METADATA if keys.fullmatch(key)), OTHER), key
