@@ -4,6 +4,7 @@ It goes through directories and trees by itself and asks no adapter whether it h
 copy or padding, is under no key of the metadata, and is spoken for by no rule, is left out.
 
     inventory   every file below the directory that was opened; rules for what is foreign
+    values      files that hold values only, which are carried
     trees       every leaf of a file's tree
     fits        which rule speaks for a leaf
     ranges      which bytes of a file are elements of what
