@@ -237,6 +237,26 @@ def test_where_a_training_is_in_its_data_goes_along(names, ranks, kept, written,
     assert zckpt.open(tmp_path / "dcp").metadata.keys() >= {Path(name).stem for name in names}
 
 
+@pytest.mark.parametrize("groups", ["keep", "one"])
+def test_a_schedule_goes_on_at_the_step_of_a_source_without_one(groups, tmp_path):
+    """SkyRL gives its scheduler whatever is in the file, and verl, too, if that is not None."""
+    source = FIXTURES / "s2_bf16_dp2"
+    done = zckpt.convert(source, tmp_path / "t", to="fsdp-rank-files", world_size=2, groups=groups)
+    assert any("lr_scheduler was generated: a LambdaLR after 5 steps" in note for note in done.notes)
+    checkpoint = zckpt.open(tmp_path / "t")
+    count = 1 if groups == "one" else len(zckpt.open(source).param_groups)
+    optimizer = torch.optim.SGD([{"params": [torch.ones(1)], "lr": 8.0} for _ in range(count)])
+    for rank in range(2):
+        state = torch.load(tmp_path / "t" / f"extra_state_world_size_2_rank_{rank}.pt")["lr_scheduler"]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**-step)
+        schedule.load_state_dict(state)
+        optimizer.step()
+        schedule.step()
+        assert (schedule.last_epoch, schedule.get_last_lr()) == (checkpoint.step + 1, [8 / 2**6] * count)
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.diff(source, tmp_path / "t").equal == (groups == "keep")
+
+
 @pytest.mark.parametrize("place", ["global_step_4", "global_step_4/actor", "elsewhere"])
 @pytest.mark.parametrize("data", [None, "data.pt", "data_0.pt"])
 def test_resume_check_says_how_verl_is_called_and_whether_it_finds_the_data(place, data, written, tmp_path):

@@ -21,7 +21,7 @@ from zckpt.formats.fsdp_rank_files.directory import EXTRA, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import as_masters, remainder, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
-from zckpt.formats.transformers_trainer.states import PER_GROUP
+from zckpt.formats.transformers_trainer.states import PER_GROUP, scheduler
 from zckpt.state import Checkpoint, ParamGroup
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import FromFile, TorchFile, brief
@@ -57,10 +57,17 @@ def ranks_with_state(checkpoint: Checkpoint) -> int:
     return max(found, default=checkpoint.world_size)
 
 
-def extra_state(checkpoint: Checkpoint, rank: int, world_size: int) -> dict[str, object]:
+def scheduler_of(checkpoint: Checkpoint, notes: list[str]) -> object:
+    """Return the state of the scheduler; where a source that was trained has none, one at its step: SkyRL needs it."""
+    found = [checkpoint.metadata[key] for key in SCHEDULERS if key in checkpoint.metadata]
+    if found or checkpoint.step is None or not checkpoint.param_groups:
+        return next(iter(found), None)
+    return scheduler(checkpoint, notes, name="lr_scheduler")
+
+
+def extra_state(checkpoint: Checkpoint, rank: int, world_size: int, scheduler: object) -> dict[str, object]:
     """Return what a rank's further file holds: what the source's has, without what is of ranks that it had not."""
     metadata, ranks = checkpoint.metadata, ranks_with_state(checkpoint)
-    scheduler = next((metadata[key] for key in SCHEDULERS if key in metadata), None)
     found: dict[str, object] = {"lr_scheduler": scheduler}
     single = of_single_ranks(checkpoint)
     for key in keys_of(checkpoint):

@@ -2,7 +2,7 @@
 
 DIR/model_world_size_W_rank_R.pt            DTensors, cut along the first dimension; buffers whole in every file
 DIR/optim_world_size_W_rank_R.pt            FSDP2: the same; FSDP1: flat parameters of its units, cut into equal shards
-DIR/extra_state_world_size_W_rank_R.pt      the scheduler; random states of the ranks that the source had
+DIR/extra_state_world_size_W_rank_R.pt      the scheduler, made where there is none; random states of the source's ranks
 DIR/fsdp_config.json, huggingface/          the latter as the source has it
 DIR/data.pt, data_R.pt, trainer_state.pt    as the source has them; the first and the last belong around a role's folder
 DIR/zckpt.pt                                what these have no place for: see `own`; no program looks at it
@@ -35,7 +35,15 @@ from zckpt.formats.fsdp_rank_files.directory import (
 )
 from zckpt.formats.fsdp_rank_files.dtensors import NEWEST, RankTensors, Target, flat_state, form_for, plain_tensor
 from zckpt.formats.fsdp_rank_files.held import versions_with
-from zckpt.formats.fsdp_rank_files.kept import ONE, extra_state, of_single_ranks, one_group, own_tree, ranks_with_state
+from zckpt.formats.fsdp_rank_files.kept import (
+    ONE,
+    extra_state,
+    of_single_ranks,
+    one_group,
+    own_tree,
+    ranks_with_state,
+    scheduler_of,
+)
 from zckpt.formats.fsdp_rank_files.readings import FLAT
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
 from zckpt.formats.group_values import refuse_several
@@ -64,7 +72,7 @@ def lay_out(job: Job) -> TargetFiles:
         checkpoint, changed = one_group(checkpoint)
         said += changed
     units = _units(job, target) if version == FSDP1 else None
-    writer = Ranks(checkpoint, target, units)
+    writer = Ranks(checkpoint, target, units, scheduler_of(checkpoint, said))
     config = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
     beside = _of_training(job, target.world_size, said)
     files = [
@@ -140,8 +148,10 @@ def _units(job: Job, target: Target) -> list[str]:
 class Ranks:
     """Lays out the files of one rank after the other."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, units: list[str] | None) -> None:
-        self.checkpoint, self.target, self.units = checkpoint, target, units
+    def __init__(
+        self, checkpoint: Checkpoint, target: Target, units: list[str] | None, scheduler: object = None
+    ) -> None:
+        self.checkpoint, self.target, self.units, self.scheduler = checkpoint, target, units, scheduler
         self.tensors = trained_tensors(checkpoint)  # 16-bit masters, too, as they are
         self.whole = units is not None and target.world_size == 1  # FSDP1 of one rank cuts nothing
         self.optimizer = self._optimizer() if checkpoint.param_groups else None
@@ -167,7 +177,7 @@ class Ranks:
                 for number, state in self.optimizer["state"].items()
             }
             found[OPTIMIZER] = {**self.optimizer, "state": states}
-        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size)}
+        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)}
 
     def _model(self, tensors: RankTensors) -> OrderedMapping:
         root = OrderedMapping()

@@ -586,7 +586,7 @@ VERL = Program(
             needs=(same_ranks, _rank_files),
             takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data(_[0-9]+)?"},
             lacks=((DATA, _data_elsewhere),),
-            keeps=(SCHEDULER, RANDOM),
+            keeps=(RANDOM,),
         ),
     ),
     holds=(has_optimizer,),
