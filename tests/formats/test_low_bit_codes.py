@@ -131,6 +131,8 @@ def test_experts_in_one_tensor(tmp_path):
     assert settings["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts"]
     tensors = {up: torch.randn(3, 64, 128), down: torch.randn(3, 96, 64), NAME: torch.ones(64, 64)}  # (in, out)
     assert quantised(made(tmp_path / "in3", tensors), tmp_path / "out3")[0][up].equal(tensors[up])
+    tensors = {up: torch.randn(3, 96, 64), NAME: torch.ones(64, 64)}  # no whole blocks of the gate, nor of the rest
+    assert quantised(made(tmp_path / "in4", tensors), tmp_path / "out4")[0][up].equal(tensors[up])
 
 
 def test_what_is_refused(tmp_path):
