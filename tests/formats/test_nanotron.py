@@ -62,6 +62,14 @@ def test_a_lost_file_is_named(gone, said, saved):
         zckpt.open(saved)
 
 
+def test_one_optimizer_file_alone_is_no_checkpoint(saved):
+    _, *others = sorted((saved / "optimizer").glob("*.pt"))
+    for path in others:
+        path.unlink()
+    with refusing(ShardError, "found 1, none of pp 0, dp 0, tp 1, exp 0"):
+        zckpt.open(saved)
+
+
 def test_names_say_numbers_of_ranks_that_can_be(saved):
     """Nothing is made of as many as a name says, and superscript digits are no number."""
     [path] = saved.glob("model/model/decoder/1/pp_block/attn/qkv_proj/*_tp-rank-1-*")
