@@ -72,8 +72,9 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
         What goes along with it cannot be read.
     """
     own, folder = os.path.realpath(job.checkpoint.source), f"{tag}/" if is_run(job) else ""
-    carried = [os.path.realpath(file.path) for file in job.checkpoint.files if file.role == METADATA_ROLE]
-    copies = [copy_of(Path(one), folder + os.path.relpath(one, own)) for one in carried if one.startswith(own + os.sep)]
+    carried = [file.path for file in job.checkpoint.files if file.role == METADATA_ROLE]
+    inside = {path: real for path in carried if (real := os.path.realpath(path)).startswith(own + os.sep)}
+    copies = [copy_of(Path(path), folder + os.path.relpath(real, own)) for path, real in inside.items()]
     files = written.files
     if copies:
         every = Lazily(lambda: chain(files, copies), len(files) + len(copies))
