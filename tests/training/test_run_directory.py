@@ -226,6 +226,15 @@ def test_where_latest_is_not_sound_what_was_saved_before_it_is_next(tmp_path):
     assert model.weight[0, 0] == 7  # what no Checkpointer wrote comes last
 
 
+def test_a_kept_checkpoint_that_is_not_sound_is_told_of_and_an_older_one_stays(tmp_path):
+    saved(tmp_path, 1, 2, keep=2)
+    [data] = (tmp_path / name_of(2)).glob("*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=f"{name_of(2)} is not sound, and does not count"):
+        saved(tmp_path, 3, keep=2)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("said", ["", ".", "..", "../elsewhere", "step-00000009", "x" * 300, "x" * 5000, "a\0b"])
 def test_a_latest_that_names_nothing_is_passed_over(said, tmp_path):
     saved(tmp_path / "run", 1, 2)

@@ -308,8 +308,9 @@ class RunPlace:
                 continue
             with self.seen() as directory:
                 remains = checkpoint.is_in(directory)
-            if remains and unsound(self.checkpoint(checkpoint.name)) is None:
-                kept += 1
+            why = unsound(self.checkpoint(checkpoint.name)) if remains else None
+            kept += remains and why is None
+            told += [] if why is None else [f"{checkpoint.name} is not sound, and does not count: {why}"]
         with self.seen() as directory:
             remaining = Record((*(one for one in before if is_there(directory / one.name)), last))
         if remaining != record:
