@@ -98,6 +98,21 @@ def test_what_may_be_trained_or_is_large_is_left_out(value, tmp_path):
     assert not list((tmp_path / "t").rglob("more.pt"))
 
 
+def test_files_of_one_name_in_many_folders_are_all_carried(tmp_path):
+    path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "s"))
+    for rank in range(3):
+        (path / "global_step5" / f"rank{rank}").mkdir()
+        torch.save({"rank": rank}, path / "global_step5" / f"rank{rank}" / "state.pt")
+    found = zckpt.open(path).metadata
+    assert [found[key]["rank"] for key in ("state", "rank1/state", "rank2/state")] == [0, 1, 2]
+    zckpt.reshard(path, tmp_path / "t", world_size=3)
+    zckpt.convert(tmp_path / "t", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
+    assert zckpt.diff(path, tmp_path / "back").equal
+    zckpt.convert(path, tmp_path / "dcp", to="dcp")
+    assert not take_inventory(zckpt.open(tmp_path / "dcp")).left_out
+    assert zckpt.diff(path, tmp_path / "dcp", ignore_metadata=False).equal
+
+
 def test_another_checkpoints_files_are_not_carried(tmp_path):
     path = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "s"))
     shutil.copytree(path / "global_step5", path / "global_step9")

@@ -45,7 +45,7 @@ from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
 from zckpt.state.ranges import Range
 from zckpt.storage.files import Sources, entries_of, is_file, read_json
-from zckpt.torchfile import Tensor, read_torchfile
+from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 CARRIED = re.compile(
     r"(?:scheduler|sampler|dl_state_dict|custom_checkpoint)(?:_[0-9]+)?\.(?:bin|pt|pkl)|scaler\.pt"
@@ -135,9 +135,13 @@ def _note_gaps(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 def carry(checkpoint: Checkpoint, path: Path) -> None:
     """Keep what a torch file holds. Raises SourceError: it cannot be read."""
-    file = read_torchfile(path)
+    carry_file(checkpoint, read_torchfile(path), path.stem, path.name)
+
+
+def carry_file(checkpoint: Checkpoint, file: TorchFile, *keys: str) -> None:
+    """Keep what a torch file holds, under the first of some keys that is not taken."""
     checkpoint.files.append(describe(file, METADATA_ROLE))
-    key = path.stem if path.stem not in checkpoint.metadata else path.name
+    key = next((one for one in keys if one not in checkpoint.metadata), keys[-1])
     checkpoint.metadata.setdefault(key, carried(file, file.root))
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from zckpt.errors import SourceError
 from zckpt.formats.account.inventory import NEVER_EMPTY, below, resolved
-from zckpt.formats.companions import carry
+from zckpt.formats.companions import carry_file
 from zckpt.state import Checkpoint
 from zckpt.state.dtypes import is_floating
-from zckpt.torchfile import Tensor, is_tensor, read_torchfile, walk_tensors
+from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile, walk_tensors
 from zckpt.torchfile.trees import each, inner
 
 MOST_NBYTES = 1 << 24
@@ -33,22 +33,20 @@ def carry_values(checkpoint: Checkpoint) -> None:
     read = {resolved(path, folders) for path in known}
     for path, _, about in sorted(below(own, read, os.path.realpath(own))):
         is_unread = about is None and path.name.endswith(NEVER_EMPTY) and resolved(str(path), folders) not in read
-        if is_unread and _has_values_only(path):
-            carry(checkpoint, path)
+        if is_unread and (file := _of_values(path)) is not None:
+            carry_file(checkpoint, file, path.stem, path.relative_to(own).with_suffix("").as_posix())
 
 
-def _has_values_only(path: Path) -> bool:
-    """Tell a small torch file without other tensors than single numbers, and a few integers."""
+def _of_values(path: Path) -> TorchFile | None:
+    """Read a small torch file without other tensors than single numbers, and a few integers; None of any other."""
     try:
-        root = read_torchfile(path).root if 0 < path.stat().st_size <= MOST_NBYTES else None
+        file = read_torchfile(path) if 0 < path.stat().st_size <= MOST_NBYTES else None
     except (OSError, SourceError):
-        return False
-    is_odd = any(is_tensor(node) and type(node) is not Tensor for node in each(root, inner))
-    return (
-        root is not None
-        and not is_odd
-        and all(
-            one.numel <= 1 or (not is_floating(one.dtype) and one.numel * one.itemsize <= MOST_TENSOR_NBYTES)
-            for _, one in walk_tensors(root)
-        )
+        return None
+    if file is None or any(is_tensor(node) and type(node) is not Tensor for node in each(file.root, inner)):
+        return None
+    are_values = all(
+        one.numel <= 1 or (not is_floating(one.dtype) and one.numel * one.itemsize <= MOST_TENSOR_NBYTES)
+        for _, one in walk_tensors(file.root)
     )
+    return file if are_values else None

@@ -91,7 +91,6 @@ def with_others(written: TargetFiles, job: Job, tag: str, processes: int) -> Tar
         notes=[*written.notes, *notes],
         copied={*written.copied, *(one.name for one in copies)},
         replaceable=is_trainers_own if copies else written.replaceable,
-        restated=None if written.restated is None else {*written.restated, *random_states(job.checkpoint)},
     )
 
 

@@ -59,7 +59,8 @@ def lay_out(job: Job) -> TargetFiles:
         job = replace(job, checkpoint=foreign.without_empty_groups(checkpoint))
         tag, written = _from_elsewhere(job)
         if is_trainers(job.source):
-            return with_others(written, job, tag, options.world_size)
+            written = with_others(written, job, tag, options.world_size)
+            return replace(written, restated={*(written.restated or ()), *random_states(checkpoint)})
         return replace(written, files=with_latest(written.files, tag))
     world_size = checkpoint.topology.dp if options.world_size is None else options.world_size
     stage = origin.members[0].stage if options.stage is None else options.stage
