@@ -103,7 +103,9 @@ def test_files_of_one_name_in_many_folders_are_all_carried(tmp_path):
     for rank in range(3):
         (path / "global_step5" / f"rank{rank}").mkdir()
         torch.save({"rank": rank}, path / "global_step5" / f"rank{rank}" / "state.pt")
+    torch.save({"mine": 1}, path / "global_step5" / "ds_config.pt")  # a key of DeepSpeed's own
     found = zckpt.open(path).metadata
+    assert found["ds_config.pt"] == {"mine": 1}
     assert [found[key]["rank"] for key in ("state", "rank1/state", "rank2/state")] == [0, 1, 2]
     zckpt.reshard(path, tmp_path / "t", world_size=3)
     zckpt.convert(tmp_path / "t", tmp_path / "back", to="deepspeed", world_size=2, stage=2)

@@ -34,7 +34,8 @@ def carry_values(checkpoint: Checkpoint) -> None:
     for path, _, about in sorted(below(own, read, os.path.realpath(own))):
         is_unread = about is None and path.name.endswith(NEVER_EMPTY) and resolved(str(path), folders) not in read
         if is_unread and (file := _of_values(path)) is not None:
-            carry_file(checkpoint, file, path.stem, path.relative_to(own).with_suffix("").as_posix())
+            inside = path.relative_to(own)
+            carry_file(checkpoint, file, path.stem, inside.with_suffix("").as_posix(), inside.as_posix())
 
 
 def _of_values(path: Path) -> TorchFile | None:
