@@ -44,7 +44,7 @@ from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, LEFT_OUT, Claim
 from zckpt.state.ranges import Range
-from zckpt.storage.files import Sources, entries_of, is_file, read_json
+from zckpt.storage.files import Sources, entries_of, is_file, read_json, real_path
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 CARRIED = re.compile(
@@ -77,7 +77,8 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
 
     `directory`: the one that was opened; `roots`: the same on other nodes, which keep what is of their ranks only.
     """
-    known = {os.path.realpath(path) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
+    folders = dict[str, str]()
+    known = {real_path(path, folders) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
     entries = {entry.name: entry for entry in entries_of(directory) if entry.is_file()}
     for entry in (entry for root in roots for entry in entries_of(root)):
         if CARRIED.fullmatch(entry.name) and entry.is_file():
@@ -87,7 +88,7 @@ def read_companions(checkpoint: Checkpoint, directory: Path, roots: Sequence[Pat
     models = []
     for entry in entries.values():
         path = Path(entry.path)
-        if os.path.realpath(path) in known:
+        if real_path(entry.path, folders) in known:
             continue
         if CARRIED.fullmatch(entry.name):
             try:

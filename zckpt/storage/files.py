@@ -177,6 +177,14 @@ def entries_of(path: str | os.PathLike[str], *, lenient: bool = False) -> list[o
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
 
 
+def real_path(path: str, folders: dict[str, str]) -> str:
+    """Return a file's real path; that of its folder, which thousands of files lie in, is kept in `folders`."""
+    folder, name = os.path.split(path)
+    if folder not in folders:
+        folders[folder] = os.path.realpath(folder)
+    return os.path.realpath(path) if os.path.islink(path) else os.path.join(folders[folder], name)  # noqa: PTH114,PTH118
+
+
 def check_nbytes(path: str, nbytes: int) -> None:
     """Raise unless a file can be opened for reading and has so many bytes.
 

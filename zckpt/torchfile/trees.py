@@ -8,7 +8,7 @@ Answers are remembered by object; who recurses goes as deep as `check_depth` all
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 
 from zckpt.errors import PickleError
 from zckpt.torchfile import nodes
@@ -22,9 +22,6 @@ LEAVES = frozenset(
     {str, int, float, bool, type(None), bytes, bytearray, complex, range, slice}
     | {*nodes.NAMES, nodes.Size, nodes.Storage, NumpyScalar}
 )
-
-SMALL = 64
-"""Things in a list or dict of leaves that are looked at again as fast as it is remembered that they are some."""
 
 PARTS: dict[type, tuple[str, ...]] = {
     nodes.Tensor: ("attributes", "state", "metadata", "hooks"),
@@ -181,40 +178,35 @@ def check_depth(root: object, heights: dict[int, int] | None = None, record: str
     PickleError
         Some path from the root is longer than `MAX_DEPTH`.
     """
-    heights = {} if heights is None else heights
-    if is_leaf(root) or id(root) in heights:
-        return
-    heights[id(root)] = 0
-    open_nodes, levels, highest = [root], [iter(inner(root))], [0]
-    while open_nodes:
-        for child in levels[-1]:
-            known = heights.get(id(child))
-            if known is None:
-                below = inner(child)
-                if below:
-                    heights[id(child)] = 0  # being visited: a way back to it is a cycle
-                    open_nodes.append(child)
-                    levels.append(iter(below))
-                    highest.append(0)
-                    break
-                known = 1
-                if not isinstance(child, Sized) or len(child) > SMALL:
-                    heights[id(child)] = known
-            highest[-1] = max(highest[-1], known)
-        else:
-            height = highest.pop() + 1
-            heights[id(open_nodes.pop())] = height
-            levels.pop()
-            if highest and height > highest[-1]:
-                highest[-1] = height
-        if len(open_nodes) + (highest[-1] if highest else 0) > MAX_DEPTH:
+    known = {} if heights is None else heights
+
+    def height(node: object, depth: int) -> int:
+        found = known.get(id(node))
+        if found is None and depth < MAX_DEPTH:
+            known[id(node)] = highest = 0  # while it is looked at: a way back to it is a cycle
+            for child in inner(node):
+                highest = max(highest, height(child, depth + 1))
+            known[id(node)] = found = highest + 1
+        if found is None or depth + found > MAX_DEPTH:
             what = f"{record}: " if record else ""
             raise PickleError(f"{what}it is nested too deeply", expected=f"at most {MAX_DEPTH} levels")
+        return found
+
+    if not is_leaf(root):
+        height(root, 0)
 
 
 def inner(node: object) -> list[object]:
     """Return the objects directly below one that may have others below them."""
-    return [child for _, child in children(node) if type(child) not in LEAVES and not is_leaf(child)]
+    kind = type(node)
+    below: Iterable[object]
+    if kind is list or kind is tuple:
+        below = node  # type: ignore[assignment]
+    elif kind is dict and LEAVES.issuperset(map(type, node)):  # type: ignore[call-overload]
+        below = node.values()  # type: ignore[attr-defined]
+    else:
+        below = [child for _, child in _children(node)]
+    return [child for child in below if type(child) not in LEAVES and not is_leaf(child)]
 
 
 class Digests:

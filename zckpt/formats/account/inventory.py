@@ -22,7 +22,7 @@ from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
-from zckpt.storage.files import collector_paused, entries_of, opened, read_head
+from zckpt.storage.files import collector_paused, entries_of, opened, read_head, real_path
 from zckpt.storage.ownership import REMOVED
 from zckpt.torchfile import read_torchfile, walk_tensors
 
@@ -52,7 +52,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     known, values = Coverage(checkpoint), taken(checkpoint)
     root = os.path.realpath(checkpoint.named)
     folders = dict[str, str]()
-    places = [resolved(file.path, folders) for file in checkpoint.files]
+    places = [real_path(file.path, folders) for file in checkpoint.files]
     read = {real: shown(file.path, real, root) for file, real in zip(checkpoint.files, places, strict=True)}
     before: dict[object, _Account] = {}
     trees: set[int] = set()
@@ -99,14 +99,6 @@ def shown(path: str, real: str, root: str) -> str:
     if real == root:
         return Path(path).name
     return real[len(root) :].lstrip(os.sep) if within(real, root) else path
-
-
-def resolved(path: str, folders: dict[str, str]) -> str:
-    """Return a file's real path; that of its folder, which thousands of files lie in, is found out once."""
-    folder, name = os.path.split(path)
-    if folder not in folders:
-        folders[folder] = os.path.realpath(folder)
-    return os.path.realpath(path) if os.path.islink(path) else os.path.join(folders[folder], name)  # noqa: PTH114,PTH118
 
 
 _STATE = re.compile(
@@ -210,7 +202,7 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str], folders: dict[str, 
     outside = os.path.realpath(root) != own
     ends = {os.path.splitext(path)[1] for path in read}  # noqa: PTH122  # of thousands
     for path, name, about in below(root, read, own):
-        real = resolved(str(path), folders)
+        real = real_path(str(path), folders)
         if real in read:
             continue
         nbytes = _size(path)

@@ -9,10 +9,11 @@ import os
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.formats.account.inventory import NEVER_EMPTY, below, resolved
+from zckpt.formats.account.inventory import NEVER_EMPTY, below
 from zckpt.formats.companions import carry_file
 from zckpt.state import Checkpoint
 from zckpt.state.dtypes import is_floating
+from zckpt.storage.files import real_path
 from zckpt.torchfile import Tensor, TorchFile, is_tensor, read_torchfile, walk_tensors
 from zckpt.torchfile.trees import each, inner
 
@@ -30,9 +31,9 @@ def carry_values(checkpoint: Checkpoint) -> None:
         return
     folders = dict[str, str]()
     known = {*(file.path for file in checkpoint.files), *checkpoint.claims, *checkpoint.leftovers}
-    read = {resolved(path, folders) for path in known}
+    read = {real_path(path, folders) for path in known}
     for path, _, about in sorted(below(own, read, os.path.realpath(own))):
-        is_unread = about is None and path.name.endswith(NEVER_EMPTY) and resolved(str(path), folders) not in read
+        is_unread = about is None and path.name.endswith(NEVER_EMPTY) and real_path(str(path), folders) not in read
         if is_unread and (file := _of_values(path)) is not None:
             inside = path.relative_to(own)
             carry_file(checkpoint, file, path.stem, inside.with_suffix("").as_posix(), inside.as_posix())
