@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Averaged(Consolidated):
         Tensors of the model that are means, that are equal in all sources, and that are the last source's.
     """
 
-    sources: tuple[Document, ...]
+    sources: tuple[Document, ...] = ()
     num_averaged: int
     num_equal: int
     num_from_last: int
@@ -137,24 +137,19 @@ def average(
     alike, told = as_beside(alike, Path(target), chosen, how)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
-    done, num_tensors = write_computed(
-        mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
-    )
     num_averaged, num_equal, num_from_last = mean.counts()
+    done = write_computed(
+        Averaged, mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped,
+        num_averaged=num_averaged, num_equal=num_equal, num_from_last=num_from_last,
+    )  # fmt: skip
     weighted = "equal weights" if len(set(shares)) == 1 else "weights " + ", ".join(f"{share:.6g}" for share in shares)
     said = [f"the mean of {len(shares)} checkpoints, with {weighted}"]
     if num_equal:
         said.append(f"not averaged, because they are not floats and equal in all: {num_equal}")
     if num_from_last:
         said.append(f"not averaged, but taken from the last checkpoint: {num_from_last}")
-    return Averaged(
-        **{**done.fields(), "notes": (*notes, *told, *done.notes, *left_out, *said)},
-        num_tensors=num_tensors,
-        sources=tuple({**summary(one), "weight": share} for one, share in zip(found, shares, strict=True)),
-        num_averaged=num_averaged,
-        num_equal=num_equal,
-        num_from_last=num_from_last,
-    )
+    described = tuple({**summary(one), "weight": share} for one, share in zip(found, shares, strict=True))
+    return replace(done, sources=described, notes=(*notes, *told, *done.notes, *left_out, *said))
 
 
 def _opened(

@@ -17,18 +17,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from zckpt.compare.slots import pair
 from zckpt.engine.computed import Computed, Function
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UsageError, listed
 from zckpt.formats import open_checkpoint
-from zckpt.formats.format import TargetFiles
 from zckpt.operations.consolidate import OWNED, Chosen, lay_out
 from zckpt.operations.losses import refuse_beside, refuse_rank_values
 from zckpt.operations.open import named
 from zckpt.operations.proof import check_arrived, check_same
-from zckpt.operations.target import How, Proof, Written, write_from
+from zckpt.operations.target import How, Made, Proof, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
 from zckpt.state.names import like_model
 
@@ -230,37 +230,8 @@ def _tie(checkpoint: Checkpoint, every: dict[str, list[Parameter]]) -> None:
 # --- written
 
 
-@dataclass(slots=True)
-class _ModelProof(Proof):
-    """All of the model is there; and under `verify`, what was computed once more, `verified` bytes, is the same."""
-
-    checkpoint: Checkpoint
-    laid: TargetFiles
-    how: How
-    verify: bool
-    verified: int = 0
-
-    def of(self, written: Path, files: Sequence[Path], _record: Path | None) -> None:
-        """Open what was written; raise LayoutError unless all of the model is there."""
-        holes = {hole.label: hole for one in self.laid.files for hole in one.holes}
-        tensors = [one.name for one in self.checkpoint.tensors() if one.name in holes]
-        found = like_model(open_checkpoint(written), tensors)
-        for name in tensors:
-            there = name in found.parameters or name in found.buffers
-            copy = found.owner(name).slots.get(WEIGHT) if there else None
-            check_arrived(name, copy, holes[name].slot.shape, holes[name].dtype)
-        if not self.verify:
-            return
-        sets = [
-            SlotSet(hole.label, (hole.slot, Slot(hole.label, hole.dtype, hole.slot.shape, spans)), (hole.dtype,) * 2)
-            for path, one in zip(files, self.laid.files, strict=True)
-            for hole in one.holes
-            for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
-        ]
-        self.verified = check_same(sets, "differ from the computed values", self.how)
-
-
 def write_computed(
+    kind: type[Made],
     checkpoint: Checkpoint,
     sources: Sequence[Checkpoint],
     target: Path,
@@ -271,8 +242,9 @@ def write_computed(
     dropped: tuple[str, ...],
     without: Collection[str] = (),
     settings: Mapping[str, object] | None = None,
-) -> tuple[Written, int]:
-    """Write a model whose slots are computed from those of sources, or are theirs; return its number of tensors, too.
+    **more: Any,  # noqa: ANN401  # of the result
+) -> Made:
+    """Write a model whose slots are computed from those of sources, or are theirs.
 
     `verify`: compute all elements once more after writing, and compare; `without`: names of files next to the sources
     that do not go with what is written; `settings`: what config.json says otherwise.
@@ -280,6 +252,26 @@ def write_computed(
     laid, num_tensors = lay_out(checkpoint, target, chosen, how, settings)
     kept = [one for one in laid.files if one.name not in without]
     laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
-    proof = _ModelProof(checkpoint, laid, how, verify)
-    done = write_from(checkpoint, laid, target, how, owns=OWNED, proof=proof, dropped=dropped, sources=sources)
-    return done, num_tensors
+
+    def look(written: Path, files: Sequence[Path], _record: Path | None) -> int:
+        holes = {hole.label: hole for one in laid.files for hole in one.holes}
+        tensors = [one.name for one in checkpoint.tensors() if one.name in holes]
+        found = like_model(open_checkpoint(written), tensors)
+        for name in tensors:
+            there = name in found.parameters or name in found.buffers
+            copy = found.owner(name).slots.get(WEIGHT) if there else None
+            check_arrived(name, copy, holes[name].slot.shape, holes[name].dtype)
+        if not verify:
+            return 0
+        sets = [
+            SlotSet(hole.label, (hole.slot, Slot(hole.label, hole.dtype, hole.slot.shape, spans)), (hole.dtype,) * 2)
+            for path, one in zip(files, laid.files, strict=True)
+            for hole in one.holes
+            for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
+        ]
+        return check_same(sets, "differ from the computed values", how)
+
+    return write_from(
+        kind, checkpoint, laid, target, how, owns=OWNED, proof=Proof(look), dropped=dropped, sources=sources,
+        num_tensors=num_tensors, **more,
+    )  # fmt: skip

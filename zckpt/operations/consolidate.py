@@ -192,9 +192,10 @@ def consolidate(
     laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
-    done = write_from(found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
-                      sources=left.sources(found), missing=left.missing, filled=left.filled)  # fmt: skip
-    return Consolidated(**done.fields(), num_tensors=num_tensors)
+    return write_from(
+        Consolidated, found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
+        sources=left.sources(found), missing=left.missing, filled=left.filled, num_tensors=num_tensors,
+    )  # fmt: skip
 
 
 def as_beside(

@@ -137,19 +137,13 @@ def merge_adapter(
         [result], told = as_beside([result], Path(target), chosen, how)
     except UnsupportedError as error:
         told = (f"names are as they were, of memory: {error.message}",)
-    done, num_tensors = write_computed(
-        result, [plain, added.checkpoint], Path(target), chosen, how, verify=verify, dropped=dropped,
-        without=[CONFIG_NAME], settings=merging.settings(),
-    )  # fmt: skip
-    return Merged(
-        **{**done.fields(), "notes": (*notes, *told, *done.notes, *left_out, *merging.notes)},
-        num_tensors=num_tensors,
-        base=summary(model),
-        adapter=summary(added.checkpoint),
+    done = write_computed(
+        Merged, result, [plain, added.checkpoint], Path(target), chosen, how, verify=verify, dropped=dropped,
+        without=[CONFIG_NAME], settings=merging.settings(), base=summary(model), adapter=summary(added.checkpoint),
         num_merged=len(added.products) + sum(one.bias is not None for one in added.products) + len(added.tokens),
-        num_replaced=len(added.replaced),
-        num_added=merging.num_added,
-    )
+        num_replaced=len(added.replaced), num_added=merging.num_added,
+    )  # fmt: skip
+    return replace(done, notes=(*notes, *told, *done.notes, *left_out, *merging.notes))
 
 
 class _Merging:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,44 +23,34 @@ if TYPE_CHECKING:
     from zckpt.engine.scan import SlotSet
 
 
-@dataclass(slots=True)
-class SlotsProof(Proof):
-    """All of a source is in the target; under `verify`, to the last byte, and under `records` with its fingerprint.
+def slots_proof(
+    checkpoint: Checkpoint, laid: TargetFiles, how: How, drop: Sequence[str], *, verify: bool, records: bool
+) -> Proof:
+    """Return the proof that all of a source is in a target, but for what may be lost; `verify`: to the last byte."""
 
-    `drop` is what may be lost, and `verified` the bytes that were compared.
-    """
-
-    checkpoint: Checkpoint
-    laid: TargetFiles
-    how: How
-    drop: Sequence[str]
-    verify: bool
-    records: bool
-    verified: int = 0
-
-    def of(self, written: Path, _files: Sequence[Path], record: Path | None) -> None:
-        """Open what was written; raise LayoutError unless all is there."""
-        laid = self.laid
+    def look(written: Path, _files: Sequence[Path], record: Path | None) -> int:
         if isinstance(laid.files, list):
             laid.files.clear()  # they are written, and what was may be as large
-        found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in self.checkpoint.tensors()])
-        source, target = self.checkpoint, found
+        found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in checkpoint.tensors()])
+        source, target = checkpoint, found
         if laid.in_floats:  # what each rank's codes stand for, as slots
             from zckpt.formats.deepspeed.rare.quantised import with_float_slots
 
             source, target = (with_float_slots(one, keeps_files=True) for one in (source, target))
         prove(source, target)
-        prove_rest(self.checkpoint, found, self.drop, laid.restated, laid.copied)
-        if self.verify:
-            source, target = (_without(one, laid.rounded) for one in (source, target))
-            self.verified = verify_bytes(source, target, self.how)
+        prove_rest(checkpoint, found, drop, laid.restated, laid.copied)
+        verified = 0
+        if verify:
+            verified = verify_bytes(_without(source, laid.rounded), _without(target, laid.rounded), how)
         if record is not None:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
 
-            how = self.how
             data = bytes_of(fingerprint(found, memory=how.memory, reporter=how.reporter, direct=how.direct))
             record.write_bytes(data)
+        return verified
+
+    return Proof(look, records)
 
 
 def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> Checkpoint:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, ZckptError
@@ -104,9 +103,15 @@ def sanitize(source: Source, target: Place, **shared: Unpack[ReadWritten]) -> Sa
     files = list(_files(found, removed))
     dropped = check_nothing_lost([checkpoint], shared["drop"], copied=found, kept=found)
     laid = TargetFiles(files, is_file=not origin.is_dir(), copied=frozenset(found))
-    proof = _SanitizeProof(checkpoint, {"names": checkpoint.given_names, "tag": shared["tag"]})
-    done = write_from(checkpoint, laid, Path(target), how, inside=[origin], proof=proof, dropped=dropped)
-    return Sanitized(**done.fields(), removed=removed)
+
+    def look(written: Path, *_: object) -> int:
+        _check_clean(checkpoint, written, shared["tag"])
+        return 0
+
+    return write_from(
+        Sanitized, checkpoint, laid, Path(target), how, inside=[origin], proof=Proof(look), dropped=dropped,
+        removed=removed,
+    )  # fmt: skip
 
 
 def _files(found: Mapping[str, Path], removed: list[dict[str, str]]) -> Iterator[TargetFile]:
@@ -282,28 +287,20 @@ def _held(data: FileRange) -> tuple[str, str] | None:
     return next(((found, what) for _, found, what in bad_of(scanner)), None)
 
 
-@dataclass(slots=True)
-class _SanitizeProof(Proof):
-    """Nothing but data and known classes is named, and every element of every slot is there once."""
-
-    checkpoint: Checkpoint
-    reading: Mapping[str, Any]
-
-    def of(self, written: Path, _files: Sequence[Path], _record: Path | None) -> None:
-        """Scan what was written, and plan a read of all of it."""
-        found = scan(written)
-        left = next((one for one in found.findings if one["grade"] in BAD), None)
-        if left is not None:
-            what = f"{left['record'] or 'it'} still has {left['global'] or left['message']}"
-            raise UnsupportedError(
-                f"{left['file']} cannot be sanitized: {what}",
-                path=self.checkpoint.source,
-                advice="`zckpt convert` writes its state without other objects",
-            )
-        try:
-            done = open_checkpoint(written, **self.reading)
-        except SourceError as error:
-            raise UnsupportedError(
-                "is no checkpoint without what would go", path=self.checkpoint.source, found=error.message
-            ) from error
-        check_all_arrived(self.checkpoint, done)
+def _check_clean(checkpoint: Checkpoint, written: Path, tag: str | None) -> None:
+    """Raise unless nothing but data and known classes is named, and every element of every slot is there once."""
+    left = next((one for one in scan(written).findings if one["grade"] in BAD), None)
+    if left is not None:
+        what = f"{left['record'] or 'it'} still has {left['global'] or left['message']}"
+        raise UnsupportedError(
+            f"{left['file']} cannot be sanitized: {what}",
+            path=checkpoint.source,
+            advice="`zckpt convert` writes its state without other objects",
+        )
+    try:
+        done = open_checkpoint(written, names=checkpoint.given_names, tag=tag)
+    except SourceError as error:
+        raise UnsupportedError(
+            "is no checkpoint without what would go", path=checkpoint.source, found=error.message
+        ) from error
+    check_all_arrived(checkpoint, done)

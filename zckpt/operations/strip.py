@@ -16,7 +16,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Parameter
 
 CHOICES = {
     "padding": Request(padding=True),
@@ -112,9 +112,18 @@ def strip(
         notes=stripping.notes,
         copied=frozenset(one.name for one in stripping.files),
     )
-    proof = _StripProof(checkpoint, request)
-    done = write_from(checkpoint, laid, path, how, inside=[origin], proof=proof, dropped=dropped)
-    return Stripped(**done.fields(), saved=_saved(stripping))
+
+    def look(written: Path, *_: object) -> int:  # every element of every slot that was to stay is there once
+        def needs(key: str, one: Parameter) -> bool:
+            return request.needs(key) or (key == MASTER and WEIGHT not in one.slots)
+
+        check_all_arrived(checkpoint, open_checkpoint(written, names=checkpoint.given_names), needs)
+        return 0
+
+    return write_from(
+        Stripped, checkpoint, laid, path, how, inside=[origin], proof=Proof(look), dropped=dropped,
+        saved=_saved(stripping),
+    )  # fmt: skip
 
 
 def _saved(stripping: Stripping) -> dict[str, int]:
@@ -123,20 +132,3 @@ def _saved(stripping: Stripping) -> dict[str, int]:
         for kind, nbytes in one.saved.items():
             saved[kind] = saved.get(kind, 0) + nbytes
     return saved
-
-
-@dataclass(slots=True)
-class _StripProof(Proof):
-    """Every element of every slot that was to stay is there once."""
-
-    checkpoint: Checkpoint
-    request: Request
-
-    def of(self, written: Path, _files: Sequence[Path], _record: Path | None) -> None:
-        """Plan a read of all that was written."""
-        done = open_checkpoint(written, names=self.checkpoint.given_names)
-        check_all_arrived(
-            self.checkpoint,
-            done,
-            lambda key, one: self.request.needs(key) or (key == MASTER and WEIGHT not in one.slots),
-        )
