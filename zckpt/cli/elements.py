@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from zckpt.cli.options import dequantize_option, json_option, names_option, page_options, source_argument, takes
+from zckpt.cli.options import FILE, dequantize_option, json_option, names_option, page_options, source_argument, takes
 from zckpt.cli.streams import check_file, json_text, reporter, width, write_file
-from zckpt.cli.verbs import verb
+from zckpt.cli.verbs import flag, verb
 from zckpt.errors import UsageError
 from zckpt.operations.options import Compared, Salvaged
 
@@ -18,11 +18,11 @@ from zckpt.operations.options import Compared, Salvaged
 @source_argument
 @names_option("--slots", "SLOT,...", "Only these slots: weight, master, exp_avg, ...")
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Only these parameters; may be repeated.")
-@click.option("--layers", is_flag=True, help="One row per slot and layer (names that begin alike up to their number).")
-@click.option("--csv", "as_csv", is_flag=True, help="Print rows of comma-separated values.")
+@flag("--layers", help="One row per slot and layer (names that begin alike up to their number).")
+@flag("--csv", "as_csv", help="Print rows of comma-separated values.")
 @json_option
 @page_options
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@flag("--quiet", "-q", help="No progress bar.")
 @dequantize_option
 @takes(Compared)
 def stats_command(
@@ -65,10 +65,8 @@ def stats_command(
 @click.argument("name")
 @click.option("--slot", metavar="SLOT", help="Default: the master if there is one, else the weight.")
 @click.option("--slice", metavar="0:4,:,-1", help="An index or a range for each dimension. Default: all.")
-@click.option(
-    "--npy", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Write the elements to FILE instead."
-)
-@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--npy", type=FILE, metavar="FILE", help="Write the elements to FILE instead.")
+@flag("--overwrite", help="Replace FILE if it exists.")
 @json_option
 @takes(Salvaged)
 def show_command(*, source: Path, name: str, as_json: bool, shared: dict[str, Any], **given: Any) -> None:  # noqa: ANN401

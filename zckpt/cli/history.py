@@ -9,7 +9,7 @@ import click
 
 from zckpt.cli.options import Place, json_option, page_options, takes
 from zckpt.cli.streams import check_file, json_text, reporter, write_file
-from zckpt.cli.verbs import verb
+from zckpt.cli.verbs import flag, verb
 from zckpt.errors import TargetError
 from zckpt.operations.options import Copying
 
@@ -20,13 +20,11 @@ run_argument = click.argument("run", type=Place())
 
 @verb("list")
 @run_argument
-@click.option("--deep", is_flag=True, help="Read every byte of each to check that it is sound.")
-@click.option(
-    "--fingerprint", is_flag=True, help="Compute fingerprints that are not recorded, to find equal checkpoints."
-)
+@flag("--deep", help="Read every byte of each to check that it is sound.")
+@flag("--fingerprint", help="Compute fingerprints that are not recorded, to find equal checkpoints.")
 @json_option
 @page_options
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@flag("--quiet", "-q", help="No progress bar.")
 @takes(Copying)
 def list_command(
     run: Path,
@@ -61,15 +59,15 @@ def list_command(
 @click.option(
     "--keep-best", metavar="METRIC[:min|max]", help="Keep the best one by a logged metric; for a loss, the lowest."
 )
-@click.option("--delete", is_flag=True, help="Remove them. Without this, nothing changes.")
+@flag("--delete", help="Remove them. Without this, nothing changes.")
 @click.option(
     "--also",
     multiple=True,
     metavar="PATTERN",
     help="Also remove these files with a checkpoint, even if they may be yours.",
 )
-@click.option("--unsound", is_flag=True, help="Also remove checkpoints that are not sound.")
-@click.option("--deep", is_flag=True, help="Read every byte of each to check that it is sound.")
+@flag("--unsound", help="Also remove checkpoints that are not sound.")
+@flag("--deep", help="Read every byte of each to check that it is sound.")
 @click.option(
     "--settle",
     type=float,

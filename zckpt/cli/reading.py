@@ -12,6 +12,7 @@ import click
 
 from zckpt.cli.history import watched
 from zckpt.cli.options import (
+    FILE,
     Place,
     dequantize_option,
     json_option,
@@ -21,7 +22,7 @@ from zckpt.cli.options import (
     takes,
 )
 from zckpt.cli.streams import check_file, json_text, paint, reporter, width, write_file
-from zckpt.cli.verbs import Near, verb
+from zckpt.cli.verbs import Near, flag, verb
 from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
@@ -80,9 +81,9 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
 @verb("inspect")
 @click.argument("sources", nargs=-1, required=True, type=Place(), metavar="SOURCE...")
 @json_option
-@click.option("--parameters", is_flag=True, help="List every parameter.")
-@click.option("--files", is_flag=True, help="List every file, and what became of its contents.")
-@click.option("--globals", "with_globals", is_flag=True, help="List the classes and functions that each pickle names.")
+@flag("--parameters", help="List every parameter.")
+@flag("--files", help="List every file, and what became of its contents.")
+@flag("--globals", "with_globals", help="List the classes and functions that each pickle names.")
 @page_options
 @takes(Salvaged)
 @_shows
@@ -132,15 +133,14 @@ def inspect_command(
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare only these parameters; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare only tensors.")
 @click.option("--only", type=click.Choice(["weights"]), help="As --slots=weight and --ignore=metadata.")
-@click.option(
+@flag(
     "--series",
-    is_flag=True,
     help="Compare several checkpoints of a run: how far each slot moved between them. Of two runs: where they part.",
 )
 @json_option
 @page_options
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows of each table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@flag("--quiet", "-q", help="No progress bar, no table.")
 @dequantize_option
 @takes(Compared)
 @takes(Reading, suffix="_b")
@@ -250,15 +250,14 @@ def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any],
 
 @verb("fingerprint")
 @source_argument
-@click.option(
+@flag(
     "--write",
-    is_flag=True,
     help="Also store it, with a digest of each slot, in the checkpoint's directory or next to its file.",
 )
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it in FILE.")
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document with a digest of each slot.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@click.option("--output", type=FILE, metavar="FILE", help="Store it in FILE.")
+@flag("--overwrite", help="Replace the file if it exists.")
+@flag("--json", "as_json", help="Print one JSON document with a digest of each slot.")
+@flag("--quiet", "-q", help="No progress bar.")
 @dequantize_option
 @takes(Compared)
 def fingerprint_command(
@@ -319,16 +318,14 @@ def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, sh
 
 @verb("verify")
 @source_argument
-@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
+@flag("--deep", help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
 @click.option(
     "--against",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="DIGESTS",
     help="Compare with the digests that `zckpt fingerprint --write` stored.",
 )
-@click.option(
-    "--watch", is_flag=True, help="SOURCE is a run: verify each checkpoint as it appears, until there is a finding."
-)
+@flag("--watch", help="SOURCE is a run: verify each checkpoint as it appears, until there is a finding.")
 @click.option(
     "--settle",
     type=float,
@@ -342,7 +339,7 @@ def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, sh
 )
 @json_option
 @page_options
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
+@flag("--quiet", "-q", help="No progress bar, no text; only the exit status.")
 @takes(ReadCopied)
 def verify_command(
     *,
@@ -378,12 +375,10 @@ def verify_command(
 
 @verb("scan")
 @click.argument("place", metavar="SOURCE", type=Place())
-@click.option(
-    "--sarif", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write SARIF 2.1.0."
-)
-@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--sarif", type=FILE, metavar="FILE", help="Also write SARIF 2.1.0.")
+@flag("--overwrite", help="Replace FILE if it exists.")
 @json_option
-@click.option("--quiet", "-q", is_flag=True, help="No text; only the exit status.")
+@flag("--quiet", "-q", help="No text; only the exit status.")
 def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
     """Tell what each pickle in SOURCE would import and call, in every file whatever it is called. Runs none of them.
 
@@ -408,10 +403,10 @@ def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool
 
 @verb("map")
 @source_argument
-@click.argument("target", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("target", required=False, type=FILE)
 @names_option("--slots", "SLOT,...", "Draw only these slots: weight, master, exp_avg, ...")
-@click.option("--json", "as_json", is_flag=True, help="Print the data as one JSON document; TARGET is then optional.")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
+@flag("--json", "as_json", help="Print the data as one JSON document; TARGET is then optional.")
+@flag("--overwrite", help="Replace TARGET if it exists.")
 @takes(Salvaged)
 def map_command(
     source: Path, target: Path | None, slots: list[str], as_json: bool, overwrite: bool, shared: dict[str, Any]

@@ -276,6 +276,9 @@ def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> N
 verb = partial(click.command, cls=Verb)
 """As `click.command`."""
 
+flag = partial(click.option, is_flag=True)
+"""As `click.option`, of one without a value."""
+
 
 class Verbs(click.Group):
     """The verbs in groups. `help VERB`, `completion SHELL`, other words for verbs and a path alone are understood."""

@@ -6,14 +6,16 @@ A command is its options and its help; the verb of its name gets what click make
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
 
+import zckpt
 from zckpt.cli.options import (
     ByteSize,
     ConvertCommand,
@@ -24,13 +26,14 @@ from zckpt.cli.options import (
     json_option,
     names_option,
     quantize_option,
+    quiet_option,
     source_argument,
     takes,
     target_argument,
     together,
 )
 from zckpt.cli.streams import json_text, reporter
-from zckpt.cli.verbs import Near, verb
+from zckpt.cli.verbs import Near, flag, verb
 from zckpt.errors import SourceError, UsageError, without_controls
 from zckpt.operations.options import Filled, ReadWritten, Renamed
 from zckpt.storage.remote import is_url
@@ -38,19 +41,22 @@ from zckpt.storage.remote import is_url
 
 def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Add the options that verbs share that write, and run the verb; `label` is what its progress is called."""
+    return together(takes(group), json_option, quiet_option, running("text.written", label=label))  # type: ignore[no-any-return]
 
-    def running(command: Callable[[], None]) -> Callable[..., None]:
+
+def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Let a command run the verb of its name; `text`: the function of the room `report` that says what it did."""
+
+    def named(command: Callable[[], None]) -> Callable[..., None]:
         name = command.__name__.removesuffix("_command")
 
-        def run(*, as_json: bool, quiet: bool, shared: dict[str, Any], **own: Any) -> None:  # noqa: ANN401  # what click gives
+        def run(*, as_json: bool, quiet: bool, shared: Mapping[str, Any] = MappingProxyType({}), **own: Any) -> None:  # noqa: ANN401  # what click gives
             from zckpt.naming import TRANSFORMERS
-            from zckpt.report.text import written
 
-            verb = getattr(import_module(f"zckpt.operations.{name}"), name)
             if shared.get("map") == TRANSFORMERS and sys.stderr.isatty() and not quiet:
                 click.echo("transformers makes the model, without memory, which takes some seconds ...", err=True)
             try:
-                done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+                done = getattr(zckpt, name)(**own, **shared, reporter=reporter(label or name, quiet=quiet))
             except SourceError as error:
                 error.advice = _swapped(name, **own) or error.advice
                 raise
@@ -58,13 +64,14 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
             if as_json:
                 click.echo(json_text(document))
             elif done.dry_run or not quiet:
-                click.echo(without_controls(written(document)), err=not done.dry_run)
+                module, _, function = text.partition(".")
+                said = getattr(import_module(f"zckpt.report.{module}"), function)(document)
+                click.echo(without_controls(said), err=not done.dry_run)
 
         run.__doc__ = command.__doc__
-        quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
-        return together(takes(group), json_option, quiet)(run)  # type: ignore[no-any-return]
+        return run
 
-    return running
+    return named
 
 
 def _swapped(verb: str, *, source: Any = None, target: Any = None, **_others: Any) -> str | None:  # noqa: ANN401  # what click gives
@@ -121,7 +128,7 @@ tied_option = click.option(
     show_default=True,
     help="Write a tied parameter under all its names, or under one only.",
 )
-exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
+exclude_frozen_option = flag("--exclude-frozen", help="Leave frozen parameters out.")
 max_shard_size_option = click.option(
     "--max-shard-size",
     type=ByteSize(),
@@ -129,11 +136,9 @@ max_shard_size_option = click.option(
     show_default=True,
     help="Size limit of each file in a directory.",
 )
-recomputed_option = click.option(
-    "--verify", is_flag=True, help="After writing, compute everything again and compare every byte."
-)
+recomputed_option = flag("--verify", help="After writing, compute everything again and compare every byte.")
 proof_options = together(
-    click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE."),
+    flag("--verify", help="After writing, compare every byte with SOURCE."),
     click.option("--fingerprint/--no-fingerprint", default=None, help="Store TARGET's fingerprint with it."),
 )
 
@@ -203,13 +208,12 @@ def convert_command() -> None:
 @verb("strip")
 @source_argument
 @target_argument
-@click.option("--padding", is_flag=True, help="Remove the padding at the end of each rank's partition (ZeRO-1, 2).")
-@click.option(
+@flag("--padding", help="Remove the padding at the end of each rank's partition (ZeRO-1, 2).")
+@flag(
     "--optimizer",
-    is_flag=True,
     help="Remove the optimizer's state: slots, and masters that also have a weight.",
 )
-@click.option("--unreferenced", is_flag=True, help="Remove bytes that no tensor uses.")
+@flag("--unreferenced", help="Remove bytes that no tensor uses.")
 @click.option(
     "--keep-slots",
     multiple=True,
