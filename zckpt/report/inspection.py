@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 
-from zckpt.report.text import Document, count, elements, printable, size, table
+from zckpt.report.text import Document, count, elements, printable, size, table, when
 from zckpt.state import without
 from zckpt.torchfile.grades import grade
 
@@ -73,7 +73,7 @@ def render_several(documents: Sequence[Document]) -> str:
 
 
 def _saved(document: Document) -> str | None:
-    return document["saved"] and f"{document['saved'][:16].replace('T', ' ')} UTC"
+    return document["saved"] and f"{when(document['saved'])} UTC"
 
 
 def _name(item: Document) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -80,6 +80,27 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Seq
         "  ".join(f"{one:{'>' if i in right else '<'}{widths[i]}}" for i, one in enumerate(row)).rstrip()
         for row in text
     ]
+
+
+NAME_WIDTH = 20
+"""A name is not cut to less than this, however narrow the terminal is."""
+
+
+def named(names: Sequence[str], lines: Sequence[str], width: int) -> list[str]:
+    """Return lines with names before them, which are cut to what `width` columns leave."""
+    room = max(min(max(map(len, names)), width - max(map(len, lines)) - 2), NAME_WIDTH)
+    return [f"{shortened(name, room):<{room}}  {line}" for name, line in zip(names, lines, strict=True)]
+
+
+def more(found: Sized, limit: int) -> list[str]:
+    """Return a line that says how many rows are not shown."""
+    left = len(found) - limit
+    return [f"  and {left:,} more; --limit {len(found)} or --json lists all"] if left > 0 else []
+
+
+def when(date: str) -> str:
+    """Return a date of ISO 8601, to the minute."""
+    return date[:16].replace("T", " ")
 
 
 def about(one: Document) -> str:

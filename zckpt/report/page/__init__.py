@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zckpt.report.page.markup import (
+    HISTOGRAM,
     code,
     details,
     facts,
@@ -36,12 +37,7 @@ from zckpt.report.text import Document, about, count, elements
 DIFFERENT = (
     '<div class="columns">'
     + section("Change by layer", '<div id="heat"></div>', identity="heat")
-    + section(
-        "How large the differences are",
-        '<div id="histogram" aria-live="polite"></div>'
-        '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>',
-        identity="histogram",
-    )
+    + section("How large the differences are", HISTOGRAM, identity="histogram")
     + "</div>"
     + search("tensor")
     + section(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from zckpt.report.page.markup import code, facts, name_of, number, page, search, section, verdict
+from zckpt.report.page.markup import HISTOGRAM, code, facts, name_of, number, page, search, section, verdict
 from zckpt.report.text import Document, about, count
-
-HISTOGRAM = (
-    '<div id="histogram" aria-live="polite"></div>'
-    '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>'
-)
 
 
 def stats_page(document: Document) -> str:

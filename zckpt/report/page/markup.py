@@ -34,6 +34,13 @@ SCRIPTS = {
 """The scripts of each kind of page, in the order in which they use each other."""
 
 
+HISTOGRAM = (
+    '<div id="histogram" aria-live="polite"></div>'
+    '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>'
+)
+"""What scripts fill."""
+
+
 def text(value: object) -> str:
     """Return a value as text that is safe in an element and in a quoted attribute.
 
