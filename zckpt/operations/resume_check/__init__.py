@@ -26,7 +26,7 @@ from zckpt.operations.convert import ADAPTERS_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
-from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts
+from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts, Shapes
 from zckpt.operations.resume_check.programs import (
     CORE,
     OWN_NAMES,
@@ -52,8 +52,6 @@ WHOLE, PARTLY, NO, UNKNOWN = "whole", "partly", "no", "unknown"
 """All comes back; some things do not; nothing does, or it raises; it is not known."""
 
 SHOWN = 3
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ def resume_check(
     config = _config_of(model)
     shapes = None if model is None else _shapes(model, config)
     if shapes is not None and _wants_every_name(about):
-        shapes = {name: shape for names, shape in shapes.items() for name in names.split("\0")}
+        shapes = {(name,): shape for names, shape in shapes.items() for name in names}
     facts = Facts(checkpoint, world_size or 1, shapes, config)
     facts = replace(facts, ranks=world_size or facts.saved_ranks)
     found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
@@ -370,17 +368,15 @@ def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     one = facts.checkpoint
     there = {parameter.name: tuple(parameter.shape) for parameter in one.tensors()}
     there |= {filed: there[bare] for bare, filed in one.wrapped.items() if bare in there}
-    missing = [name for name in facts.shapes if not there.keys() & set(name.split("\0"))]
-    known = {name for names in facts.shapes for name in names.split("\0")}
-    more = [name for name in there if name not in known and name not in one.wrapped and strict]
-    found = {name: there[name] for names in facts.shapes for name in names.split("\0") if name in there}
-    shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
-    other = [name for name, shape in found.items() if shape != shapes[name]]
+    shapes = {name: shape for names, shape in facts.shapes.items() for name in names}
     said = (
-        ("the model has tensors that the checkpoint lacks", [name.split("\0")[0] for name in missing]),
-        ("the checkpoint has tensors that the model lacks", more),
-        ("tensors have another shape in the model", other),
-    )
+        ("the model has tensors that the checkpoint lacks",
+         [names[0] for names in facts.shapes if there.keys().isdisjoint(names)]),
+        ("the checkpoint has tensors that the model lacks",
+         [name for name in there if name not in shapes and name not in one.wrapped and strict]),
+        ("tensors have another shape in the model",
+         [name for name, shape in shapes.items() if there.get(name, shape) != shape]),
+    )  # fmt: skip
     return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]
 
 
@@ -394,7 +390,7 @@ def _config_of(model: object) -> Path | None:
 
 
 def _shapes(model: object, config: Path | None) -> Shapes:
-    """Return the shapes of a model's tensors by all the names of each, with a NUL between them."""
+    """Return the shapes of a model's tensors by all the names of each."""
     if hasattr(model, "state_dict"):
         return _live_shapes(model)
     if config is not None:
@@ -404,7 +400,7 @@ def _shapes(model: object, config: Path | None) -> Shapes:
     for name, owner in one.aliases.items():
         aliases.setdefault(owner, []).append(name)
     owned = (parameter for parameter in one.tensors() if parameter.tied_to is None)
-    return {"\0".join([p.name, *aliases.get(p.name, [])]): tuple(p.shape) for p in owned}
+    return {(p.name, *aliases.get(p.name, [])): tuple(p.shape) for p in owned}
 
 
 def _live_shapes(model: Any) -> Shapes:  # noqa: ANN401  # a Module
@@ -414,7 +410,7 @@ def _live_shapes(model: Any) -> Shapes:  # noqa: ANN401  # a Module
         if hasattr(tensor, "shape"):
             names.setdefault(id(tensor), []).append(name)
             shapes[id(tensor)] = tuple(tensor.shape)
-    return {"\0".join(some): shapes[key] for key, some in names.items()}
+    return {tuple(some): shapes[key] for key, some in names.items()}
 
 
 def _from_config(path: Path) -> object:
