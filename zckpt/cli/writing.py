@@ -41,7 +41,7 @@ from zckpt.storage.remote import is_url
 
 def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Add the options that verbs share that write, and run the verb; `label` is what its progress is called."""
-    return together(takes(group), json_option, quiet_option, running("text.written", label=label))  # type: ignore[no-any-return]
+    return together(takes(group), json_option, quiet_option, running("text.written", label=label))
 
 
 def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:

@@ -345,9 +345,6 @@ def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    def is_norm(module: Any) -> bool:  # noqa: ANN401
-        return isinstance(module, torch.nn.LayerNorm)
-
     letters = Letters()
     shapes = {name: tuple(one.shape) for name, one in model.state_dict(keep_vars=True).items()}
     live = {
@@ -370,7 +367,9 @@ def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
         "live": {
             "transformers": transformers.__version__,
             "trained": [name for name, one in model.named_parameters() if one.requires_grad],
-            "layer_norms": sorted({name.rpartition(".")[2] for name, one in model.named_modules() if is_norm(one)}),
+            "layer_norms": sorted(
+                {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.LayerNorm)}
+            ),
         },
     }
 

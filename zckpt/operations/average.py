@@ -17,7 +17,7 @@ from zckpt.formats.low_bit import codes_in
 from zckpt.operations.combined import Combined, Rule, combined, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated, as_beside
 from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import Checkpoint, Document
@@ -131,13 +131,15 @@ def average(
         found = with_floats(*found)
     for one in found:
         if codes := codes_in(one):
-            raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=named(one),
+            raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=one.named,
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
     alike, notes = naming_of(shared).of_all(found)
     alike, told = as_beside(alike, Path(target), chosen, how)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
-    num_averaged, num_equal, num_from_last = mean.counts()
+    names = {one.name for one in mean.checkpoint.tensors() if one.tied_to is None}
+    num_averaged, num_from_last = len(names & mean.computed), len(names & mean.last)
+    num_equal = len(names - mean.computed - mean.last)
     done = write_computed(
         Averaged, mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped,
         num_averaged=num_averaged, num_equal=num_equal, num_from_last=num_from_last,
@@ -211,8 +213,8 @@ def _check_adapters(sources: Sequence[Checkpoint]) -> None:
     for one, scale in zip(sources, scales, strict=True):
         if scale != scales[0]:
             raise UsageError(
-                f"the adapter's scale differs from {named(sources[0])}",
-                path=named(one),
+                f"the adapter's scale differs from {sources[0].named}",
+                path=one.named,
                 expected=f"the same {', '.join(SCALED_BY)}",
                 advice="merge each one with `zckpt merge-adapter`, and average the models",
             )
@@ -229,8 +231,8 @@ def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> 
     first = mean.equal[different[0].index]
     labels = list(dict.fromkeys(one.label.partition("/")[2] for one in different))
     raise UsageError(
-        f"{listed(labels)}: differs from {named(sources[0])}, and cannot be averaged",
-        path=named(sources[first[1]]),
+        f"{listed(labels)}: differs from {sources[0].named}, and cannot be averaged",
+        path=sources[first[1]].named,
         expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " values that are equal in all",
         advice=f"--from-last '{labels[0]}' takes the last source's",
     )

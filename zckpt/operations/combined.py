@@ -26,7 +26,6 @@ from zckpt.errors import UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.operations.consolidate import OWNED, Chosen, lay_out
 from zckpt.operations.losses import refuse_beside, refuse_rank_values
-from zckpt.operations.open import named
 from zckpt.operations.proof import check_arrived, check_same
 from zckpt.operations.target import How, Made, Proof, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
@@ -64,32 +63,25 @@ class Combined:
     computed: set[str] = field(default_factory=set)
     equal: list[tuple[SlotSet, int]] = field(default_factory=list)
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return how many tensors are computed, the same in all, and the last one's; tied ones count once."""
-        names = {one.name for one in self.checkpoint.tensors() if one.tied_to is None}
-        return len(names & self.computed), len(names - self.computed - self.last), len(names & self.last)
-
     def parameter(self, name: str, ones: Sequence[Parameter]) -> Parameter:
         """Return a tensor of the model, `ones` in the sources, with its weight, and a master where one has that."""
-        last = ones[-1]
+        last, there = ones[-1], list[Slot]()
         for one, source in zip(ones, self.sources, strict=True):
+            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
             if one.shape != ones[0].shape:
                 raise UsageError(
-                    f"{name} has another shape than in {named(self.sources[0])}",
-                    path=named(source),
+                    f"{name} has another shape than in {self.sources[0].named}",
+                    path=source.named,
                     expected=ones[0].shape,
                     found=one.shape,
                     advice="only checkpoints of one model can be averaged",
                 )
+            if slot is None:
+                raise UsageError(f"{name} has no values", path=source.named, expected="a weight or a master")
+            there.append(slot)
         owned = any(one.group is not None or MASTER in one.slots for one in ones)
         frozen = any(one.frozen for one in ones) and not owned
         result = replace(last, name=name, slots={}, tied_to=None, frozen=frozen)
-        there = []
-        for one, source in zip(ones, self.sources, strict=True):
-            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
-            if slot is None:
-                raise UsageError(f"{name} has no values", path=named(source), expected="a weight or a master")
-            there.append(slot)
         if name in self.last:
             result.slots = {key: slot for key, slot in last.slots.items() if key in (WEIGHT, MASTER)}
         elif all(slot.dtype in NUMBERS for slot in there):
@@ -110,7 +102,7 @@ class Combined:
         if any(lacks):
             raise UsageError(
                 f"{key} of {name} is missing, or has another shape",
-                path=named(self.sources[lacks.index(True)]),
+                path=self.sources[lacks.index(True)].named,
                 expected=f"{slots[0].shape}, as in the others",
                 advice="omit it from --slots",
             )
@@ -149,7 +141,7 @@ def combined(
     if chosen and any(one.unnamed for one in sources):
         raise UsageError(
             "its optimizer's parameters have no names",
-            path=named(next(one for one in sources if one.unnamed)),
+            path=next(one for one in sources if one.unnamed).named,
             advice="give --names, or average without --slots",
         )
     if chosen == ["all"]:
@@ -159,7 +151,7 @@ def combined(
     every = _by_name(sources)
     for pattern in from_last:
         if not any(fnmatchcase(name, pattern) for name in every):
-            raise UsageError(f"no tensor is called {pattern!r}", path=named(last), expected="a name, or a pattern")
+            raise UsageError(f"no tensor is called {pattern!r}", path=last.named, expected="a name, or a pattern")
     result = Checkpoint(
         first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened
     )
@@ -207,8 +199,8 @@ def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
     for at, names in missing.items():
         has = next(source for source in sources if any(one.name == names[0] for one in source.tensors()))
         raise UsageError(
-            f"lacks {len(names)} of the tensors of {named(has)}: {listed(names)}",
-            path=named(sources[at]),
+            f"lacks {len(names)} of the tensors of {has.named}: {listed(names)}",
+            path=sources[at].named,
             advice="only checkpoints of one model can be averaged",
         )
     return every

@@ -23,7 +23,7 @@ from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.operations.combined import NUMBERS, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated, as_beside
 from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot
@@ -187,7 +187,7 @@ class _Merging:
         if quantised := [name for name in codes if name.rpartition(".")[0] in modules]:
             raise UnsupportedError(
                 f"{listed(quantised)}: nothing can be added to low-bit codes",
-                path=named(self.base),
+                path=self.base.named,
                 advice="--dequantize merges into the floats that they stand for; or give the unquantised model",
             )
         self._tie(every)
@@ -199,7 +199,7 @@ class _Merging:
         missing += [one.bias_name for one in self.adapter.products if one.bias and one.bias_name not in every]
         if missing:
             raise UsageError(
-                f"{listed(missing)}: not in {named(self.base)}",
+                f"{listed(missing)}: not in {self.base.named}",
                 path=self.adapter.checkpoint.source,
                 expected=f"names as {listed(list(every), most=2)}" if every else "a base model, not an adapter",
                 advice="give the model that the adapter was trained on",
@@ -260,7 +260,7 @@ class _Merging:
         if len(alike) == 1 and stated.get("task_type") in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
             raise UnsupportedError(
                 f"{own[0]} replaces a tied tensor, but the other name's original values are in no file",
-                path=named(self.base),
+                path=self.base.named,
                 expected="both names, as in a state dict from torch.save",
                 advice="merge it with PEFT's merge_and_unload",
             )
@@ -268,7 +268,7 @@ class _Merging:
 
     def _misfit(self, what: str, expected: object, found: object) -> UsageError:
         return UsageError(
-            f"{what} does not fit {named(self.base)}", path=self.adapter.checkpoint.source, expected=expected,
+            f"{what} does not fit {self.base.named}", path=self.adapter.checkpoint.source, expected=expected,
             found=found, advice="give the model that the adapter was trained on, with its vocabulary resized",
         )  # fmt: skip
 
@@ -286,7 +286,7 @@ class _Merging:
             found = f"{rows.shape}, of rows up to {max(indexes)}"
             raise self._misfit(f"the trained part of {owner.name}", owner.shape, found)
         if isinstance(_values(owner), Computed):
-            raise UnsupportedError(f"{owner.name} has codes, whose rows cannot be replaced", path=named(self.base),
+            raise UnsupportedError(f"{owner.name} has codes, whose rows cannot be replaced", path=self.base.named,
                                    advice="merge into what `zckpt consolidate --dequantize` writes")  # fmt: skip
         for key in {WEIGHT, MASTER} & owner.slots.keys():
             slot, done, parts = owner.slots[key], 0, list[Slot]()

@@ -136,11 +136,10 @@ def patch(
     copying = only(Copying, {**shared, "reporter": None})
     prints = fingerprint(base, **copying), fingerprint(result, **copying)
     differ = changes(*prints)
-    every = {(name, entry) for one in prints for name, entries in one.entries.items() for entry in entries}
-    both = {(name, entry) for name, entries in prints[0].entries.items() for entry in entries
-            if entry in prints[1].entries.get(name, {})}  # fmt: skip
+    ours, theirs = ({(name, entry) for name, its in one.entries.items() for entry in its} for one in prints)
+    both = ours & theirs
     changed = {(one.name, one.entry) for one in differ} & both
-    shown = sorted(f"{entry} of {name}" for name, entry in changed | (every - both))
+    shown = sorted(f"{entry} of {name}" for name, entry in changed | (ours ^ theirs))
     files = files_of(source)
     nbytes, stored = sum(one.nbytes for one in files), 0
     if not dry_run:

@@ -41,7 +41,14 @@ def slots_proof(
         prove_rest(checkpoint, found, drop, laid.restated, laid.copied)
         verified = 0
         if verify:
-            verified = verify_bytes(_without(source, laid.rounded), _without(target, laid.rounded), how)
+            source, target = (_without(one, laid.rounded) for one in (source, target))
+            pairs = [
+                one
+                for key, name, slot, copy, is_implied in _copies(source, target)
+                if copy is not None and copy is not slot and not is_implied
+                for one in _pairs(f"{key}/{name}", key, slot, copy)
+            ]
+            verified = check_same([*pairs, *_rank_pairs(source, target)], "differ from the source", how)
         if record is not None:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
@@ -146,18 +153,6 @@ def prove_rest(
     missing = [] if restated is None else [key for key in gone if key not in restated]
     if missing:
         raise broken(f"{missing[0]} did not arrive")
-
-
-def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, how: How) -> int:
-    """Compare every byte of every slot that was written with the source; return how many bytes were compared."""
-    pairs = [
-        one
-        for key, name, slot, copy, is_implied in _copies(checkpoint, written)
-        if copy is not None and copy is not slot and not is_implied
-        for one in _pairs(f"{key}/{name}", key, slot, copy)
-    ]
-    pairs += _rank_pairs(checkpoint, written)
-    return check_same(pairs, "differ from the source", how)
 
 
 def check_same(sets: Sequence[SlotSet], wrong: str, how: How) -> int:

@@ -12,7 +12,7 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.operations.convert import round_means, under_names
 from zckpt.operations.losses import check_nothing_lost, without_rank_values
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Resharded, Unpack, naming_of, others, shares
 from zckpt.operations.proof import slots_proof
 from zckpt.operations.target import How, Written, write_from
@@ -73,7 +73,7 @@ def reshard(
     if dequantize and options.get("requantize"):
         raise UsageError("--dequantize and --requantize exclude each other", expected="one of them")
     whole = opened(source, **given)
-    own, path, origin = get(whole.format), Path(target), named(whole)
+    own, path, origin = get(whole.format), Path(target), Path(whole.named)
     if not naming.changes:
         whole = as_filed(whole)
     elif not own.renames(whole):

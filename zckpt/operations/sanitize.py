@@ -30,7 +30,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.stripping import Request
 from zckpt.formats.torch_files.writer import lay_out
 from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.scan import items_of, scan, scan_files
@@ -96,7 +96,7 @@ def sanitize(source: Source, target: Place, **shared: Unpack[ReadWritten]) -> Sa
     """
     how = How.of("sanitize", shared)
     checkpoint = opened(source, **shared)
-    origin, removed = named(checkpoint), list[dict[str, str]]()
+    origin, removed = Path(checkpoint.named), list[dict[str, str]]()
     found = {origin.name: origin} if origin.is_file() else {}
     for root in [] if found else [origin, *map(Path, checkpoint.roots)]:
         found = {**dict(files_below(root)), **found}
@@ -227,9 +227,9 @@ class _Cleaner:
             if part is None or name == "cls":
                 continue
             kept = self.clean(part, (*place, name))
-            if (name in NEEDED or (name == "state" and isinstance(node, Object))) and (
-                kept is GONE or self._lacks(part)
-            ):
+            lacks = isinstance(part, tuple) and any(self._done[id(one)][1] is GONE for one in part)
+            is_needed = name in NEEDED or (name == "state" and isinstance(node, Object))
+            if is_needed and (kept is GONE or lacks):
                 return GONE
             if kept is not part:
                 setattr(node, name, None if kept is GONE else kept)
@@ -247,10 +247,6 @@ class _Cleaner:
         if changed and isinstance(node, list):
             node[:] = kept
         return type(node)(kept) if changed and not isinstance(node, list) else node
-
-    def _lacks(self, part: object) -> bool:
-        """Tell whether one of a call's arguments, or of a tensor's parts, has gone."""
-        return isinstance(part, tuple) and any(self._done[id(one)][1] is GONE for one in part)
 
     def _judged(self, node: object) -> tuple[str, str] | None:
         """Return grade and name of what is to go; None: it stays."""

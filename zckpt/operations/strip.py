@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.target import How, Proof, Written, write_from
@@ -89,7 +90,7 @@ def strip(
         raise UsageError("--optimizer removes every slot, --keep-slots only some", advice="give one of them")
     checkpoint = opened(source, **shared)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
-    origin, path = named(checkpoint), Path(target)
+    origin, path = Path(checkpoint.named), Path(target)
     format_ = get(checkpoint.format)
     slots = [name for name in format_.slot_names(checkpoint, origin) if name != WEIGHT]
     unknown = sorted((request.keep_slots or frozenset()) - {*slots, WEIGHT, MASTER})
@@ -127,8 +128,7 @@ def strip(
 
 
 def _saved(stripping: Stripping) -> dict[str, int]:
-    saved: dict[str, int] = {}
+    saved: Counter[str] = Counter()
     for one in stripping.files:
-        for kind, nbytes in one.saved.items():
-            saved[kind] = saved.get(kind, 0) + nbytes
-    return saved
+        saved.update(one.saved)
+    return dict(saved)

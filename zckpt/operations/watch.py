@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.codes import ERROR, FROZEN_MOVED, JUMPED, LOST, NOT_ADVANCED, NOT_FINITE, OTHER_KIND, UNMOVED
+from zckpt.codes import FROZEN_MOVED, JUMPED, LOST, NOT_ADVANCED, NOT_FINITE, OTHER_KIND, UNMOVED
 from zckpt.compare.digests import FILE_NAME
 from zckpt.compare.logical import named
 from zckpt.compare.slots import Figures
@@ -168,7 +168,7 @@ def _examined(
     unit: Unit, around: Around, below: Sequence[Unit], deep: bool, factor: float, shared: dict[str, Any]
 ) -> Appeared:
     record, verified = look(unit, around, deep=deep, **shared)
-    findings = [one for found in verified for one in found.findings if one.severity == ERROR]
+    findings = [one for found in verified for one in found.errors]
     if not record.sound:
         return Appeared(record, findings or [Finding(OTHER_KIND, str(record.why), record.path)], None)
     checkpoints = [one.checkpoint for one in verified if one.checkpoint is not None]

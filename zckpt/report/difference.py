@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
-from zckpt.report.text import Document, about, count, fitted, more, named, printable, size, table
+from zckpt.report.text import Document, Paint, about, count, fitted, more, named, printable, size, table
 
 SHOWN_ROWS = 40
 """Rows of a table of the text; `--json` has all."""
-
-Paint = Callable[[str, str], str]
-"""Return a text in the colour of what it means: `good`, `error`."""
 
 Rows = list[Document]
 

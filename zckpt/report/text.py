@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,9 @@ Value = TypeVar("Value")
 
 Document = Mapping[str, Any]
 """What `--json` prints of a result, or a part of it."""
+
+Paint = Callable[[str, str], str]
+"""Return a text in the colour of what it means: a severity, or `good`; as it is where there are no colours."""
 
 SHOWN_CHARACTERS = 1200
 """Of a name, a path or a line; `--json` has all of them."""
@@ -144,7 +147,12 @@ def written(document: Document) -> str:
     ]
     lines += [elements(one, key) for key in ("missing", "filled") for one in document[key]]
     lines += [f"note: {note}" for note in document["notes"]]
-    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
+    return with_warnings(lines, document["warnings"])
+
+
+def with_warnings(lines: Iterable[str], warnings: Iterable[str]) -> str:
+    """Return lines, and warnings behind them, as a text."""
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in warnings)]))
 
 
 def elements(document: Document, what: str) -> str:
