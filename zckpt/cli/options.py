@@ -247,19 +247,17 @@ def _option(same: list[tuple[str, Option]], *, has_to: bool) -> click.Option:
     else:
         text = " ".join(f"{one} ({', '.join(names)})" for one, names in several.items())
     first = same[0][1]
-    made: FormatOption
+    name, how = f"--{first.flag}", dict[str, Any]()
     if first.kind is bool:
-        made = FormatOption([f"--{first.flag}/--{first.opposite or f'no-{first.flag}'}"], default=None, help=text)
-        made.texts = texts
-        return made
-    choices = list(dict.fromkeys(str(choice) for _, option in same for choice in option.choices))
-    made = FormatOption(
-        [f"--{first.flag}"],
-        type=Near(choices) if choices else first.kind,
-        metavar=first.metavar,
-        callback=lambda _context, _option, value: None if value is None else first.kind(value),
-        help=text,
-    )
+        name += f"/--{first.opposite or f'no-{first.flag}'}"
+    else:
+        choices = list(dict.fromkeys(str(choice) for _, option in same for choice in option.choices))
+        how = {
+            "type": Near(choices) if choices else first.kind,
+            "metavar": first.metavar,
+            "callback": lambda _context, _option, value: None if value is None else first.kind(value),
+        }
+    made = FormatOption([name], default=None, help=text, **how)
     made.texts = texts
     return made
 

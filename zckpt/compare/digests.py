@@ -30,8 +30,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, dict_of
-from zckpt.state.brief import Brief
+from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, dict_of
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 

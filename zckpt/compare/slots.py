@@ -28,8 +28,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import LayoutError
-from zckpt.state import Slot
-from zckpt.state.dtypes import is_floating
+from zckpt.state import Slot, is_floating
 
 FIGURES_MEMORY = 2
 """Figures are of float64, of which a block needs about as many times more than its bytes."""

@@ -15,8 +15,7 @@ import numpy as np
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import read_extent
 from zckpt.errors import WeightMismatchError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
-from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, is_floating, itemsize
 from zckpt.state.views import reshape
 from zckpt.storage.files import Sources
 from zckpt.torchfile import node_of

@@ -13,8 +13,7 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint, without
-from zckpt.torchfile import FromFile, children, each
-from zckpt.torchfile.nodes import DefaultMapping, OrderedMapping
+from zckpt.torchfile import DefaultMapping, FromFile, OrderedMapping, children, each
 
 MAPPINGS = (dict, OrderedMapping, DefaultMapping)
 

@@ -20,8 +20,7 @@ from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
-from zckpt.operations.combined import NUMBERS, write_computed
-from zckpt.operations.consolidate import Chosen, Consolidated, as_beside
+from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
@@ -193,11 +192,11 @@ class _Merging:
         self._tie(every)
         own = {name: one for name, one in self.adapter.replaced.items() if name in every or name in self.adapter.saved
                or not self._copy_of(_values(one), ())}  # fmt: skip
-        missing = [name for name in own if name not in every and name not in self.adapter.saved]
-        missing += [one.module for one in self.adapter.products if one.name not in every]
-        missing += [name for name in self.adapter.tokens if name not in every]
-        missing += [one.bias_name for one in self.adapter.products if one.bias and one.bias_name not in every]
-        if missing:
+        needed = [(name, name) for name in own if name not in self.adapter.saved]
+        needed += [(one.name, one.module) for one in self.adapter.products]
+        needed += [(name, name) for name in self.adapter.tokens]
+        needed += [(one.bias_name, one.bias_name) for one in self.adapter.products if one.bias]
+        if missing := [said for name, said in needed if name not in every]:
             raise UsageError(
                 f"{listed(missing)}: not in {self.base.named}",
                 path=self.adapter.checkpoint.source,
@@ -316,12 +315,11 @@ class _Merging:
         if name not in self.adapter.saved:
             was.slots.update(slots)
             return
-        aliases = [alias for alias, other in self.result.parameters.items() if other.tied_to == name]
-        for alias in aliases:
-            first = alias == aliases[0]
-            tied_to = None if first else aliases[0]
-            own = dict(was.slots) if first else {}
-            self.result.parameters[alias] = replace(was, name=alias, slots=own, tied_to=tied_to)
+        first, *rest = [alias for alias, other in self.result.parameters.items() if other.tied_to == name] or [""]
+        if first:
+            self.result.parameters[first] = replace(was, name=first, slots=dict(was.slots), tied_to=None)
+        for alias in rest:
+            self.result.parameters[alias] = replace(was, name=alias, slots={}, tied_to=first)
         section[name] = replace(was, name=name, slots=slots, tied_to=None)
 
     def _add(self, product: Product) -> None:

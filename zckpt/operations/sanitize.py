@@ -16,6 +16,7 @@ A file of which nothing goes is copied, byte for byte.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,9 +124,8 @@ def _files(found: Mapping[str, Path], removed: list[dict[str, str]]) -> Iterator
         if path.name == NAME:
             fewer |= _fewer_items(name, path, bad, removed)
     for name, path in found.items():
-        file = fewer.get(name)
         if name in fewer:
-            pass
+            file = fewer[name]
         elif not bad[name]:
             file = copy_of(path, name)
         else:
@@ -165,20 +165,16 @@ def _fewer_items(
 
 def _cleaned(name: str, path: Path, removed: list[dict[str, str]]) -> TargetFile | None:
     """Return a torch file, or a pickle, without what is to go; None: nothing is left of it, or it cannot be read."""
-    try:
-        with file_opened(path) as whole:
-            file = read_source(whole)
-            root = _Cleaner(name, whole, removed).clean(file.root, ())
-        return None if root is GONE else lay_out(name, FromFile.of(file, root))
-    except UnknownFormatError:
-        pass
-    except ZckptError:
-        return None
-    try:
-        root = _Cleaner(name, None, removed).clean(read_pickle(path).root, ())
-        return None if root is GONE else TargetFile.of(name, dump(root).data)
-    except ZckptError:
-        return None
+    with suppress(ZckptError):
+        try:
+            with file_opened(path) as whole:
+                file = read_source(whole)
+                root = _Cleaner(name, whole, removed).clean(file.root, ())
+            return None if root is GONE else lay_out(name, FromFile.of(file, root))
+        except UnknownFormatError:
+            root = _Cleaner(name, None, removed).clean(read_pickle(path).root, ())
+            return None if root is GONE else TargetFile.of(name, dump(root).data)
+    return None
 
 
 GONE = object()

@@ -31,11 +31,11 @@ _LINES = {ord("\n"): "\ufffd", ord("\t"): "\ufffd"}
 def size(nbytes: int) -> str:
     """Return bytes with a decimal unit: `4.21 GB`."""
     value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
             return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000
-    return str(nbytes)
+    return f"{value:.3g} TB"
 
 
 def count(number: int, noun: str) -> str:

@@ -64,8 +64,8 @@ class Facts:
     Parameters
     ----------
     checkpoint : Checkpoint
-    ranks : int
-        That will resume it.
+    asked : int or None
+        Ranks that will resume it; None: as many as saved it.
     shapes : Shapes or None
         Of the tensors that the model has, where it was given.
     given_config : Path or None
@@ -75,7 +75,7 @@ class Facts:
     """
 
     checkpoint: Checkpoint
-    ranks: int
+    asked: int | None
     shapes: Shapes | None = None
     given_config: Path | None = None
     planned: frozenset[str] | None = None
@@ -97,6 +97,11 @@ class Facts:
     def has(self, *names: str) -> bool:
         """Tell whether all of some names lie in that directory."""
         return self.names.issuperset(names)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks are to resume it."""
+        return self.asked or self.saved_ranks
 
     @property
     def saved_ranks(self) -> int:

@@ -9,8 +9,9 @@ Accelerate 1.15, torch 2.15, Lightning 2.6 and Megatron-Core 0.16; verl in its s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,11 @@ class Program:
 def unless(holds: Callable[[Facts], object], said: str) -> Need:
     """Return a need, by what is to hold, and what is said where it does not."""
     return lambda facts: None if holds(facts) else said
+
+
+def said_by(needs: Iterable[Need], facts: Facts) -> list[str]:
+    """Return what needs say that a checkpoint does not meet."""
+    return [said for need in needs if (said := need(facts)) is not None]
 
 
 def one_of(*names: str) -> Need:
@@ -320,7 +326,9 @@ _maybe_in_files = unless(lambda facts: facts.shapes is not None or facts.in_file
 
 _TRAINER_REST = {SCHEDULER: "scheduler", RANDOM: "rng_state(_[0-9]+)?", DATA: "trainer_state", SCALE: "scaler"}
 _ACCOUNT = lies("trainer_state.json")
-_TRAINER_KEEPS = (STATE, SETTINGS, SCHEDULER, RANDOM)
+_TrainerWay = partial(
+    Way, call='trainer.train(resume_from_checkpoint="{path}")', keeps=(STATE, SETTINGS, SCHEDULER, RANDOM)
+)
 
 
 def _has_scheduler(facts: Facts) -> bool:
@@ -333,37 +341,31 @@ TRAINER = Program(
     title="Hugging Face's Trainer",
     looks_for="checkpoint-N with trainer_state.json, and the model's files or DeepSpeed's global_stepN",
     ways=(
-        Way(
+        _TrainerWay(
             mark=lambda facts: facts.checkpoint.format == "deepspeed"
             and any(name.startswith("global_step") for name in facts.names),
-            call='trainer.train(resume_from_checkpoint="{path}")',
             given="deepspeed= with " + _STAGE,
             needs=(_ACCOUNT, lies("latest"), unless(_has_scheduler, "scheduler.pt is not there"), *_ENGINE["needs"]),
             doubts=_ENGINE["doubts"],
             takes=_ENGINE["takes"] | _TRAINER_REST | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler"},
             lacks=((RANDOM, _rng),),
-            keeps=_TRAINER_KEEPS,
         ),
-        Way(
+        _TrainerWay(
             mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
-            call='trainer.train(resume_from_checkpoint="{path}")',
             given="fsdp= of the same version and state_dict_type",
             needs=(_ACCOUNT,),
             doubts=(one_of("scheduler.pt"),),
             takes=CORE | _TRAINER_REST,
             lacks=((RANDOM, _rng), (DATA, _batches)),
-            keeps=_TRAINER_KEEPS,
         ),
-        Way(
+        _TrainerWay(
             mark=lambda facts: facts.checkpoint.format != "deepspeed" and facts.names & {*_TRAINER_WEIGHTS},
-            call='trainer.train(resume_from_checkpoint="{path}")',
             given="no deepspeed= and no fsdp=",
             needs=(_ACCOUNT,),
             doubts=(_maybe_in_files,),
             takes=CORE | _TRAINER_REST,
             lacks=((WEIGHTS, _in_files), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair),
                    (RANDOM, _rng), (DATA, _batches)),
-            keeps=_TRAINER_KEEPS,
             strict=False,
         ),
     ),
@@ -389,7 +391,7 @@ _ACCELERATE_REST = {
     SCALE: "scaler",
     CUSTOM: "custom_checkpoint_[0-9]+",
 }
-_ACCELERATE_KEEPS = (STATE, SETTINGS, RANDOM)
+_AccelerateWay = partial(Way, call='accelerator.load_state("{path}")', keeps=(STATE, SETTINGS, RANDOM))
 
 
 ACCELERATE = Program(
@@ -397,34 +399,28 @@ ACCELERATE = Program(
     looks_for="model.safetensors and optimizer.bin, FSDP's pytorch_model_fsdp_0 and optimizer_0, or DeepSpeed's tag "
     "pytorch_model",
     ways=(
-        Way(
+        _AccelerateWay(
             mark=lambda facts: facts.checkpoint.format == "deepspeed" and Path(facts.checkpoint.source).name
             == "pytorch_model" and facts.has("pytorch_model"),
-            call='accelerator.load_state("{path}")',
             given="a DeepSpeedPlugin of " + _STAGE,
             takes=_ENGINE["takes"] | _ACCELERATE_REST | {SCHEDULER: "(lr_)?scheduler(_[0-9]+)?", SCALE: "loss_scaler"},
             needs=_ENGINE["needs"],
             doubts=_ENGINE["doubts"],
             lacks=((RANDOM, _states),),
-            keeps=_ACCELERATE_KEEPS,
         ),
-        Way(
+        _AccelerateWay(
             mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
-            call='accelerator.load_state("{path}")',
             given="a FullyShardedDataParallelPlugin of the same version and state_dict_type",
             needs=(unless(lambda facts: facts.names & {"optimizer_0", "optimizer.bin"}, "optimizer_0 is missing"),),
             takes=CORE | _ACCELERATE_REST,
             lacks=((RANDOM, _states),),
-            keeps=_ACCELERATE_KEEPS,
         ),
-        Way(
+        _AccelerateWay(
             mark=lambda facts: facts.checkpoint.format != "deepspeed" and facts.names & {*_TRAINER_WEIGHTS[:4]},
-            call='accelerator.load_state("{path}")',
             given="no plugin for DeepSpeed or FSDP",
             needs=(one_of("model.safetensors", "pytorch_model.bin"), lies("optimizer.bin")),
             takes=CORE | _ACCELERATE_REST,
             lacks=(BESIDE, (RANDOM, _states)),
-            keeps=_ACCELERATE_KEEPS,
         ),
     ),
     holds=(has_optimizer, _lacks_frozen),

@@ -1,10 +1,9 @@
 """Reports as HTML pages: one file each, that loads nothing, for the screen, the keyboard, screen readers and paper.
 
 Here is what a page says, from a plain document: of `zckpt diff --html`, of two checkpoints or a series of them, and of
-one checkpoint, of `zckpt inspect --html` and `zckpt verify --html`.
+one checkpoint, of `zckpt inspect --html`, `zckpt verify --html` and `zckpt stats --html`.
 
 history.py   the page of `zckpt list --html`
-figures.py   the page of `zckpt stats --html`
 markup.py    a page's one file, with scripts and data; text and tables as HTML
 assets/      the style sheet and the scripts
 """
@@ -322,3 +321,31 @@ def _finding(one: Document) -> str:
         f'<span class="mono">{text(one["code"])}</span>{text(one["title"])}</h3>'
         f"<p>{text(one['message'])}</p>{f'<dl>{rows}</dl>' if rows else ''}</article>"
     )
+
+
+def stats_page(document: Document) -> str:
+    """Return the page of a checkpoint's figures. `document`: what `zckpt stats --json` prints."""
+    source, slots = document["source"], document["slots"]
+    odd = [one for one in slots if one["nan"] or one["inf"]]
+    words = f"{count(len(odd), 'tensor')} of {len(slots):,} hold NaN or infinite elements."
+    said = verdict(False, "Not finite:", words) if odd else verdict(True, "Finite.", "No element is NaN or infinite.")
+    head = facts(
+        [
+            ("Tensors", number(len(slots))),
+            ("Elements", number(sum(one["numel"] for one in slots))),
+            ("Path", code(source["source"])),
+        ],
+        broad=("Path",),
+    )
+    main = (
+        section("By layer", '<div id="layers"></div>', identity="layers")
+        + section("How large the elements are", HISTOGRAM, identity="histogram")
+        + search("tensor")
+        + section(
+            "Tensors",
+            '<div id="tensors"></div><p class="quiet keys">Choose a row, here or above, to see its histogram.</p>',
+            identity="tensors",
+        )
+    )
+    data = {"slots": slots, "layers": document["layers"]}
+    return page("stats", name_of(source["source"]), about(source), said + head, main, name="figures", data=data)
