@@ -305,12 +305,12 @@ class Combined:
         elif all(slot.dtype in NUMBERS for slot in there):
             self.computed.add(name)
             result.dtype = _common([one.dtype for one in ones])
-            result.slots[WEIGHT] = replace(self._computed(name, WEIGHT, there), dtype=result.dtype)
+            result.slots[WEIGHT] = self._of_all(name, WEIGHT, there, result.dtype)
             if any(MASTER in one.slots for one in ones):
-                result.slots[MASTER] = self._computed(name, MASTER, there)
+                result.slots[MASTER] = self._of_all(name, MASTER, there)
         else:
             result.dtype = ones[0].dtype
-            result.slots[WEIGHT] = self._same(name, WEIGHT, there)
+            result.slots[WEIGHT] = self._of_all(name, WEIGHT, there)
         return result
 
     def slot(self, name: str, ones: Sequence[Parameter], key: str) -> Slot:
@@ -326,22 +326,17 @@ class Combined:
             )
         if name in self.last:
             return slots[-1]
-        if all(slot.dtype in NUMBERS for slot in slots):
-            return replace(self._computed(name, key, slots), dtype=_common([slot.dtype for slot in slots]))
-        return self._same(name, key, slots)
+        return self._of_all(name, key, slots, _common([slot.dtype for slot in slots]))
 
-    def _computed(self, name: str, key: str, slots: Sequence[Slot]) -> Computed:
+    def _of_all(self, name: str, key: str, slots: Sequence[Slot], dtype: str | None = None) -> Slot:
+        """Return what is computed, kept in a type; or, of no numbers, what all have, which is for the caller to see."""
+        if any(slot.dtype not in NUMBERS for slot in slots):
+            self.equal += [(pair(f"{key}/{name}", slots[0], slot), at) for at, slot in enumerate(slots[1:], 1)]
+            return slots[0]
         for slot in slots:
             refuse_endless(slot, f"{key}/{name}")
-        dtype = "float64" if any(slot.dtype == "float64" for slot in slots) else "float32"
-        return Computed(key, dtype, slots[0].shape, (), function=self.rule(tuple(slots), dtype))
-
-    def _same(self, name: str, key: str, slots: Sequence[Slot]) -> Slot:
-        """Return a slot that all have; that it is the same is for the caller to see."""
-        first, *others = slots
-        for at, slot in enumerate(others, 1):
-            self.equal.append((pair(f"{key}/{name}", first, slot), at))
-        return first
+        wide = "float64" if any(slot.dtype == "float64" for slot in slots) else "float32"
+        return Computed(key, dtype or wide, slots[0].shape, (), function=self.rule(tuple(slots), wide))
 
 
 def combined(

@@ -17,7 +17,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import MASTER, WEIGHT, Parameter
+from zckpt.state import MASTER, WEIGHT
 
 CHOICES = {
     "padding": Request(padding=True),
@@ -115,10 +115,10 @@ def strip(
     )
 
     def look(written: Path, *_: object) -> int:  # every element of every slot that was to stay is there once
-        def needs(key: str, one: Parameter) -> bool:
-            return request.needs(key) or (key == MASTER and WEIGHT not in one.slots)
-
-        check_all_arrived(checkpoint, open_checkpoint(written, names=checkpoint.given_names), needs)
+        done = open_checkpoint(written, names=checkpoint.given_names)
+        check_all_arrived(
+            checkpoint, done, lambda key, one: request.needs(key) or (key == MASTER and WEIGHT not in one.slots)
+        )
         return 0
 
     return write_from(

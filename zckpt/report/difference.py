@@ -109,16 +109,15 @@ def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:
 
 def render_series(document: Document, *, width: int, limit: int = SHOWN_ROWS) -> str:
     """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
-
-    def figure(value: object) -> str:
-        return "-" if value is None else f"{float(str(value)):.3g}"
-
     document = printable(document)
     steps = [f"step {step}" if step is not None else f"#{i}" for i, step in enumerate(document["steps"])]
     rows = sorted(
         document["series"], key=lambda one: -max((float(v) for v in one["change"] if v is not None), default=0)
     )
-    cells = [(one["slot"], *map(figure, one["change"][1:]), one["name"]) for one in rows[:limit]]
+    cells = [
+        (one["slot"], *("-" if v is None else f"{float(v):.3g}" for v in one["change"][1:]), one["name"])
+        for one in rows[:limit]
+    ]
     table_ = table(("slot", *steps[1:], "parameter"), cells, right=tuple(range(1, len(steps))))
     title = "L2 norm of the change since the checkpoint before, relative to the norm there"
     _, *lines = _listed(rows, title, table_, limit=limit)

@@ -191,9 +191,6 @@ def inspect_page(document: Document, map_data: Document) -> str:
 
 
 def _facts(document: Document) -> str:
-    def given(key: str) -> str:
-        return number(document[key]) if document[key] else ""
-
     rest = {key: value for key, value in document["details"].items() if value and not isinstance(value, dict)}
     unused, padding = document["unreferenced_nbytes"], document["padding"]["nbytes"]
     return facts(
@@ -201,7 +198,10 @@ def _facts(document: Document) -> str:
             ("Parameters", number(document["num_parameters"])),
             ("Elements", number(document["num_elements"])),
             ("Files", f"{number(len(document['files']))}, {nbytes(document['nbytes'])}"),
-            *((word, given(f"num_{word.lower()}")) for word in ("Frozen", "Tied", "Buffers")),
+            *(
+                (word, number(count) if (count := document[f"num_{word.lower()}"]) else "")
+                for word in ("Frozen", "Tied", "Buffers")
+            ),
             ("Padding", nbytes(padding) if padding else ""),
             ("In storages no tensor uses", nbytes(unused) if unused else ""),
             ("Loss scale", number(document["loss_scale"]) if document["loss_scale"] is not None else ""),
@@ -296,9 +296,6 @@ def _findings(findings: Sequence[Document], counts: Mapping[str, int]) -> str:
 
 
 def _finding(one: Document) -> str:
-    def given(key: str) -> str:
-        return "" if one.get(key) is None else text(one[key])
-
     def named(key: str) -> str:
         values = one.get(key) or ()
         left = len(values) - SHOWN_NAMES
@@ -308,12 +305,12 @@ def _finding(one: Document) -> str:
 
     severity = one["severity"]
     pairs = {
-        "Expected": given("expected"),
-        "Found": given("found"),
+        "Expected": text(one.get("expected") or ""),
+        "Found": text(one.get("found") or ""),
         "File": code(one.get("file")),
         "Ranks": named("ranks"),
         "Parameters": named("parameters"),
-        "What to do": given("advice"),
+        "What to do": text(one.get("advice") or ""),
     }
     rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in pairs.items() if value)
     return (
