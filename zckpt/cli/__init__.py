@@ -21,34 +21,9 @@ from types import FrameType
 import click
 
 from zckpt import __version__
-from zckpt.cli.history import list_command, prune_command
-from zckpt.cli.reading import (
-    diff_command,
-    fingerprint_command,
-    formats_command,
-    inspect_command,
-    map_command,
-    resume_check_command,
-    scan_command,
-    show_command,
-    stats_command,
-    verify_command,
-)
+from zckpt.cli import history, reading, writing
 from zckpt.cli.streams import CannotPrintError, json_text, standard_streams
 from zckpt.cli.verbs import Verbs
-from zckpt.cli.writing import (
-    apply_command,
-    average_command,
-    consolidate_command,
-    convert_command,
-    merge_adapter_command,
-    pack_command,
-    patch_command,
-    reshard_command,
-    sanitize_command,
-    strip_command,
-    unpack_command,
-)
 from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError, shown
 from zckpt.executors.launch import launched
 
@@ -78,13 +53,11 @@ def cli(debug: bool) -> None:
     """
 
 
-for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command,
-                sanitize_command, average_command, merge_adapter_command, diff_command, fingerprint_command,
-                verify_command, map_command, stats_command, show_command, scan_command, resume_check_command,
-                list_command, prune_command, pack_command, unpack_command, patch_command, apply_command,
-                formats_command):  # fmt: skip
-    command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be without a group
-    cli.add_command(command)
+for room in (reading, writing, history):
+    for command in vars(room).values():
+        if isinstance(command, click.Command):
+            command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be alone
+            cli.add_command(command)
 
 
 def main() -> None:
