@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+import zckpt
 from zckpt.cli.options import Place, json_option, page_options, takes
 from zckpt.cli.streams import check_file, json_text, reporter, write_file
 from zckpt.cli.verbs import flag, verb
@@ -40,11 +41,12 @@ def list_command(
 
     Reads the structure and a sample of the weights of each, or with --deep every byte.
     """
-    from zckpt.operations.history import history
     from zckpt.report.history import render
 
     check_file(html, overwrite=overwrite)
-    found = history(run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared).as_dict()
+    found = zckpt.history(
+        run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared
+    ).as_dict()
     if html is not None:
         from zckpt.report.page.history import history_page
 
@@ -83,10 +85,9 @@ def prune_command(run: Path, as_json: bool, **given: Any) -> int:  # noqa: ANN40
     Only sound ones count. Checkpoints stay if `latest` or a link names them, if they are being written, are not sound,
     or hold files that may be yours. A kill never leaves half a checkpoint.
     """
-    from zckpt.operations.prune import prune
     from zckpt.report.history import render_pruned
 
-    found = prune(run, **given).as_dict()
+    found = zckpt.prune(run, **given).as_dict()
     click.echo(json_text(found) if as_json else render_pruned(found))
     return TargetError.exit_status if found["failed"] else 0
 
@@ -96,10 +97,8 @@ def watched(run: Path, *, on_finding: str | None = None, quiet: bool, **given: A
     import subprocess
     import sys
 
-    from zckpt.operations.watch import watch
-
     odd = False
-    for one in watch(run, **given):
+    for one in zckpt.watch(run, **given):
         line = json_text(one.as_dict(), indent=None)
         if not quiet:
             click.echo(line)

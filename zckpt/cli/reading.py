@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import zckpt
 from zckpt.cli.history import watched
 from zckpt.cli.options import (
     FILE,
@@ -100,10 +101,9 @@ def inspect_command(
 
     Of several checkpoints it prints a table, with a line for each.
     """
-    from zckpt.operations.inspect import inspect
-
     documents = [
-        inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict() for source in sources
+        zckpt.inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict()
+        for source in sources
     ]
 
     def text() -> str:
@@ -115,12 +115,11 @@ def inspect_command(
         return "\n\n".join(render(one, **listed) for one in documents)
 
     def page() -> str:
-        from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
         if len(sources) > 1:
             raise UsageError("a page shows one checkpoint", found=f"{len(sources)} given")
-        return inspect_page(documents[0], map_of(sources[0], **shared).as_dict())
+        return inspect_page(documents[0], zckpt.map(sources[0], **shared).as_dict())
 
     return _Shown([], documents[0] if len(sources) == 1 else {"checkpoints": documents}, text, page)
 
@@ -177,22 +176,21 @@ def diff_command(
     if series:
         if any(two.values()):
             raise UsageError("--series only takes --slots, --parameters, --names and --tp-rules")
-        from zckpt.operations.parting import is_run, parting
+        from zckpt.operations.parting import is_run
 
         if len(sources) == 2 and all(map(is_run, sources)):
             from zckpt.report.difference import render_parting
 
             if common.pop("names") or common.pop("tp_rules"):
                 raise UsageError("--names and --tp-rules do not apply to two runs")
-            parted = parting(*sources, **common).as_dict()
+            parted = zckpt.parting(*sources, **common).as_dict()
             return _Shown(
                 [], parted, lambda: render_parting(parted, limit=limit), _no_page, int(bool(parted["changed"]))
             )
-        from zckpt.operations.series import series as series_of
         from zckpt.report.difference import render_series
         from zckpt.report.page import series_page
 
-        moved = series_of(sources, **common)
+        moved = zckpt.series(sources, **common)
         found = moved.as_dict()
         return _Shown(
             moved.checkpoints,
@@ -202,11 +200,10 @@ def diff_command(
         )
     if len(sources) != 2:
         raise UsageError("diff compares two checkpoints", expected="A B", found=f"{len(sources)} given")
-    from zckpt.operations.diff import diff
     from zckpt.report.difference import render
     from zckpt.report.page import diff_page
 
-    done = diff(sources[0], sources[1], **two, **common)
+    done = zckpt.diff(sources[0], sources[1], **two, **common)
     document = done.as_dict()
     text = lambda: render(document, width=width(), paint=paint(), limit=limit)  # noqa: E731
     return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
@@ -240,10 +237,9 @@ def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any],
     Reads no tensor. Exit status 0: everything comes back; 1: something is lost, it does not resume, or zckpt cannot
     tell.
     """
-    from zckpt.operations.resume_check import resume_check
     from zckpt.report.resuming import render
 
-    found = resume_check(source, **given, **shared)
+    found = zckpt.resume_check(source, **given, **shared)
     click.echo(json_text(found.as_dict()) if as_json else render(found.as_dict()))
     return 0 if found.resumes else 1
 
@@ -276,10 +272,8 @@ def fingerprint_command(
     changed. It does not cover state that each rank has for itself; `zckpt diff` does.
     """
     from zckpt.compare.digests import bytes_of, digests_path
-    from zckpt.operations.fingerprint import fingerprint
-    from zckpt.operations.open import open as opened
 
-    checkpoint = opened(source, **only(Reading, shared))
+    checkpoint = zckpt.open(source, **only(Reading, shared))
     if write and (dequantize or any(only(Renaming, shared).values())):
         raise UsageError(
             "--write cannot store digests of other names or values with the source",
@@ -288,7 +282,9 @@ def fingerprint_command(
     target = output or (digests_path(checkpoint) if write else None)
     check_file(target, overwrite=overwrite)
     others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
-    found = fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others)
+    found = zckpt.fingerprint(
+        checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others
+    )
     _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=quiet)
     if target is not None:
         write_file(target, bytes_of(found), overwrite=overwrite)
@@ -297,9 +293,7 @@ def fingerprint_command(
 
 @_shows
 def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, shared: dict[str, Any]) -> _Shown:
-    from zckpt.operations.verify import verify
-
-    found = verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
+    found = zckpt.verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
     document, checkpoint = found.as_dict(), found.checkpoint
 
     def text() -> str:
@@ -308,10 +302,9 @@ def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, sh
         return render(document, width=width(), paint=paint())
 
     def page() -> str:
-        from zckpt.operations.map import map as map_of
         from zckpt.report.page import verify_page
 
-        return verify_page(document, None if checkpoint is None else map_of(checkpoint).as_dict())
+        return verify_page(document, None if checkpoint is None else zckpt.map(checkpoint).as_dict())
 
     return _Shown([] if checkpoint is None else [checkpoint], document, text, page, 0 if found.sound else 1)
 
@@ -385,12 +378,11 @@ def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool
     Graded: data; known classes of frameworks, and which program needs them; unknown; dangerous, which is what runs
     code, and what shows one program something else than another. Exit status: 1 if anything is dangerous.
     """
-    from zckpt.operations.scan import scan
     from zckpt.report import scanning
     from zckpt.torchfile.grades import DANGEROUS
 
     check_file(sarif, overwrite=overwrite)
-    found = scan(place)
+    found = zckpt.scan(place)
     document = found.as_dict()
     if sarif is not None:
         write_file(sarif, json_text(scanning.sarif(document)) + "\n", overwrite=overwrite)
@@ -415,14 +407,12 @@ def map_command(
 
     TARGET ends in .svg or .png; a PNG needs matplotlib (zckpt[png]).
     """
-    from zckpt.operations.map import map as map_of
-
     if target is None and not as_json:
         raise UsageError("no TARGET for the map", expected="a TARGET that ends in .svg or .png, or --json")
     if target is not None and target.suffix.lower() not in PICTURES:
         raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name that ends in .svg or .png")
     check_file(target, overwrite=overwrite)
-    document = map_of(source, slots=slots or None, **shared).as_dict()
+    document = zckpt.map(source, slots=slots or None, **shared).as_dict()
     if target is not None:
         from zckpt.report.picture import png, svg
 
@@ -474,11 +464,10 @@ def stats_command(
     """
     if as_csv and as_json:
         raise UsageError("--csv and --json exclude each other", expected="one of them")
-    from zckpt.operations.stats import stats
     from zckpt.report.figures import comma_separated, render
 
     check_file(html, overwrite=overwrite)
-    document = stats(source, reporter=reporter("stats", quiet=quiet), **given, **shared).as_dict()
+    document = zckpt.stats(source, reporter=reporter("stats", quiet=quiet), **given, **shared).as_dict()
     if html is not None:
         from zckpt.report.page import stats_page
 
@@ -505,8 +494,7 @@ def show_command(*, source: Path, name: str, as_json: bool, shared: dict[str, An
 
     In an .npy file, types that NumPy lacks are stored exactly, as float32.
     """
-    from zckpt.operations.show import show
     from zckpt.report.figures import render_elements
 
-    found = show(source, name, **given, **shared)
+    found = zckpt.show(source, name, **given, **shared)
     click.echo(json_text(found.as_dict(), indent=None) if as_json else render_elements(found, width=width()))
