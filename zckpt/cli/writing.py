@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 import zckpt
+from zckpt.cli.history import run_argument
 from zckpt.cli.options import (
     PATH,
     ByteSize,
@@ -54,6 +55,8 @@ def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], No
         def run(*, as_json: bool, quiet: bool, shared: Mapping[str, Any] = MappingProxyType({}), **own: Any) -> None:  # noqa: ANN401  # what click gives
             from zckpt.naming import TRANSFORMERS
 
+            if "run" in own:  # the source of its function
+                own["source"] = own.pop("run")
             if shared.get("map") == TRANSFORMERS and sys.stderr.isatty() and not quiet:
                 click.echo("transformers makes the model, without memory, which takes some seconds ...", err=True)
             try:
@@ -337,7 +340,7 @@ store_argument = click.argument("store", type=PATH)
 
 
 @verb("pack")
-@click.argument("source", type=Place(), metavar="RUN")
+@run_argument
 @store_argument
 @click.option(
     "--full-every",
