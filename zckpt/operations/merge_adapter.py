@@ -179,10 +179,11 @@ class _Merging:
         UnsupportedError
             A weight is none that numbers are added to.
         """
-        every = {**self.result.parameters, **self.result.buffers}
-        codes = codes_in(self.result)
-        modules = {one.module for one in self.adapter.products} | self.adapter.experts.keys()
-        modules |= {name.rpartition(".")[0] for name in self.adapter.saved}
+        adapter, result = self.adapter, self.result
+        every = {**result.parameters, **result.buffers}
+        codes = codes_in(result)
+        modules = {one.module for one in adapter.products} | adapter.experts.keys()
+        modules |= {name.rpartition(".")[0] for name in adapter.saved}
         if quantised := [name for name in codes if name.rpartition(".")[0] in modules]:
             raise UnsupportedError(
                 f"{listed(quantised)}: nothing can be added to low-bit codes",
@@ -190,39 +191,39 @@ class _Merging:
                 advice="--dequantize merges into the floats that they stand for; or give the unquantised model",
             )
         self._tie(every)
-        own = {name: one for name, one in self.adapter.replaced.items() if name in every or name in self.adapter.saved
+        own = {name: one for name, one in adapter.replaced.items() if name in every or name in adapter.saved
                or not self._copy_of(_values(one), ())}  # fmt: skip
-        needed = [(name, name) for name in own if name not in self.adapter.saved]
-        needed += [(one.name, one.module) for one in self.adapter.products]
-        needed += [(name, name) for name in self.adapter.tokens]
-        needed += [(one.bias_name, one.bias_name) for one in self.adapter.products if one.bias]
+        needed = [(name, name) for name in own if name not in adapter.saved]
+        needed += [(one.name, one.module) for one in adapter.products]
+        needed += [(name, name) for name in adapter.tokens]
+        needed += [(one.bias_name, one.bias_name) for one in adapter.products if one.bias]
         if missing := [said for name, said in needed if name not in every]:
             raise UsageError(
                 f"{listed(missing)}: not in {self.base.named}",
-                path=self.adapter.checkpoint.source,
+                path=adapter.checkpoint.source,
                 expected=f"names as {listed(list(every), most=2)}" if every else "a base model, not an adapter",
                 advice="give the model that the adapter was trained on",
             )
         for name, one in own.items():
             self._replace(name, one)
         rows: dict[str, tuple[str, Parameter]] = {}
-        for name, (new, indexes) in self.adapter.tokens.items():
-            owner = self.result.owner(name)
+        for name, (new, indexes) in adapter.tokens.items():
+            owner = result.owner(name)
             other, same = rows.setdefault(owner.name, (name, new))
             if same is not new:
                 raise self._both(name, other)
             if other == name:
                 self._replace_rows(owner, new, indexes)
-        self.adapter.products += self.adapter.of_parameters({name: one.shape for name, one in every.items()})
+        adapter.products += adapter.of_parameters({name: one.shape for name, one in every.items()})
         owners: dict[str, str] = {}
-        for product in self.adapter.products:
-            owner = self.result.owner(product.name)
+        for product in adapter.products:
+            owner = result.owner(product.name)
             if owner.name in owners or owner.name in rows:
                 raise self._both(product.module, owners.get(owner.name) or rows[owner.name][0])
             owners[owner.name] = product.module
-        for product in self.adapter.products:
+        for product in adapter.products:
             self._add(product)
-        return self.result
+        return result
 
     def _tie(self, every: Mapping[str, Parameter]) -> None:
         """Tie what DCP and ranks of FSDP hold twice, and what is one in memory, where something is added to it."""

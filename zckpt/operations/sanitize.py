@@ -169,10 +169,10 @@ def _cleaned(name: str, path: Path, removed: list[dict[str, str]]) -> TargetFile
         try:
             with file_opened(path) as whole:
                 file = read_source(whole)
-                root = _Cleaner(name, whole, removed).clean(file.root, ())
+                root = _without_bad(file.root, name, whole, removed)
             return None if root is GONE else lay_out(name, FromFile.of(file, root))
         except UnknownFormatError:
-            root = _Cleaner(name, None, removed).clean(read_pickle(path).root, ())
+            root = _without_bad(read_pickle(path).root, name, None, removed)
             return None if root is GONE else TargetFile.of(name, dump(root).data)
     return None
 
@@ -181,62 +181,59 @@ GONE = object()
 """In the place of what goes."""
 
 
-class _Cleaner:
-    """Takes what is to go out of one tree; what is shared is looked at once.
+def _without_bad(root: object, name: str, file: FileRange | None, removed: list[dict[str, str]]) -> object:
+    """Return a tree without what is to go; what is shared is looked at once.
 
     It goes down as deep as trees are read: three calls for each level.
     """
+    done: dict[int, tuple[object, object]] = {}  # keeps the nodes, so that ids stay their own
 
-    def __init__(self, name: str, file: FileRange | None, removed: list[dict[str, str]]) -> None:
-        self.name, self.file, self.removed = name, file, removed
-        self._done: dict[int, tuple[object, object]] = {}  # keeps the nodes, so that ids stay their own
-
-    def clean(self, node: object, place: tuple[object, ...]) -> object:
+    def clean(node: object, place: tuple[object, ...]) -> object:
         """Return what a node becomes."""
-        if id(node) not in self._done:
-            self._done[id(node)] = node, node  # what leads back to it while it is open
-            bad = self._judged(node)
+        if id(node) not in done:
+            done[id(node)] = node, node  # what leads back to it while it is open
+            bad = _judged(node, name, file)
             if bad is not None:
-                self._tell(bad, place)
-            self._done[id(node)] = node, GONE if bad is not None else self._cleaned(node, place)
-        return self._done[id(node)][1]
+                tell(bad, place)
+            done[id(node)] = node, GONE if bad is not None else cleaned(node, place)
+        return done[id(node)][1]
 
-    def _tell(self, bad: tuple[str, str], place: tuple[object, ...]) -> None:
+    def tell(bad: tuple[str, str], place: tuple[object, ...]) -> None:
         where = ".".join(map(str, place)) or "."
-        self.removed.append({"file": self.name, "place": where, "grade": bad[0], "what": bad[1]})
+        removed.append({"file": name, "place": where, "grade": bad[0], "what": bad[1]})
 
-    def _cleaned(self, node: object, place: tuple[object, ...]) -> object:
+    def cleaned(node: object, place: tuple[object, ...]) -> object:
         if isinstance(node, dict):
             for key, value in list(node.items()):
-                kept = self.clean(value, (*place, key))
-                if kept is GONE or self.clean(key, (*place, key)) is not key:
+                kept = clean(value, (*place, key))
+                if kept is GONE or clean(key, (*place, key)) is not key:
                     del node[key]
                 else:
                     node[key] = kept
         elif isinstance(node, (list, tuple, set, frozenset)):
-            node = self._members(node, place)
+            node = members(node, place)
         if isinstance(node, Tensor) and node.subclass is not None and (bad := _worst([node.subclass])) is not None:
-            self._tell(bad, place)
+            tell(bad, place)
             node.subclass = None
-        for name in PARTS.get(type(node), ()):
-            part = getattr(node, name)
-            if part is None or name == "cls":
+        for field in PARTS.get(type(node), ()):
+            part = getattr(node, field)
+            if part is None or field == "cls":
                 continue
-            kept = self.clean(part, (*place, name))
-            lacks = isinstance(part, tuple) and any(self._done[id(one)][1] is GONE for one in part)
-            is_needed = name in NEEDED or (name == "state" and isinstance(node, Object))
+            kept = clean(part, (*place, field))
+            lacks = isinstance(part, tuple) and any(done[id(one)][1] is GONE for one in part)
+            is_needed = field in NEEDED or (field == "state" and isinstance(node, Object))
             if is_needed and (kept is GONE or lacks):
                 return GONE
             if kept is not part:
-                setattr(node, name, None if kept is GONE else kept)
+                setattr(node, field, None if kept is GONE else kept)
         return node
 
-    def _members(
-        self, node: list[object] | tuple[object, ...] | set[object] | frozenset[object], place: tuple[object, ...]
+    def members(
+        node: list[object] | tuple[object, ...] | set[object] | frozenset[object], place: tuple[object, ...]
     ) -> object:
         kept, changed = [], False
         for number, one in enumerate(node):
-            now = self.clean(one, (*place, number))
+            now = clean(one, (*place, number))
             changed |= now is not one
             if now is not GONE or isinstance(node, (list, tuple)):
                 kept.append(None if now is GONE else now)
@@ -244,27 +241,30 @@ class _Cleaner:
             node[:] = kept
         return type(node)(kept) if changed and not isinstance(node, list) else node
 
-    def _judged(self, node: object) -> tuple[str, str] | None:
-        """Return grade and name of what is to go; None: it stays."""
-        names: list[Global] = []
-        data: FileRange | None = None
-        callee = node
-        while isinstance(callee, Object):
-            names += [one for one in callee.args if isinstance(one, Global)]
-            callee = callee.cls
-        match callee:
-            case Global():
-                names.append(callee)
-            case MetaTensor(subclass=Global() as cls):
-                names.append(cls)
-            case NumpyArray(cls=cls):
-                names += [cls] if cls is not None else []
-                data = InMemory(callee.data, self.name)
-            case bytes() | bytearray():
-                data = InMemory(bytes(callee), self.name)
-            case Tensor(storage=storage) | (Storage() as storage) if self.file is not None:
-                data = FileRange(self.file.descriptor, self.file.path, storage.offset, storage.nbytes)
-        return _worst(names) or (None if data is None else _held(data))
+    return clean(root, ())
+
+
+def _judged(node: object, name: str, file: FileRange | None) -> tuple[str, str] | None:
+    """Return grade and name of what is to go; None: it stays."""
+    names: list[Global] = []
+    data: FileRange | None = None
+    callee = node
+    while isinstance(callee, Object):
+        names += [one for one in callee.args if isinstance(one, Global)]
+        callee = callee.cls
+    match callee:
+        case Global():
+            names.append(callee)
+        case MetaTensor(subclass=Global() as cls):
+            names.append(cls)
+        case NumpyArray(cls=cls):
+            names += [cls] if cls is not None else []
+            data = InMemory(callee.data, name)
+        case bytes() | bytearray():
+            data = InMemory(bytes(callee), name)
+        case Tensor(storage=storage) | (Storage() as storage) if file is not None:
+            data = FileRange(file.descriptor, file.path, storage.offset, storage.nbytes)
+    return _worst(names) or (None if data is None else _held(data))
 
 
 def _worst(names: Sequence[Global]) -> tuple[str, str] | None:
