@@ -103,10 +103,10 @@ def watched(run: Path, *, on_finding: str | None = None, quiet: bool, **given: A
         if not quiet:
             click.echo(line)
             sys.stdout.flush()
-        odd = odd or bool(one.findings)
-        if one.findings and on_finding is None:
-            break
-        if one.findings and on_finding is not None:
+        if one.findings:
+            odd = True
+            if on_finding is None:
+                break
             command = ["sh", "-c", on_finding]  # the user's own
             subprocess.run(command, input=line.encode(), stdout=STANDARD_ERROR, check=False)  # noqa: S603
     return int(odd)
