@@ -154,9 +154,9 @@ def test_sizes_are_whole_numbers():
 
 
 def test_axes_are_letters_in_brackets():
-    [[heads, two], [inside], []] = parse_axes("(heads two[1:3]) in 1", "here")
+    [[heads, two], [inside], []] = parse_axes("(heads two[1:3]) in 1")
     assert (heads.name, heads.numel, two.numel, inside.numel) == ("heads", "heads", "(3)-(1)", "in")
-    assert parse_axes("a[2]", "here")[0][0].numel == "((2)+1)-(2)"
+    assert parse_axes("a[2]")[0][0].numel == "((2)+1)-(2)"
 
 
 def test_names_are_in_the_order_of_the_program():
@@ -168,7 +168,7 @@ def test_names_are_in_the_order_of_the_program():
     ]
     shuffled = sorted(names, key=lambda name: hash(name) % 7)
     assert sorted_names({name: i for i, name in enumerate([*shuffled, "other"])},
-                        [template(text, None, "here") for text in texts]) == [*names, "other"]  # fmt: skip
+                        [template(text) for text in texts]) == [*names, "other"]  # fmt: skip
 
 
 # --- what a checkpoint must be

@@ -17,8 +17,7 @@ from tests.report.synthetic import HOSTILE, flat, large
 from zckpt.formats import open_checkpoint
 from zckpt.operations.inspect import inspect
 from zckpt.operations.stats import stats
-from zckpt.report.page import diff_page, inspect_page, series_page, verify_page
-from zckpt.report.page.figures import stats_page
+from zckpt.report.page import diff_page, inspect_page, series_page, stats_page, verify_page
 from zckpt.report.page.history import history_page
 from zckpt.report.page.markup import embedded
 from zckpt.state import Checkpoint

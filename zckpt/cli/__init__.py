@@ -15,35 +15,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
 
 import click
 
 from zckpt import __version__
-from zckpt.cli.elements import show_command, stats_command
-from zckpt.cli.history import list_command, prune_command
-from zckpt.cli.packing import apply_command, pack_command, patch_command, unpack_command
-from zckpt.cli.reading import (
-    diff_command,
-    fingerprint_command,
-    formats_command,
-    inspect_command,
-    map_command,
-    resume_check_command,
-    scan_command,
-    verify_command,
-)
+from zckpt.cli import history, reading, writing
 from zckpt.cli.streams import CannotPrintError, json_text, standard_streams
 from zckpt.cli.verbs import Verbs
-from zckpt.cli.writing import (
-    average_command,
-    consolidate_command,
-    convert_command,
-    merge_adapter_command,
-    reshard_command,
-    sanitize_command,
-    strip_command,
-)
 from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError, shown
 from zckpt.executors.launch import launched
 
@@ -73,13 +53,11 @@ def cli(debug: bool) -> None:
     """
 
 
-for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command,
-                sanitize_command, average_command, merge_adapter_command, diff_command, fingerprint_command,
-                verify_command, map_command, stats_command, show_command, scan_command, resume_check_command,
-                list_command, prune_command, pack_command, unpack_command, patch_command, apply_command,
-                formats_command):  # fmt: skip
-    command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be without a group
-    cli.add_command(command)
+for room in (reading, writing, history):
+    for command in vars(room).values():
+        if isinstance(command, click.Command):
+            command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be alone
+            cli.add_command(command)
 
 
 def main() -> None:
@@ -89,7 +67,8 @@ def main() -> None:
     atexit.register(gc.freeze)  # Python would look for garbage among all objects before it ends
     standard_streams()
     arguments = sys.argv[1:]
-    debug, as_json = "--debug" in arguments, "--json" in arguments
+    debug = "--debug" in arguments
+    failed = partial(_failed, debug=debug, as_json="--json" in arguments)
     named, ZckptError.names_flags = ZckptError.names_flags, True
     try:
         with _ending_in_order(), _telling(arguments), launched(arguments) as has_worked:
@@ -102,7 +81,7 @@ def main() -> None:
         error.show()
         status = error.exit_code
     except (click.ClickException, ZckptError) as error:
-        status = _failed(error, debug=debug, as_json=as_json)
+        status = failed(error)
     except KeyboardInterrupt as error:
         interrupt = error if isinstance(error, Interrupted) else Interrupted()
         click.echo(f"zckpt: {SIGNALS[interrupt.signal]}; {shown(interrupt.said)}", err=True)
@@ -111,15 +90,12 @@ def main() -> None:
         click.echo(f"zckpt: cannot print: {error}", err=True)
         status = TargetError.exit_status
     except OSError as error:  # of a file that was there a moment ago, or that the system refuses
-        status = _failed(
-            SourceError("cannot be used", path=error.filename, found=error.strerror), debug=debug, as_json=as_json
-        )
+        status = failed(SourceError("cannot be used", path=error.filename, found=error.strerror))
     except (MemoryError, ImportError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in SHORT_OF_MEMORY):
             raise
         advice = "raise the limit of memory (`ulimit -v`) or of threads (`ulimit -u`), or give a smaller --memory"
-        short = UsageError("not enough memory", found=str(error) or None, advice=advice)
-        status = _failed(short, debug=debug, as_json=as_json)
+        status = failed(UsageError("not enough memory", found=str(error) or None, advice=advice))
     finally:
         ZckptError.names_flags = named
     sys.exit(status if isinstance(status, int) else 0)

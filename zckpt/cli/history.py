@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
+import zckpt
 from zckpt.cli.options import Place, json_option, page_options, takes
 from zckpt.cli.streams import check_file, json_text, reporter, write_file
-from zckpt.cli.verbs import verb
+from zckpt.cli.verbs import flag, verb
 from zckpt.errors import TargetError
 from zckpt.operations.options import Copying
 
@@ -20,13 +21,11 @@ run_argument = click.argument("run", type=Place())
 
 @verb("list")
 @run_argument
-@click.option("--deep", is_flag=True, help="Read every byte of each to check that it is sound.")
-@click.option(
-    "--fingerprint", is_flag=True, help="Compute fingerprints that are not recorded, to find equal checkpoints."
-)
+@flag("--deep", help="Read every byte of each to check that it is sound.")
+@flag("--fingerprint", help="Compute fingerprints that are not recorded, to find equal checkpoints.")
 @json_option
 @page_options
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@flag("--quiet", "-q", help="No progress bar.")
 @takes(Copying)
 def list_command(
     run: Path,
@@ -42,11 +41,12 @@ def list_command(
 
     Reads the structure and a sample of the weights of each, or with --deep every byte.
     """
-    from zckpt.operations.history import history
     from zckpt.report.history import render
 
     check_file(html, overwrite=overwrite)
-    found = history(run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared).as_dict()
+    found = zckpt.history(
+        run, deep=deep, fingerprint=fingerprint, reporter=reporter("list", quiet=quiet), **shared
+    ).as_dict()
     if html is not None:
         from zckpt.report.page.history import history_page
 
@@ -61,15 +61,15 @@ def list_command(
 @click.option(
     "--keep-best", metavar="METRIC[:min|max]", help="Keep the best one by a logged metric; for a loss, the lowest."
 )
-@click.option("--delete", is_flag=True, help="Remove them. Without this, nothing changes.")
+@flag("--delete", help="Remove them. Without this, nothing changes.")
 @click.option(
     "--also",
     multiple=True,
     metavar="PATTERN",
     help="Also remove these files with a checkpoint, even if they may be yours.",
 )
-@click.option("--unsound", is_flag=True, help="Also remove checkpoints that are not sound.")
-@click.option("--deep", is_flag=True, help="Read every byte of each to check that it is sound.")
+@flag("--unsound", help="Also remove checkpoints that are not sound.")
+@flag("--deep", help="Read every byte of each to check that it is sound.")
 @click.option(
     "--settle",
     type=float,
@@ -85,10 +85,9 @@ def prune_command(run: Path, as_json: bool, **given: Any) -> int:  # noqa: ANN40
     Only sound ones count. Checkpoints stay if `latest` or a link names them, if they are being written, are not sound,
     or hold files that may be yours. A kill never leaves half a checkpoint.
     """
-    from zckpt.operations.prune import prune
     from zckpt.report.history import render_pruned
 
-    found = prune(run, **given).as_dict()
+    found = zckpt.prune(run, **given).as_dict()
     click.echo(json_text(found) if as_json else render_pruned(found))
     return TargetError.exit_status if found["failed"] else 0
 
@@ -98,18 +97,16 @@ def watched(run: Path, *, on_finding: str | None = None, quiet: bool, **given: A
     import subprocess
     import sys
 
-    from zckpt.operations.watch import watch
-
     odd = False
-    for one in watch(run, **given):
+    for one in zckpt.watch(run, **given):
         line = json_text(one.as_dict(), indent=None)
         if not quiet:
             click.echo(line)
             sys.stdout.flush()
-        odd = odd or bool(one.findings)
-        if one.findings and on_finding is None:
-            break
-        if one.findings and on_finding is not None:
+        if one.findings:
+            odd = True
+            if on_finding is None:
+                break
             command = ["sh", "-c", on_finding]  # the user's own
             subprocess.run(command, input=line.encode(), stdout=STANDARD_ERROR, check=False)  # noqa: S603
     return int(odd)

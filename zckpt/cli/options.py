@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zckpt.cli.verbs import Near, Verb, chosen_format
+from zckpt.cli.verbs import Near, Verb, chosen_format, flag
 from zckpt.errors import UsageError
 from zckpt.operations.options import Shared, options_of
 from zckpt.storage.remote import is_url
@@ -75,18 +75,21 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
+FILE = click.Path(path_type=Path, dir_okay=False)
+PATH = click.Path(path_type=Path)
+
 source_argument = click.argument("source", type=Place())
 target_argument = click.argument("target", type=Place())
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+json_option = flag("--json", "as_json", help="Print one JSON document.")
+quiet_option = flag("--quiet", "-q", help="No progress bar, no messages.")
 quantize_option = click.option(
     "--quantize",
     metavar="fp8-block[:RxC]",
     help="Write linear layers' weights in FP8 with a scale for each block (128 x 128), as released models have them.",
 )
 
-dequantize_option = click.option(
+dequantize_option = flag(
     "--dequantize",
-    is_flag=True,
     help="Turn quantised weights, and quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao), "
     "into "
     "floats.",
@@ -120,28 +123,28 @@ def takes(group: type, *, suffix: str = "") -> Callable[[Any], Any]:
 
         return with_shared
 
-    return together(*(_flag(name, one, suffix) for name, one in options.items()), sharing)
+    return together(*(_option_of(name, one, suffix) for name, one in options.items()), sharing)
 
 
-def _flag(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
+def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
     """Return the flag of an option that verbs share."""
-    flag = f"--{'no-' if one.unset else ''}{(one.flag or name).replace('_', '-')}"
-    text = f"As {flag}, for {suffix[1:].upper()}." if suffix else one.unset or one.text
+    option = f"--{'no-' if one.unset else ''}{(one.flag or name).replace('_', '-')}"
+    text = f"As {option}, for {suffix[1:].upper()}." if suffix else one.unset or one.text
     if one.kind == "flag":
-        return click.option(flag, f"{name}{suffix}", is_flag=True, help=text)
+        return flag(option, f"{name}{suffix}", help=text)
     if one.kind == "size":
-        return click.option(flag, type=ByteSize(), default="64MB", show_default=True, help=text)
+        return click.option(option, type=ByteSize(), default="64MB", show_default=True, help=text)
     if one.choices:
-        return click.option(flag, type=click.Choice(one.choices), default=one.default, show_default=True, help=text)
+        return click.option(option, type=click.Choice(one.choices), default=one.default, show_default=True, help=text)
     kind = {
         "place": Place(),
-        "file": click.Path(path_type=Path, dir_okay=False),
-        "path": click.Path(path_type=Path),
+        "file": FILE,
+        "path": PATH,
         "text": click.STRING,
     }[one.kind]
-    flag += suffix.replace("_", "-")
+    option += suffix.replace("_", "-")
     return click.option(
-        flag, f"{name}{suffix}", type=kind, multiple=one.several, metavar=one.metavar,
+        option, f"{name}{suffix}", type=kind, multiple=one.several, metavar=one.metavar,
         help=text + " May be repeated." * one.several,
     )  # fmt: skip
 
@@ -244,26 +247,22 @@ def _option(same: list[tuple[str, Option]], *, has_to: bool) -> click.Option:
     else:
         text = " ".join(f"{one} ({', '.join(names)})" for one, names in several.items())
     first = same[0][1]
-    made: FormatOption
+    name, how = f"--{first.flag}", dict[str, Any]()
     if first.kind is bool:
-        made = FormatOption([f"--{first.flag}/--{first.opposite or f'no-{first.flag}'}"], default=None, help=text)
-        made.texts = texts
-        return made
-    choices = list(dict.fromkeys(str(choice) for _, option in same for choice in option.choices))
-    made = FormatOption(
-        [f"--{first.flag}"],
-        type=Near(choices) if choices else first.kind,
-        metavar=first.metavar,
-        callback=lambda _context, _option, value: None if value is None else first.kind(value),
-        help=text,
-    )
+        name += f"/--{first.opposite or f'no-{first.flag}'}"
+    else:
+        choices = list(dict.fromkeys(str(choice) for _, option in same for choice in option.choices))
+        how = {
+            "type": Near(choices) if choices else first.kind,
+            "metavar": first.metavar,
+            "callback": lambda _context, _option, value: None if value is None else first.kind(value),
+        }
+    made = FormatOption([name], default=None, help=text, **how)
     made.texts = texts
     return made
 
 
 page_options = together(
-    click.option(
-        "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write an HTML page."
-    ),
-    click.option("--overwrite", is_flag=True, help="Replace FILE if it exists."),
+    click.option("--html", type=FILE, metavar="FILE", help="Also write an HTML page."),
+    flag("--overwrite", help="Replace FILE if it exists."),
 )

@@ -1,4 +1,4 @@
-"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `scan`, `map`, `formats`. Some write a page."""
+"""The verbs that only read, such as `inspect`, `diff`, `verify`. Some write a page, or elements, to a file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import zckpt
 from zckpt.cli.history import watched
 from zckpt.cli.options import (
+    FILE,
     Place,
     dequantize_option,
     json_option,
@@ -21,7 +23,7 @@ from zckpt.cli.options import (
     takes,
 )
 from zckpt.cli.streams import check_file, json_text, paint, reporter, width, write_file
-from zckpt.cli.verbs import Near, verb
+from zckpt.cli.verbs import Near, flag, verb
 from zckpt.errors import UsageError, without_controls
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
@@ -80,9 +82,9 @@ def _say_what_is_cached(checkpoints: Sequence[Checkpoint], *, direct: bool, quie
 @verb("inspect")
 @click.argument("sources", nargs=-1, required=True, type=Place(), metavar="SOURCE...")
 @json_option
-@click.option("--parameters", is_flag=True, help="List every parameter.")
-@click.option("--files", is_flag=True, help="List every file, and what became of its contents.")
-@click.option("--globals", "with_globals", is_flag=True, help="List the classes and functions that each pickle names.")
+@flag("--parameters", help="List every parameter.")
+@flag("--files", help="List every file, and what became of its contents.")
+@flag("--globals", "with_globals", help="List the classes and functions that each pickle names.")
 @page_options
 @takes(Salvaged)
 @_shows
@@ -99,10 +101,9 @@ def inspect_command(
 
     Of several checkpoints it prints a table, with a line for each.
     """
-    from zckpt.operations.inspect import inspect
-
     documents = [
-        inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict() for source in sources
+        zckpt.inspect(source, include_globals=with_globals, include_inventory=files, **shared).as_dict()
+        for source in sources
     ]
 
     def text() -> str:
@@ -114,12 +115,11 @@ def inspect_command(
         return "\n\n".join(render(one, **listed) for one in documents)
 
     def page() -> str:
-        from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
         if len(sources) > 1:
             raise UsageError("a page shows one checkpoint", found=f"{len(sources)} given")
-        return inspect_page(documents[0], map_of(sources[0], **shared).as_dict())
+        return inspect_page(documents[0], zckpt.map(sources[0], **shared).as_dict())
 
     return _Shown([], documents[0] if len(sources) == 1 else {"checkpoints": documents}, text, page)
 
@@ -132,15 +132,14 @@ def inspect_command(
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare only these parameters; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare only tensors.")
 @click.option("--only", type=click.Choice(["weights"]), help="As --slots=weight and --ignore=metadata.")
-@click.option(
+@flag(
     "--series",
-    is_flag=True,
     help="Compare several checkpoints of a run: how far each slot moved between them. Of two runs: where they part.",
 )
 @json_option
 @page_options
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows of each table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@flag("--quiet", "-q", help="No progress bar, no table.")
 @dequantize_option
 @takes(Compared)
 @takes(Reading, suffix="_b")
@@ -177,22 +176,21 @@ def diff_command(
     if series:
         if any(two.values()):
             raise UsageError("--series only takes --slots, --parameters, --names and --tp-rules")
-        from zckpt.operations.parting import is_run, parting
+        from zckpt.operations.parting import is_run
 
         if len(sources) == 2 and all(map(is_run, sources)):
             from zckpt.report.difference import render_parting
 
             if common.pop("names") or common.pop("tp_rules"):
                 raise UsageError("--names and --tp-rules do not apply to two runs")
-            parted = parting(*sources, **common).as_dict()
+            parted = zckpt.parting(*sources, **common).as_dict()
             return _Shown(
                 [], parted, lambda: render_parting(parted, limit=limit), _no_page, int(bool(parted["changed"]))
             )
-        from zckpt.operations.series import series as series_of
         from zckpt.report.difference import render_series
         from zckpt.report.page import series_page
 
-        moved = series_of(sources, **common)
+        moved = zckpt.series(sources, **common)
         found = moved.as_dict()
         return _Shown(
             moved.checkpoints,
@@ -202,11 +200,10 @@ def diff_command(
         )
     if len(sources) != 2:
         raise UsageError("diff compares two checkpoints", expected="A B", found=f"{len(sources)} given")
-    from zckpt.operations.diff import diff
     from zckpt.report.difference import render
     from zckpt.report.page import diff_page
 
-    done = diff(sources[0], sources[1], **two, **common)
+    done = zckpt.diff(sources[0], sources[1], **two, **common)
     document = done.as_dict()
     text = lambda: render(document, width=width(), paint=paint(), limit=limit)  # noqa: E731
     return _Shown([done.a, done.b], document, text, lambda: diff_page(document), 0 if done.equal else 1)
@@ -240,25 +237,23 @@ def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any],
     Reads no tensor. Exit status 0: everything comes back; 1: something is lost, it does not resume, or zckpt cannot
     tell.
     """
-    from zckpt.operations.resume_check import resume_check
     from zckpt.report.resuming import render
 
-    found = resume_check(source, **given, **shared)
+    found = zckpt.resume_check(source, **given, **shared)
     click.echo(json_text(found.as_dict()) if as_json else render(found.as_dict()))
     return 0 if found.resumes else 1
 
 
 @verb("fingerprint")
 @source_argument
-@click.option(
+@flag(
     "--write",
-    is_flag=True,
     help="Also store it, with a digest of each slot, in the checkpoint's directory or next to its file.",
 )
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it in FILE.")
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document with a digest of each slot.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@click.option("--output", type=FILE, metavar="FILE", help="Store it in FILE.")
+@flag("--overwrite", help="Replace the file if it exists.")
+@flag("--json", "as_json", help="Print one JSON document with a digest of each slot.")
+@flag("--quiet", "-q", help="No progress bar.")
 @dequantize_option
 @takes(Compared)
 def fingerprint_command(
@@ -277,10 +272,8 @@ def fingerprint_command(
     changed. It does not cover state that each rank has for itself; `zckpt diff` does.
     """
     from zckpt.compare.digests import bytes_of, digests_path
-    from zckpt.operations.fingerprint import fingerprint
-    from zckpt.operations.open import open as opened
 
-    checkpoint = opened(source, **only(Reading, shared))
+    checkpoint = zckpt.open(source, **only(Reading, shared))
     if write and (dequantize or any(only(Renaming, shared).values())):
         raise UsageError(
             "--write cannot store digests of other names or values with the source",
@@ -289,7 +282,9 @@ def fingerprint_command(
     target = output or (digests_path(checkpoint) if write else None)
     check_file(target, overwrite=overwrite)
     others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
-    found = fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others)
+    found = zckpt.fingerprint(
+        checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others
+    )
     _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=quiet)
     if target is not None:
         write_file(target, bytes_of(found), overwrite=overwrite)
@@ -298,9 +293,7 @@ def fingerprint_command(
 
 @_shows
 def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, shared: dict[str, Any]) -> _Shown:
-    from zckpt.operations.verify import verify
-
-    found = verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
+    found = zckpt.verify(source, deep=deep, against=against, reporter=reporter("verify", quiet=quiet), **shared)
     document, checkpoint = found.as_dict(), found.checkpoint
 
     def text() -> str:
@@ -309,26 +302,23 @@ def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, sh
         return render(document, width=width(), paint=paint())
 
     def page() -> str:
-        from zckpt.operations.map import map as map_of
         from zckpt.report.page import verify_page
 
-        return verify_page(document, None if checkpoint is None else map_of(checkpoint).as_dict())
+        return verify_page(document, None if checkpoint is None else zckpt.map(checkpoint).as_dict())
 
     return _Shown([] if checkpoint is None else [checkpoint], document, text, page, 0 if found.sound else 1)
 
 
 @verb("verify")
 @source_argument
-@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
+@flag("--deep", help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
 @click.option(
     "--against",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="DIGESTS",
     help="Compare with the digests that `zckpt fingerprint --write` stored.",
 )
-@click.option(
-    "--watch", is_flag=True, help="SOURCE is a run: verify each checkpoint as it appears, until there is a finding."
-)
+@flag("--watch", help="SOURCE is a run: verify each checkpoint as it appears, until there is a finding.")
 @click.option(
     "--settle",
     type=float,
@@ -342,7 +332,7 @@ def _verified(*, source: Path, deep: bool, against: Path | None, quiet: bool, sh
 )
 @json_option
 @page_options
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
+@flag("--quiet", "-q", help="No progress bar, no text; only the exit status.")
 @takes(ReadCopied)
 def verify_command(
     *,
@@ -378,24 +368,21 @@ def verify_command(
 
 @verb("scan")
 @click.argument("place", metavar="SOURCE", type=Place())
-@click.option(
-    "--sarif", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write SARIF 2.1.0."
-)
-@click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--sarif", type=FILE, metavar="FILE", help="Also write SARIF 2.1.0.")
+@flag("--overwrite", help="Replace FILE if it exists.")
 @json_option
-@click.option("--quiet", "-q", is_flag=True, help="No text; only the exit status.")
+@flag("--quiet", "-q", help="No text; only the exit status.")
 def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool, quiet: bool) -> int:
     """Tell what each pickle in SOURCE would import and call, in every file whatever it is called. Runs none of them.
 
     Graded: data; known classes of frameworks, and which program needs them; unknown; dangerous, which is what runs
     code, and what shows one program something else than another. Exit status: 1 if anything is dangerous.
     """
-    from zckpt.operations.scan import scan
     from zckpt.report import scanning
     from zckpt.torchfile.grades import DANGEROUS
 
     check_file(sarif, overwrite=overwrite)
-    found = scan(place)
+    found = zckpt.scan(place)
     document = found.as_dict()
     if sarif is not None:
         write_file(sarif, json_text(scanning.sarif(document)) + "\n", overwrite=overwrite)
@@ -408,10 +395,10 @@ def scan_command(place: Path, sarif: Path | None, overwrite: bool, as_json: bool
 
 @verb("map")
 @source_argument
-@click.argument("target", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("target", required=False, type=FILE)
 @names_option("--slots", "SLOT,...", "Draw only these slots: weight, master, exp_avg, ...")
-@click.option("--json", "as_json", is_flag=True, help="Print the data as one JSON document; TARGET is then optional.")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
+@flag("--json", "as_json", help="Print the data as one JSON document; TARGET is then optional.")
+@flag("--overwrite", help="Replace TARGET if it exists.")
 @takes(Salvaged)
 def map_command(
     source: Path, target: Path | None, slots: list[str], as_json: bool, overwrite: bool, shared: dict[str, Any]
@@ -420,14 +407,12 @@ def map_command(
 
     TARGET ends in .svg or .png; a PNG needs matplotlib (zckpt[png]).
     """
-    from zckpt.operations.map import map as map_of
-
     if target is None and not as_json:
         raise UsageError("no TARGET for the map", expected="a TARGET that ends in .svg or .png, or --json")
     if target is not None and target.suffix.lower() not in PICTURES:
         raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name that ends in .svg or .png")
     check_file(target, overwrite=overwrite)
-    document = map_of(source, slots=slots or None, **shared).as_dict()
+    document = zckpt.map(source, slots=slots or None, **shared).as_dict()
     if target is not None:
         from zckpt.report.picture import png, svg
 
@@ -448,3 +433,68 @@ def formats_command(as_json: bool) -> None:
 
     document = list_formats()
     click.echo(json_text(document) if as_json else without_controls(formats(document)))
+
+
+@verb("stats")
+@source_argument
+@names_option("--slots", "SLOT,...", "Only these slots: weight, master, exp_avg, ...")
+@click.option("--parameters", multiple=True, metavar="GLOB", help="Only these parameters; may be repeated.")
+@flag("--layers", help="One row per slot and layer (names that begin alike up to their number).")
+@flag("--csv", "as_csv", help="Print rows of comma-separated values.")
+@json_option
+@page_options
+@flag("--quiet", "-q", help="No progress bar.")
+@dequantize_option
+@takes(Compared)
+def stats_command(
+    *,
+    source: Path,
+    layers: bool,
+    as_csv: bool,
+    as_json: bool,
+    html: Path | None,
+    overwrite: bool,
+    quiet: bool,
+    shared: dict[str, Any],
+    **given: Any,  # noqa: ANN401  # what click gives
+) -> None:
+    """Show statistics of each tensor: min, max, mean, deviation, norm, zeros, NaN and infinities.
+
+    Reads every element once. --json also has a histogram of each tensor, by powers of two.
+    """
+    if as_csv and as_json:
+        raise UsageError("--csv and --json exclude each other", expected="one of them")
+    from zckpt.report.figures import comma_separated, render
+
+    check_file(html, overwrite=overwrite)
+    document = zckpt.stats(source, reporter=reporter("stats", quiet=quiet), **given, **shared).as_dict()
+    if html is not None:
+        from zckpt.report.page import stats_page
+
+        write_file(html, stats_page(document), overwrite=overwrite)
+    if as_json:
+        click.echo(json_text(document))
+    elif as_csv:
+        click.echo(comma_separated(document, layers=layers), nl=False)
+    else:
+        click.echo(render(document, layers=layers, width=width()))
+
+
+@verb("show")
+@source_argument
+@click.argument("name")
+@click.option("--slot", metavar="SLOT", help="Default: the master if there is one, else the weight.")
+@click.option("--slice", metavar="0:4,:,-1", help="An index or a range for each dimension. Default: all.")
+@click.option("--npy", type=FILE, metavar="FILE", help="Write the elements to FILE instead.")
+@flag("--overwrite", help="Replace FILE if it exists.")
+@json_option
+@takes(Salvaged)
+def show_command(*, source: Path, name: str, as_json: bool, shared: dict[str, Any], **given: Any) -> None:  # noqa: ANN401
+    """Show elements of the tensor NAME in SOURCE, and read nothing else.
+
+    In an .npy file, types that NumPy lacks are stored exactly, as float32.
+    """
+    from zckpt.report.figures import render_elements
+
+    found = zckpt.show(source, name, **given, **shared)
+    click.echo(json_text(found.as_dict(), indent=None) if as_json else render_elements(found, width=width()))

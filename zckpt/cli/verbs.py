@@ -276,6 +276,9 @@ def _help_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> N
 verb = partial(click.command, cls=Verb)
 """As `click.command`."""
 
+flag = partial(click.option, is_flag=True)
+"""As `click.option`, of one without a value."""
+
 
 class Verbs(click.Group):
     """The verbs in groups. `help VERB`, `completion SHELL`, other words for verbs and a path alone are understood."""
@@ -284,8 +287,9 @@ class Verbs(click.Group):
         """Take `help VERB` for `VERB --help`, and what is there and is no verb for what is to be inspected."""
         if args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
-        elif len(args) >= 1 and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None and _is_place(args[0]):
-            args = ["inspect", *args]
+        elif len(args) >= 1 and args[0][:1] != "-" and self.get_command(ctx, args[0]) is None:
+            is_place = is_url(args[0]) or Path(args[0]).exists()
+            args = ["inspect", *args] if is_place else args
         return super().parse_args(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -307,10 +311,6 @@ class Verbs(click.Group):
         formatter.write_paragraph()
         formatter.write_text("zckpt help VERB, or zckpt VERB --help, explains a verb; zckpt PATH inspects PATH.")
         formatter.write_text("zckpt completion bash|zsh|fish prints a completion script for your shell.")
-
-
-def _is_place(word: str) -> bool:
-    return is_url(word) or Path(word).exists()
 
 
 @click.command("completion")

@@ -1,4 +1,4 @@
-"""The verbs that write: `consolidate`, `reshard`, `convert`, `strip`, `sanitize`, `average`, `merge-adapter`.
+"""The verbs that write checkpoints, stores of checkpoints, and what changed.
 
 A command is its options and its help; the verb of its name gets what click makes of them.
 """
@@ -6,15 +6,19 @@ A command is its options and its help; the verb of its name gets what click make
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import click
 
+import zckpt
+from zckpt.cli.history import run_argument
 from zckpt.cli.options import (
+    PATH,
     ByteSize,
     ConvertCommand,
     Place,
@@ -24,33 +28,39 @@ from zckpt.cli.options import (
     json_option,
     names_option,
     quantize_option,
+    quiet_option,
     source_argument,
     takes,
     target_argument,
     together,
 )
 from zckpt.cli.streams import json_text, reporter
-from zckpt.cli.verbs import Near, verb
+from zckpt.cli.verbs import Near, flag, verb
 from zckpt.errors import SourceError, UsageError, without_controls
-from zckpt.operations.options import Filled, ReadWritten, Renamed
+from zckpt.operations.options import Filled, ReadCopied, ReadWritten, Renamed
 from zckpt.storage.remote import is_url
 
 
 def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
     """Add the options that verbs share that write, and run the verb; `label` is what its progress is called."""
+    return together(takes(group), json_option, quiet_option, running("text.written", label=label))
 
-    def running(command: Callable[[], None]) -> Callable[..., None]:
+
+def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Let a command run the verb of its name; `text`: the function of the room `report` that says what it did."""
+
+    def named(command: Callable[[], None]) -> Callable[..., None]:
         name = command.__name__.removesuffix("_command")
 
-        def run(*, as_json: bool, quiet: bool, shared: dict[str, Any], **own: Any) -> None:  # noqa: ANN401  # what click gives
+        def run(*, as_json: bool, quiet: bool, shared: Mapping[str, Any] = MappingProxyType({}), **own: Any) -> None:  # noqa: ANN401  # what click gives
             from zckpt.naming import TRANSFORMERS
-            from zckpt.report.text import written
 
-            verb = getattr(import_module(f"zckpt.operations.{name}"), name)
+            if "run" in own:  # the source of its function
+                own["source"] = own.pop("run")
             if shared.get("map") == TRANSFORMERS and sys.stderr.isatty() and not quiet:
                 click.echo("transformers makes the model, without memory, which takes some seconds ...", err=True)
             try:
-                done = verb(**own, **shared, reporter=reporter(label or name, quiet=quiet))
+                done = getattr(zckpt, name)(**own, **shared, reporter=reporter(label or name, quiet=quiet))
             except SourceError as error:
                 error.advice = _swapped(name, **own) or error.advice
                 raise
@@ -58,13 +68,14 @@ def runs(group: type, *, label: str | None = None) -> Callable[[Callable[[], Non
             if as_json:
                 click.echo(json_text(document))
             elif done.dry_run or not quiet:
-                click.echo(without_controls(written(document)), err=not done.dry_run)
+                module, _, function = text.partition(".")
+                said = getattr(import_module(f"zckpt.report.{module}"), function)(document)
+                click.echo(without_controls(said), err=not done.dry_run)
 
         run.__doc__ = command.__doc__
-        quiet = click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
-        return together(takes(group), json_option, quiet)(run)  # type: ignore[no-any-return]
+        return run
 
-    return running
+    return named
 
 
 def _swapped(verb: str, *, source: Any = None, target: Any = None, **_others: Any) -> str | None:  # noqa: ANN401  # what click gives
@@ -121,7 +132,7 @@ tied_option = click.option(
     show_default=True,
     help="Write a tied parameter under all its names, or under one only.",
 )
-exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
+exclude_frozen_option = flag("--exclude-frozen", help="Leave frozen parameters out.")
 max_shard_size_option = click.option(
     "--max-shard-size",
     type=ByteSize(),
@@ -129,11 +140,9 @@ max_shard_size_option = click.option(
     show_default=True,
     help="Size limit of each file in a directory.",
 )
-recomputed_option = click.option(
-    "--verify", is_flag=True, help="After writing, compute everything again and compare every byte."
-)
+recomputed_option = flag("--verify", help="After writing, compute everything again and compare every byte.")
 proof_options = together(
-    click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE."),
+    flag("--verify", help="After writing, compare every byte with SOURCE."),
     click.option("--fingerprint/--no-fingerprint", default=None, help="Store TARGET's fingerprint with it."),
 )
 
@@ -203,13 +212,12 @@ def convert_command() -> None:
 @verb("strip")
 @source_argument
 @target_argument
-@click.option("--padding", is_flag=True, help="Remove the padding at the end of each rank's partition (ZeRO-1, 2).")
-@click.option(
+@flag("--padding", help="Remove the padding at the end of each rank's partition (ZeRO-1, 2).")
+@flag(
     "--optimizer",
-    is_flag=True,
     help="Remove the optimizer's state: slots, and masters that also have a weight.",
 )
-@click.option("--unreferenced", is_flag=True, help="Remove bytes that no tensor uses.")
+@flag("--unreferenced", help="Remove bytes that no tensor uses.")
 @click.option(
     "--keep-slots",
     multiple=True,
@@ -319,4 +327,81 @@ def merge_adapter_command() -> None:
     BASE is the model that the adapter was trained on, in any format. ADAPTER is a directory that PEFT saved, or a
     checkpoint with an adapter in it, which can be BASE itself. TARGET is a name as for consolidate. --tag, --root,
     --names, --tp-rules and the renaming options apply to BASE; they give it the names that ADAPTER was trained with.
+    """
+
+
+writing_options = together(
+    flag("--overwrite", help="Replace TARGET if it exists."),
+    flag("--dry-run", help="Show what would be written; write nothing."),
+    json_option,
+    quiet_option,
+)
+store_argument = click.argument("store", type=PATH)
+
+
+@verb("pack")
+@run_argument
+@store_argument
+@click.option(
+    "--full-every",
+    type=int,
+    default=10,
+    show_default=True,
+    metavar="K",
+    help="At most K checkpoints must be read to restore one; a larger K saves more space.",
+)
+@click.option("--name", metavar="NAME", help="Name in STORE, if RUN is a single checkpoint. Default: its own name.")
+@flag("--dry-run", help="Show what would be packed; write nothing.")
+@json_option
+@quiet_option
+@running("packing.packed")
+def pack_command() -> None:
+    """Add a run's checkpoints, of any formats, to a STORE, in a fraction of the space.
+
+    Every verb takes STORE/NAME as a SOURCE. RUN, and what is already in STORE, stay as they are.
+    """
+
+
+@verb("unpack")
+@store_argument
+@target_argument
+@writing_options
+@running("packing.unpacked")
+def unpack_command() -> None:
+    """Restore the files of one checkpoint, STORE/NAME, or of all in STORE, bit for bit."""
+
+
+@verb("patch")
+@click.argument("a", type=Place())
+@click.argument("b", type=Place())
+@target_argument
+@click.option(
+    "--to",
+    type=click.Choice(["zckpt", "slime"]),
+    default="zckpt",
+    show_default=True,
+    help="slime: the changed bytes of weights, as slime publishes them; TARGET is called weight_v000001, ...",
+)
+@click.option("--encoding", type=click.Choice(["xor", "overwrite"]), default="xor", help="For slime. Default: xor.")
+@writing_options
+@takes(ReadCopied)
+@running("packing.patched")
+def patch_command() -> None:
+    """Write what turns checkpoint A into checkpoint B of the same model, whatever their formats and world sizes.
+
+    A and B are identified by their fingerprints: a patch applies to A in any format, and to nothing else.
+    """
+
+
+@verb("apply")
+@click.argument("a", type=Place())
+@click.argument("patch", type=PATH)
+@target_argument
+@writing_options
+@takes(ReadCopied)
+@running("packing.unpacked")
+def apply_command() -> None:
+    """Apply PATCH to A: write the files of the other checkpoint, bit for bit.
+
+    PATCH can also be a version that slime has published, weight_v000003, with A the model at any earlier version.
     """

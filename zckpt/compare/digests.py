@@ -30,8 +30,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, dict_of
-from zckpt.state.brief import Brief
+from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, dict_of
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
 
@@ -173,36 +172,36 @@ def digest_share(
         A file cannot be read.
     """
     entries: Entries = {}
-    chosen: list[Digested] = []
+    chosen: list[tuple[str, str, Slot, str | None]] = []  # and the type of a weight that is the master, rounded
     for name, parameter in named(checkpoint).items():
         if parameter.tied_to is not None:
             continue
         entries[name] = {}
         weight, master = own_weight(parameter), parameter.slots.get(MASTER)
         if weight is not None:
-            chosen.append(Digested(name, WEIGHT, weight))
+            chosen.append((name, WEIGHT, weight, None))
         if master is not None:
-            chosen.append(Digested(name, MASTER, master, parameter.dtype if weight is None else None))
+            chosen.append((name, MASTER, master, parameter.dtype if weight is None else None))
         for key, value in parameter_values(checkpoint, parameter).items():
             if isinstance(value, Slot) and value.shape:
-                chosen.append(Digested(name, key, value))
+                chosen.append((name, key, value, None))
                 continue
             number = single(value)  # as text that does not depend on how it was stored: 5 and 5.0 are one
             whole = int(number) if isinstance(number, float) and number.is_integer() else number
             entries[name][key] = json.dumps(whole, sort_keys=True)
     chosen = chosen[share[0] :: share[1]]
     trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
-    sets = [SlotSet(f"{one.slot.name}/{one.name}", (one.slot,), (one.slot.dtype,)) for one in chosen]
-    look = partial(digest_block, [one.rounded for one in chosen])
+    sets = [SlotSet(f"{slot.name}/{name}", (slot,), (slot.dtype,)) for name, _, slot, _ in chosen]
+    look = partial(digest_block, [rounded for *_, rounded in chosen])
     numel = LEAF_NUMEL * LEAVES_PER_BLOCK
     for index, digests in scan(sets, look, numel=numel, memory=memory, reporter=reporter, direct=direct):
         for number, digest in enumerate(digests):
             trees[index][number].update(digest)
-    for one, tree in zip(chosen, trees, strict=True):
-        shape = list(one.slot.shape)
-        entries[one.name][one.entry] = f"{one.slot.dtype} {shape} {tree[0].hexdigest()}"
-        if one.rounded is not None:
-            entries[one.name][WEIGHT] = f"{one.rounded} {shape} {tree[1].hexdigest()}"
+    for (name, entry, slot, rounded), tree in zip(chosen, trees, strict=True):
+        shape = list(slot.shape)
+        entries[name][entry] = f"{slot.dtype} {shape} {tree[0].hexdigest()}"
+        if rounded is not None:
+            entries[name][WEIGHT] = f"{rounded} {shape} {tree[1].hexdigest()}"
     return entries
 
 
@@ -216,19 +215,6 @@ def put_together(shares: Iterable[Entries]) -> Fingerprint:
         if found.get(MASTER) == found.get(WEIGHT):  # a format may keep one of them
             found.pop(MASTER, None)
     return Fingerprint(root(entries), {name: dict(sorted(entries[name].items())) for name in sorted(entries)})
-
-
-@dataclass(frozen=True, slots=True)
-class Digested:
-    """A slot that is read, and the entry that it becomes.
-
-    `rounded`: type of the weight that is not there: it is the master, rounded, and becomes the entry `weight`.
-    """
-
-    name: str
-    entry: str
-    slot: Slot
-    rounded: str | None = None
 
 
 def digest_block(rounded: Sequence[str | None], index: int, _start: int, arrays: Sequence[Array]) -> list[bytes]:

@@ -96,10 +96,10 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
     if parameter.group is None:
         return {}
     group = checkpoint.param_groups[parameter.group]
-    own = _own_values(parameter)
+    own = {**parameter.state, **parameter.optimizer_slots}
     if group.state and not own:
         members = map(checkpoint.find, group.parameters)
-        if any(one is not None and _own_values(one) for one in members):
+        if any(one is not None and (one.state or one.optimizer_slots) for one in members):
             return {}
     for key, value in group.state.items():
         if isinstance(value, Tensor):
@@ -109,8 +109,3 @@ def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, 
                 advice="`zckpt consolidate` writes the model without it, and `zckpt diff` compares everything else",
             )
     return {**group.state, **own}
-
-
-def _own_values(parameter: Parameter) -> dict[str, object]:
-    slots = parameter.optimizer_slots
-    return {**parameter.state, **slots}

@@ -28,8 +28,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import LayoutError
-from zckpt.state import Slot
-from zckpt.state.dtypes import is_floating
+from zckpt.state import Slot, is_floating
 
 FIGURES_MEMORY = 2
 """Figures are of float64, of which a block needs about as many times more than its bytes."""
@@ -47,10 +46,9 @@ class Tolerance:
     rtol: float = 0.0
     atol: float = 0.0
 
-    @property
-    def is_none(self) -> bool:
-        """Whether bits must be equal."""
-        return self.rtol == 0.0 and self.atol == 0.0
+
+EXACT = Tolerance()
+"""Bits must be equal."""
 
 
 @dataclass(slots=True)
@@ -144,7 +142,7 @@ def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: 
         found = _sums(x, y)
         gap = np.abs(x - y)
         finite = np.isfinite(x) & np.isfinite(y)
-        if not tolerance.is_none:
+        if tolerance != EXACT:
             close = (finite & (gap <= tolerance.atol + tolerance.rtol * np.abs(y))) | (x == y)
             unequal &= ~(close | (np.isnan(x) & np.isnan(y)))
         found.num_different = int(np.count_nonzero(unequal))
@@ -259,7 +257,7 @@ def differences(
         a, b = one.slots
         if a.shape != b.shape:
             raise LayoutError(f"{one.label} has two shapes", expected=a.shape, found=b.shape)
-    limits = tolerance or Tolerance()
+    limits = tolerance or EXACT
     unequal = {index for index, one in enumerate(sets) if one.dtypes[0] != one.dtypes[1]}
     goes_on = lambda index: index not in unequal  # noqa: E731
     for index, _ in scan(sets, _first_difference, memory=memory, reporter=reporter, goes_on=goes_on, direct=direct):
@@ -269,7 +267,7 @@ def differences(
     return [
         Difference(index, sets[index].label, figures)
         for index, figures in zip(chosen, found, strict=True)
-        if figures.num_different or (limits.is_none and sets[index].dtypes[0] != sets[index].dtypes[1])
+        if figures.num_different or (limits == EXACT and sets[index].dtypes[0] != sets[index].dtypes[1])
     ]
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from zckpt.codes import TWICE, WRONG_RANK
 from zckpt.errors import ShardError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile, Span
-from zckpt.state.dtypes import itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile, Span, itemsize
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import read_extent
 from zckpt.errors import WeightMismatchError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
-from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, is_floating, itemsize
 from zckpt.state.views import reshape
 from zckpt.storage.files import Sources
 from zckpt.torchfile import node_of
@@ -181,9 +180,7 @@ def samples(checkpoint: Checkpoint) -> Iterator[Comparison]:
             master, weight = _alike(parameter.slots[MASTER], parameter.slots[WEIGHT])
             for span in _chosen(master.spans, sampled):
                 sampled.add(span.path)
-                numel, different, error = _compare(parameter.name, master, weight, span, sources)
-                detail = "" if error is None else f"{error.found} where the weight is {error.expected}"
-                yield Comparison(parameter.name, span.path, weight_path, numel, different, detail, error)
+                yield _compared(parameter.name, master, weight, span, weight_path, sources)
 
 
 def steps_weights(checkpoint: Checkpoint) -> bool:
@@ -243,10 +240,8 @@ def _ends(extent: Extent) -> Iterator[Extent]:
         yield Extent(extent.offsets, extent.sizes, extent.start + extent.numel - rest, rest)
 
 
-def _compare(
-    name: str, master: Slot, weight: Slot, span: Span, sources: Sources
-) -> tuple[int, int, WeightMismatchError | None]:
-    """Return how many elements at the ends of a master's span were compared, how many differ, and the first."""
+def _compared(name: str, master: Slot, weight: Slot, span: Span, weight_path: str, sources: Sources) -> Comparison:
+    """Compare the elements at the ends of a master's span."""
     ends, start = list(_ends(span.extent)), span.extent.start
     indices = np.concatenate([np.arange(one.start, one.start + one.numel) for one in ends])
 
@@ -258,19 +253,17 @@ def _compare(
 
     masters, stored = sampled(Slot(master.name, master.dtype, master.shape, (span,))), sampled(weight)
     wrong = not_rounded(masters, stored)
+    found = Comparison(name, span.path, weight_path, len(indices), len(wrong))
     if not len(wrong):
-        return len(indices), 0, None
+        return found
     index = int(wrong[0])
     (rounded,) = cast(masters[index : index + 1], weight.dtype)
-    return (
-        len(indices),
-        len(wrong),
-        WeightMismatchError(
-            f"master of {name} does not round to its weight at element {indices[index]}",
-            path=span.path,
-            expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
-            found=repr(float(rounded)),
-            advice="the file may be from another step or run; --no-weight-check accepts the masters",
-            parameters=[name],
-        ),
+    error = WeightMismatchError(
+        f"master of {name} does not round to its weight at element {indices[index]}",
+        path=span.path,
+        expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
+        found=repr(float(rounded)),
+        advice="the file may be from another step or run; --no-weight-check accepts the masters",
+        parameters=[name],
     )
+    return replace(found, detail=f"{error.found} where the weight is {error.expected}", error=error)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, floordiv, mul, sub
@@ -28,6 +29,16 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 MAXIMUM_CHARACTERS = 1000
 """Of axes or an expression: a map is written by hand."""
+
+
+@contextmanager
+def within(where: str) -> Iterator[None]:
+    """Let the message of a UsageError begin with what it is about."""
+    try:
+        yield
+    except UsageError as error:
+        error.message = f"{where}: {error.message}"
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +60,10 @@ Axes = tuple[tuple[Factor, ...], ...]
 """The factors of each dimension, outermost first."""
 
 
-def parse_axes(text: str, where: str) -> Axes:
+def parse_axes(text: str) -> Axes:
     """Return what a text says of the dimensions of a tensor; UsageError: it is malformed, or has a letter twice."""
     malformed = UsageError(
-        f"{where}: the arrangement {text!r} is malformed", expected="letters, (a b) for one dimension, a[low:high]"
+        f"the arrangement {text!r} is malformed", expected="letters, (a b) for one dimension, a[low:high]"
     )
     axes: list[tuple[Factor, ...]] = []
     inside: list[Factor] | None = None

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from zckpt.errors import UsageError
-from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes
+from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes, within
 from zckpt.naming.taken import Taken, parse_taken
 from zckpt.state import without
 
@@ -289,72 +289,71 @@ def read_json(path: str | os.PathLike[str]) -> Mapping[str, object]:
 
 def parse_map(document: Mapping[str, object], name: str) -> Map:
     """Return the map that a document says; errors are those of `read_map`."""
-    document = _like(document, name)
-    document = _again(document, name) if AGAIN in document else document
-    strange = sorted(document.keys() - KEYS)
-    if strange:
-        _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE, MORE, AGAIN})))
-    if "taken" in document:
-        return _taken(document, name)
-    names = document.get("sides")
-    if not _is_texts(names) or len(names) != 2 or names[0] == names[1]:
-        _refuse(name, "unusable sides", 'two names, {"sides": ["mine", "theirs"]}')
+    with within(name):
+        document = _again(_like(document))
+        strange = sorted(document.keys() - KEYS)
+        if strange:
+            _refuse(f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE, MORE, AGAIN})))
+        about = str(document.get("about", ""))
+        if "taken" in document:
+            taken = _taken(document)
+            names = ["before", "after"]
+            return Map(name, about, (_side({}, 0, names), _side({}, 1, names)), {}, (), {}, document, taken)
+        found = document.get("sides")
+        if not _is_texts(found) or len(found) != 2 or found[0] == found[1]:
+            _refuse("unusable sides", 'two names, {"sides": ["mine", "theirs"]}')
+        sizes = {}
+        for key, value in _mapping(document, "sizes").items():
+            several = value if isinstance(value, list) else [value]
+            if not several or not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in several):
+                _refuse(f"size {key}: unusable", "an expression, or a list whose first computable one counts")
+            sizes[key] = tuple(map(str, several))
+        settings = _mapping(document, "settings")
+        if not all(isinstance(value, (str, int, float)) for value in settings.values()):
+            _refuse("unusable settings", "texts, numbers, true or false")
+        sides, rules = (_side(document, 0, found), _side(document, 1, found)), list[Rule]()
+        for number, one in enumerate(_rules_of(document), 1):
+            with within(f"rule {number}"):
+                rules.append(_rule(one, found))
+        return Map(name, about, sides, sizes, tuple(rules), settings, document)
+
+
+def _taken(document: Mapping[str, object]) -> list[Taken]:
+    said = _mapping(document, "taken")
+    if document.keys() - {"about", "taken"} or not said or not _is_texts([*said, *said.values()]):
+        _refuse("unusable taken", "layers and rows to take, in a map without other keys")
+    return [parse_taken(front, template(front).pattern, str(text)) for front, text in said.items()]
+
+
+def _rules_of(document: Mapping[str, object]) -> list[object]:
     rules = document.get("rules")
     if not isinstance(rules, list) or not rules:
-        _refuse(name, "unusable rules", "a list of them")
-    sizes = {}
-    for key, value in _mapping(document, "sizes", name).items():
-        several = value if isinstance(value, list) else [value]
-        if not several or not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in several):
-            _refuse(f"{name}: size {key}", "unusable", "an expression, or a list whose first computable one counts")
-        sizes[key] = tuple(map(str, several))
-    settings = _mapping(document, "settings", name)
-    if not all(isinstance(value, (str, int, float)) for value in settings.values()):
-        _refuse(name, "unusable settings", "texts, numbers, true or false")
-    return Map(
-        name,
-        str(document.get("about", "")),
-        (_side(document, 0, names, name), _side(document, 1, names, name)),
-        sizes,
-        tuple(_rule(one, names, f"{name}: rule {number}") for number, one in enumerate(rules, 1)),
-        settings,
-        document,
-    )
+        _refuse("unusable rules", "a list of them")
+    return rules
 
 
-def _taken(document: Mapping[str, object], name: str) -> Map:
-    said = _mapping(document, "taken", name)
-    if document.keys() - {"about", "taken"} or not said or not _is_texts([*said, *said.values()]):
-        _refuse(name, "unusable taken", "layers and rows to take, in a map without other keys")
-    texts = {front: str(value) for front, value in said.items()}
-    names = ["before", "after"]
-    sides = (_side({}, 0, names, name), _side({}, 1, names, name))
-    taken = parse_taken(texts, [(one, template(one, None, name).pattern) for one in texts], name)
-    return Map(name, str(document.get("about", "")), sides, {}, (), {}, document, taken)
-
-
-def _like(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+def _like(document: Mapping[str, object]) -> Mapping[str, object]:
     """Return a document with all that it has like another, whose rules come behind those that it has more."""
     if LIKE not in document:
         return document
     base, more = document[LIKE], document.get(MORE, [])
-    if not isinstance(base, str) or base not in shipped() or base == name:
-        _refuse(name, "unusable like", f"a map that comes with zckpt: {', '.join(shipped())}")
-    made = {**_like(_read_shipped(base), base), **document}
+    if not isinstance(base, str) or base not in shipped():
+        _refuse("unusable like", f"a map that comes with zckpt: {', '.join(shipped())}")
+    made = {**_like(_read_shipped(base)), **document}
     if not isinstance(more, list) or not isinstance(made["rules"], list):
-        _refuse(name, "unusable rules, or more", "a list of them")
+        _refuse("unusable rules, or more", "a list of them")
     return without(made, LIKE, MORE) | {"rules": [*more, *made["rules"]]}
 
 
-def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
+def _again(document: Mapping[str, object]) -> Mapping[str, object]:
     """Return a document whose rules hold under other beginnings of names first, and the order of these names."""
-    spellings, rules = document[AGAIN], document.get("rules")
-    if not isinstance(rules, list):
-        _refuse(name, "unusable rules", "a list of them")
+    if AGAIN not in document:
+        return document
+    spellings, rules = document[AGAIN], _rules_of(document)
     if not isinstance(spellings, list) or not all(
         isinstance(one, dict) and _is_texts([*one, *one.values()]) for one in spellings
     ):
-        _refuse(name, "unusable again", "a list of name prefixes, and what they become")
+        _refuse("unusable again", "a list of name prefixes, and what they become")
     made = [
         json.loads(reduce(lambda text, pair: text.replace(f'"{pair[0]}', f'"{pair[1]}'), spelling.items(), text))
         for spelling in spellings
@@ -373,80 +372,81 @@ def _again(document: Mapping[str, object], name: str) -> Mapping[str, object]:
         ]
         if _is_texts(texts)
         else texts
-        for side, texts in _mapping(document, "order", name).items()
+        for side, texts in _mapping(document, "order").items()
     }
     return without(document, AGAIN) | {"rules": [*made, *rules], "order": order}
 
 
-def _refuse(where: str, message: str, expected: str) -> NoReturn:
-    raise UsageError(f"{where}: {message}", expected=expected)
+def _refuse(message: str, expected: str) -> NoReturn:
+    raise UsageError(message, expected=expected)
 
 
 def _is_texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(one, str) and one for one in value)
 
 
-def _mapping(document: Mapping[str, object], key: str, where: str) -> dict[str, object]:
+def _mapping(document: Mapping[str, object], key: str) -> dict[str, object]:
     found = document.get(key, {})
     if not isinstance(found, dict):
-        _refuse(where, f"unusable {key}", "an object")
+        _refuse(f"unusable {key}", "an object")
     return found
 
 
-def _side(document: Mapping[str, object], number: int, names: list[str], where: str) -> Side:
+def _side(document: Mapping[str, object], number: int, names: list[str]) -> Side:
     """Return what a document says of one of its sides."""
     name = names[number]
 
     def said(key: str, empty: object) -> object:
-        found = _mapping(document, key, where)
+        found = _mapping(document, key)
         if found.keys() - set(names):
-            _refuse(where, f"unusable {key}", " and ".join(names))
+            _refuse(f"unusable {key}", " and ".join(names))
         return empty if found.get(name) is None else found[name]
 
     def texts(key: str) -> list[str]:
         value = said(key, [])
         if not _is_texts(value):
-            _refuse(where, f"unusable {key}", "a list of names")
+            _refuse(f"unusable {key}", "a list of names")
         return value
 
     def by_name(key: str) -> dict[str, str]:
         value = said(key, {})
         if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
-            _refuse(where, f"unusable {key}", "texts by names")
+            _refuse(f"unusable {key}", "texts by names")
         return value
 
     def pairs(key: str) -> dict[Template, Template]:
-        found = {template(one, None, where): template(of, None, where) for one, of in by_name(key).items()}
+        found = {template(one): template(of) for one, of in by_name(key).items()}
         for one, of in found.items():
             made, known = (one, of) if key == "tied" else (of, one)
             if set(made.indices) - set(known.indices):
-                _refuse(where, f"unusable {key}", f"letters in {made.text} that {known.text} has, too")
+                _refuse(f"unusable {key}", f"letters in {made.text} that {known.text} has, too")
         return found
 
     rules = said("optimizer", [])
     if not isinstance(rules, list):
-        _refuse(where, "unusable optimizer", "a list of rules")
-    optimizer = tuple(_rule(one, names, f"{where}: unusable optimizer") for one in rules)
+        _refuse("unusable optimizer", "a list of rules")
+    with within("unusable optimizer"):
+        optimizer = tuple(_rule(one, names) for one in rules)
     if any(one.padded or one.sides[0][0].axes is None or len(one.sides[number]) != 1 for one in optimizer):
-        _refuse(where, "unusable optimizer", f"one tensor of {name}, and arrangements")
+        _refuse("unusable optimizer", f"one tensor of {name}, and arrangements")
     return Side(
         name,
         pairs("tied"),
-        tuple(template(text, None, where) for text in texts("order")),
-        tuple(template(text, None, where) for text in texts("ignored")),
-        {template(text, None, where): why for text, why in by_name("refused").items()},
+        tuple(map(template, texts("order"))),
+        tuple(map(template, texts("ignored"))),
+        {template(text): why for text, why in by_name("refused").items()},
         optimizer,
         frozenset(texts("implied")),
         pairs("copies"),
     )
 
 
-def template(text: str, axes: str | None, where: str) -> Template:
+def template(text: str, axes: str | None = None) -> Template:
     """Return a template; errors are those of `read_map`."""
     first: dict[str, int] = {}
     pattern, end, behind = "", 0, ""
     if re.search(r"\}(?:[0-9]|\{[A-Za-z_])", text):
-        _refuse(where, f"{text}: a number and what follows it cannot be told apart", "a text between, no digit first")
+        _refuse(f"{text}: a number and what follows it cannot be told apart", "a text between, no digit first")
     for match in _INDEX.finditer(text):
         letter, after = match[1], match[2] or "0"
         behind = behind if after.isdecimal() else after
@@ -454,67 +454,69 @@ def template(text: str, axes: str | None, where: str) -> Template:
         value = f"(?P={letter})" if letter in first else f"(?P<{letter}>{'(?!)' if behind else '0|[1-9][0-9]{0,17}'})"
         pattern += re.escape(text[end : match.start()]) + value
         if first.setdefault(letter, begin) != begin:
-            _refuse(where, f"{text} counts {letter} in two ways", "one")
+            _refuse(f"{text} counts {letter} in two ways", "one")
         end = match.end()
     pattern += re.escape(text[end:])
-    arranged = None if axes is None else parse_axes(axes, f"{where}: {text}")
+    with within(text):
+        arranged = None if axes is None else parse_axes(axes)
     told = {letter: number for letter, number in first.items() if number}
     return Template(text, arranged, re.compile(pattern), told, behind)
 
 
-def _rule(value: object, names: list[str], where: str) -> Rule:
+def _rule(value: object, names: list[str]) -> Rule:
     keys = {*names, "padded", "beside", "copied"}
     if not isinstance(value, dict) or value.keys() - keys or not set(names) <= value.keys():
-        _refuse(where, "unusable", f"{' and '.join(names)}, and perhaps padded, beside and copied")
+        _refuse("unusable", f"{' and '.join(names)}, and perhaps padded, beside and copied")
     padded, beside, copied = value.get("padded", []), value.get("beside", {}), value.get("copied", [])
     if not _is_texts(padded) or len(padded) > 1:
-        _refuse(where, "unusable padded", "a list of one letter")
+        _refuse("unusable padded", "a list of one letter")
     if not _is_texts(copied) or set(copied) & set(padded):
-        _refuse(where, "unusable copied", "a list of letters that are not padded")
+        _refuse("unusable copied", "a list of letters that are not padded")
     if not isinstance(beside, dict) or beside.keys() - set(names):
-        _refuse(where, "unusable beside", f"names of {' or '.join(names)}")
+        _refuse("unusable beside", f"names of {' or '.join(names)}")
     others = []
     for name in names:
         texts = beside.get(name, [])
         if not _is_texts(texts):
-            _refuse(where, "unusable beside", "a list of names")
-        others.append(tuple(template(text, None, f"{where}: unusable beside") for text in texts))
-    both = _tensors(value[names[0]], where), _tensors(value[names[1]], where)
+            _refuse("unusable beside", "a list of names")
+        with within("unusable beside"):
+            others.append(tuple(map(template, texts)))
+    both = _tensors(value[names[0]]), _tensors(value[names[1]])
     rule = Rule(both, tuple(padded), (others[0], others[1]), tuple(copied))
     if any(set(one.indices) - set(rule.shared) for side in others for one in side):
-        _refuse(where, "unusable beside", "letters that all names of the rule have")
+        _refuse("unusable beside", "letters that all names of the rule have")
     first, *rest = every = [*rule.sides[0], *rule.sides[1]]
     if any(one.axes is None for one in every):
         if len(every) != 2 or any(one.axes is not None for one in every) or copied:
-            _refuse(where, "some tensors have no arrangement", "the state of all, or of none if one tensor has none")
+            _refuse("some tensors have no arrangement", "the state of all, or of none if one tensor has none")
         if set(first.indices) != set(rest[0].indices):
-            _refuse(where, f"{first.text} and {rest[0].text} have other letters", "the same in both names")
+            _refuse(f"{first.text} and {rest[0].text} have other letters", "the same in both names")
         return rule
-    _check_letters(rule, where)
+    _check_letters(rule)
     return rule
 
 
-def _check_letters(rule: Rule, where: str) -> None:
+def _check_letters(rule: Rule) -> None:
     """Raise UsageError unless both sides have the same letters, but for those that are copied."""
     first, *_ = every = [*rule.sides[0], *rule.sides[1]]
     for letter in rule.copied:
         holders = [{letter in one.letters for one in side} for side in rule.sides]
         if holders not in ([{True}, {False}], [{False}, {True}]):
-            _refuse(where, f"unusable copied {letter}", "a letter of all tensors of one side, and none of the other")
+            _refuse(f"unusable copied {letter}", "a letter of all tensors of one side, and none of the other")
     for one in every:
         other = (set(one.letters) ^ set(first.letters)) - set(rule.copied)
         if other or len(set(one.letters)) != len(one.letters):
-            _refuse(where, f"{one.text} has other letters than {first.text}", "each once, in the name or the axes")
+            _refuse(f"{one.text} has other letters than {first.text}", "each once, in the name or the axes")
     if set(rule.padded) - set(first.letters):
-        _refuse(where, "unusable padded", f"letters of {', '.join(sorted(first.letters))}")
+        _refuse("unusable padded", f"letters of {', '.join(sorted(first.letters))}")
 
 
-def _tensors(value: object, where: str) -> Templates:
+def _tensors(value: object) -> Templates:
     """Return what a rule says of one side."""
     if isinstance(value, str) and value:
-        return (template(value, None, where),)
+        return (template(value),)
     if not isinstance(value, dict) or not value or not _is_texts(list(value)):
-        _refuse(where, "unusable", "a name, or arrangements by name")
+        _refuse("unusable", "a name, or arrangements by name")
     if not all(isinstance(axes, str) for axes in value.values()):
-        _refuse(where, "unusable", 'arrangements such as "(heads half two) in"')
-    return tuple(template(text, axes, where) for text, axes in value.items())
+        _refuse("unusable", 'arrangements such as "(heads half two) in"')
+    return tuple(template(text, axes) for text, axes in value.items())

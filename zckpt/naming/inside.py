@@ -13,8 +13,7 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint, without
-from zckpt.torchfile import FromFile, children, each
-from zckpt.torchfile.nodes import DefaultMapping, OrderedMapping
+from zckpt.torchfile import DefaultMapping, FromFile, OrderedMapping, children, each
 
 MAPPINGS = (dict, OrderedMapping, DefaultMapping)
 
@@ -36,9 +35,8 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
         found = {}
         for key, value in getattr(changed, section).items():
             told = _texts(value) & others
-            following = _Following(new)
-            found[key] = following.of(value) if told else value
-            wrong = following.missed or min(told - new.keys(), default=None)
+            found[key], missed = _followed(value, new) if told else (value, None)
+            wrong = missed or min(told - new.keys(), default=None)
             if wrong is not None:
                 raise UnsupportedError(
                     f"{key} refers to {wrong}, which would be renamed",
@@ -51,41 +49,40 @@ def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, st
     return tuple(notes)
 
 
-class _Following:
-    """A tree with other names in it, given new ones by old ones; what was one object twice stays one."""
+def _followed(tree: object, names: Mapping[str, str]) -> tuple[object, str | None]:
+    """Return a tree whose dicts, lists and tuples have new names by old ones; what was one object twice stays one.
 
-    def __init__(self, names: Mapping[str, str]) -> None:
-        self.names = names
-        self.missed: str | None = None
-        """A name that stays, as it is in an object of a class that is not known, or would be there twice."""
-        self._done: dict[int, object] = {}
+    And a name that stays, as it is in an object of a class that is not known, or would be there twice.
+    """
+    done, missed = dict[int, object](), list[str]()
 
-    def of(self, node: object) -> object:
-        """Return a tree whose dicts, lists and tuples have the new names; what else there is stays as it is."""
+    def of(node: object) -> object:
         if isinstance(node, str):
-            return self.names.get(node, node)
+            return names.get(node, node)
         if isinstance(node, FromFile):
-            return replace(node, node=self.of(node.node))
-        if id(node) in self._done:
-            return self._done[id(node)]
+            return replace(node, node=of(node.node))
+        if id(node) in done:
+            return done[id(node)]
         made: object = node
         if type(node) is tuple:
-            made = tuple(self.of(one) for one in node)
+            made = tuple(of(one) for one in node)
         elif type(node) is list:
-            made = found = self._done[id(node)] = list[object]()  # which may be below itself
-            found += [self.of(one) for one in node]
+            made = found = done[id(node)] = list[object]()  # which may be below itself
+            found += [of(one) for one in node]
         elif isinstance(node, dict) and type(node) in MAPPINGS:
-            made = self._done[id(node)] = copy(node)
+            made = done[id(node)] = copy(node)
             made.clear()
             for key, value in node.items():
-                new = self.of(key) if isinstance(key, (str, tuple)) else key
+                new = of(key) if isinstance(key, (str, tuple)) else key
                 if new in made:
-                    self.missed = str(key)
-                made[new] = self.of(value)
+                    missed.append(str(key))
+                made[new] = of(value)
         else:
-            self.missed = self.missed or min(_texts(node) & self.names.keys(), default=None)
-        self._done[id(node)] = made
+            missed.extend(sorted(_texts(node) & names.keys()))
+        done[id(node)] = made
         return made
+
+    return of(tree), missed[0] if missed else None
 
 
 def _texts(value: object) -> set[str]:

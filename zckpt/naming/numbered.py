@@ -14,7 +14,7 @@ from zckpt.naming.apply import Mapped, fits, mapped
 from zckpt.naming.document import Map, parse_map
 from zckpt.naming.installed import live_maps, transformers_map
 from zckpt.naming.sizes import read_config
-from zckpt.state import Checkpoint, Parameter, without
+from zckpt.state import Checkpoint, without
 from zckpt.state.names import is_number
 
 NO_SHAPE = {"step", "RMS"}
@@ -87,7 +87,12 @@ def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: i
         if found is not None:
             return mapped(one, found, {}, names_of)
         same = {tensor.name: tensor.name for tensor in one.tensors()}
-        ties = {} if names_of == FILE else _ties(document, one)
+        there, known = {tensor.name for tensor in one.tensors()}, one.parameters
+        ties = {  # names in memory of tied tensors that it has under another name only
+            name: replace(known[of], name=name, slots={}, group=None, state={}, tied_to=of)
+            for name, of in document["tied"]["memory"].items()
+            if names_of != FILE and name not in there and of in known
+        }
         if not ties:
             return Mapped(one, [f"{document['about']}: the same names"], names_of or FILE, same)
         note = f"{document['about']}: the same names; files lack {listed(list(ties))}, another name of a tensor"
@@ -102,13 +107,6 @@ def by_transformers(checkpoint: Checkpoint, document: Mapping[str, Any], side: i
     if side == FILE or (side is None and not live.notes):
         return under(FILE, named)
     return replace(live, checkpoint=named)
-
-
-def _ties(document: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Parameter]:
-    """Return the names in memory of tied tensors that a checkpoint has under another name only."""
-    there, known = {one.name for one in checkpoint.tensors()}, checkpoint.parameters
-    ties = ((name, known[of]) for name, of in document["tied"]["memory"].items() if name not in there and of in known)
-    return {name: replace(one, name=name, slots={}, group=None, state={}, tied_to=one.name) for name, one in ties}
 
 
 def _changing(document: Mapping[str, Any]) -> Map | None:

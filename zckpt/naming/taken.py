@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.naming.axes import within
 from zckpt.state import Checkpoint, Parameter, Slot
 from zckpt.state.views import concat, narrow, zeros
 
@@ -33,7 +34,7 @@ class Taken:
     pattern: re.Pattern[str]
     items: tuple[re.Match[str], ...]
 
-    def ranges(self, count: int, where: str) -> Ranges:
+    def ranges(self, count: int) -> Ranges:
         """Return what is taken of `count` layers or rows; UsageError: there are not so many, or too many of them."""
         found: Ranges = []
         for item in self.items:
@@ -44,28 +45,23 @@ class Taken:
             low = int(item[1])
             high = low if item["last"] is None else int(item["last"] or count - 1)
             if not low <= high < count:
-                raise UsageError(f"{where}: {self.front} has no {item[0]}", expected=f"0 to {count - 1}")
+                raise UsageError(f"{self.front} has no {item[0]}", expected=f"0 to {count - 1}")
             if times * (high + 1 - low if self.pattern.groups else 1) > MOST:
-                raise UsageError(f"{where}: {self.front} {item[0]} is too large", expected=f"at most {MOST}")
+                raise UsageError(f"{self.front} {item[0]} is too large", expected=f"at most {MOST}")
             found += [(low, high + 1 - low)] * times
         return found
 
 
-def parse_taken(said: Mapping[str, str], templates: Iterable[tuple[str, re.Pattern[str]]], name: str) -> list[Taken]:
-    """Return what a map says; UsageError: it is malformed."""
-    found = []
-    for front, pattern in templates:
-        items = [_ITEM.fullmatch(one.strip()) for one in said[front].split(",")]
-        zero = [
-            one for one in items if one is not None and one[1] == "zero" and (pattern.groups or one["last"] is not None)
-        ]
-        if "+" in front or pattern.groups > 1 or zero or None in items:
-            raise UsageError(
-                f"{name}: unusable taken {front}: {said[front]}",
-                expected="numbers or ranges such as 0-23 or 8-, each optionally *N; for rows also zero*N",
-            )
-        found.append(Taken(front, pattern, tuple(filter(None, items))))
-    return found
+def parse_taken(front: str, pattern: re.Pattern[str], text: str) -> Taken:
+    """Return what a map says of names; UsageError: it is malformed."""
+    items = [one for word in text.split(",") if (one := _ITEM.fullmatch(word.strip()))]
+    zero = [one for one in items if one[1] == "zero" and (pattern.groups or one["last"] is not None)]
+    if "+" in front or pattern.groups > 1 or zero or len(items) != text.count(",") + 1:
+        raise UsageError(
+            f"unusable taken {front}: {text}",
+            expected="numbers or ranges such as 0-23 or 8-, each optionally *N; for rows also zero*N",
+        )
+    return Taken(front, pattern, tuple(items))
 
 
 def take(checkpoint: Checkpoint, taken: Sequence[Taken], where: str) -> tuple[Checkpoint, list[str]]:
@@ -91,7 +87,8 @@ def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
     if ties:
         raise UnsupportedError(f"{where}: {listed(ties)} is another name of a tensor in the layers that are taken")
     numbers = {number for _, number, _ in parts.values()}
-    ranges = taken.ranges(max(numbers) + 1, where)
+    with within(where):
+        ranges = taken.ranges(max(numbers) + 1)
     places: dict[int, list[int]] = {}
     for new, old in enumerate((low or 0) + n for low, size in ranges for n in range(size)):
         places.setdefault(old, []).append(new)
@@ -138,7 +135,8 @@ def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
             f"{where}: {name} does not have its own rows", path=checkpoint.named, expected="the name of a tensor",
             found=None if own is None or own.tied_to is None else f"another name of {own.tied_to}",
         )  # fmt: skip
-    ranges = taken.ranges(own.shape[0], where)
+    with within(where):
+        ranges = taken.ranges(own.shape[0])
     if name in codes_in(checkpoint) or any(isinstance(slot, Computed) for slot in own.slots.values()):
         raise UnsupportedError(f"{name} is quantised, so it has no rows", advice="dequantize it first")
     for key, slot in own.slots.items():

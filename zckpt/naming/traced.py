@@ -94,10 +94,10 @@ class Traced:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         del types
-        own = {"cat": joined, "concat": joined, "stack": stacked}.get(function.__name__)
-        own = own or getattr(cls, function.__name__, None)
+        name = function.__name__
+        own = joined if name in ("cat", "concat") else getattr(cls, name, None)
         if own is None:
-            raise NoMapError(f"it calls {function.__name__}")
+            raise NoMapError("it stacks tensors in the file" if name == "stack" else f"it calls {name}")
         return own(
             *args, **{{"dim0": "first", "dim1": "second"}.get(key, key): one for key, one in (kwargs or {}).items()}
         )
@@ -198,15 +198,6 @@ class Traced:
     view = reshape
 
 
-def _alike(letters: Letters, one: list[Factor], other: list[Factor]) -> None:
-    """Let two dimensions be the same."""
-    if [numel([factor]) for factor in one] != [numel([factor]) for factor in other]:
-        raise NoMapError("it joins tensors that are cut in different ways")
-    for mine, its in zip(one, other, strict=True):
-        if mine != its:
-            letters.define(its, [mine])
-
-
 def joined(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     """Return what `torch.cat` does."""
     first, letters = tensors[0], tensors[0]._letters
@@ -214,24 +205,23 @@ def joined(tensors: Sequence[Traced], dim: int = 0) -> Traced:
         return first
     axes = first.axes
     for one in tensors[1:]:
-        for number, axis in enumerate(one.axes):
-            if number != dim % len(axes):
-                _alike(letters, first.axes[number], axis)
+        for number, other in enumerate(one.axes):
+            own = first.axes[number]
+            if number == dim % len(axes):
+                continue
+            if [numel([factor]) for factor in own] != [numel([factor]) for factor in other]:
+                raise NoMapError("it joins tensors that are cut in different ways")
+            for mine, its in zip(own, other, strict=True):
+                if mine != its:
+                    letters.define(its, [mine])
     whole, low = letters.new(sum(one.shape[dim] for one in tensors)), 0
-    if all(len(one.axes[dim]) == 1 for one in tensors):
-        for one in tensors:
-            letters.define(one.axes[dim][0], [(whole[0], low, low + one.shape[dim])])
-            low += one.shape[dim]
-        axes[dim] = [whole]
-    else:
+    if any(len(one.axes[dim]) != 1 for one in tensors):
         raise NoMapError("it joins tensors that are arranged differently")
+    for one in tensors:
+        letters.define(one.axes[dim][0], [(whole[0], low, low + one.shape[dim])])
+        low += one.shape[dim]
+    axes[dim] = [whole]
     return Traced(letters, axes, frozenset().union(*(one.roots for one in tensors)))
-
-
-def stacked(tensors: Sequence[Traced], dim: int = 0) -> Traced:
-    """Return what `torch.stack` does."""
-    del tensors, dim
-    raise NoMapError("it stacks tensors in the file")
 
 
 def rules_of(live: dict[str, Traced], saved: dict[str, Traced], letters: Letters) -> list[dict[str, Any]]:
@@ -345,9 +335,6 @@ def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    def is_norm(module: Any) -> bool:  # noqa: ANN401
-        return isinstance(module, torch.nn.LayerNorm)
-
     letters = Letters()
     shapes = {name: tuple(one.shape) for name, one in model.state_dict(keep_vars=True).items()}
     live = {
@@ -370,7 +357,9 @@ def map_of(model: Any) -> dict[str, Any]:  # noqa: ANN401
         "live": {
             "transformers": transformers.__version__,
             "trained": [name for name, one in model.named_parameters() if one.requires_grad],
-            "layer_norms": sorted({name.rpartition(".")[2] for name, one in model.named_modules() if is_norm(one)}),
+            "layer_norms": sorted(
+                {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.LayerNorm)}
+            ),
         },
     }
 

@@ -1,26 +1,39 @@
-"""The mean of several checkpoints of one model: a model soup, the last checkpoints of a run, an exponential average."""
+"""The mean of several checkpoints of one model: a model soup, the last checkpoints of a run, an exponential average.
+
+First they become one checkpoint, each slot of which is a function of theirs:
+
+name       as in the first; wrappers' prefixes aside, every source must have it, under this name or one it is tied to
+values     of each source its masters if it has them, else its weights
+type       float32 where some source has a master, else the weights' own; float32 where these differ
+others     integers, bools, complex numbers, 8-bit floats: the same in all, or named as the last one's
+the rest   of the last source: param groups, steps, single values
+"""
 
 from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from zckpt.compare.slots import differences, pair
+from zckpt.engine.computed import Computed, Function
 from zckpt.engine.means import Decayed, Mean
+from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
-from zckpt.operations.combined import Combined, Rule, combined, write_computed
-from zckpt.operations.consolidate import Chosen, Consolidated, as_beside
-from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
+from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
-from zckpt.state import Checkpoint, Document
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot
+from zckpt.state.names import like_model
 
 SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
 """Settings of a LoRA adapter that say what its factors are multiplied with."""
@@ -42,7 +55,7 @@ class Averaged(Consolidated):
         Tensors of the model that are means, that are equal in all sources, and that are the last source's.
     """
 
-    sources: tuple[Document, ...]
+    sources: tuple[Document, ...] = ()
     num_averaged: int
     num_equal: int
     num_from_last: int
@@ -131,30 +144,27 @@ def average(
         found = with_floats(*found)
     for one in found:
         if codes := codes_in(one):
-            raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=named(one),
+            raise UnsupportedError(f"{listed(codes)}: low-bit codes have no mean", path=one.named,
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
     alike, notes = naming_of(shared).of_all(found)
     alike, told = as_beside(alike, Path(target), chosen, how)
     mean = combined(alike, rule, slots=slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
-    done, num_tensors = write_computed(
-        mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
-    )
-    num_averaged, num_equal, num_from_last = mean.counts()
+    names = {one.name for one in mean.checkpoint.tensors() if one.tied_to is None}
+    num_averaged, num_from_last = len(names & mean.computed), len(names & mean.last)
+    num_equal = len(names - mean.computed - mean.last)
+    done = write_computed(
+        Averaged, mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped,
+        num_averaged=num_averaged, num_equal=num_equal, num_from_last=num_from_last,
+    )  # fmt: skip
     weighted = "equal weights" if len(set(shares)) == 1 else "weights " + ", ".join(f"{share:.6g}" for share in shares)
     said = [f"the mean of {len(shares)} checkpoints, with {weighted}"]
     if num_equal:
         said.append(f"not averaged, because they are not floats and equal in all: {num_equal}")
     if num_from_last:
         said.append(f"not averaged, but taken from the last checkpoint: {num_from_last}")
-    return Averaged(
-        **{**done.fields(), "notes": (*notes, *told, *done.notes, *left_out, *said)},
-        num_tensors=num_tensors,
-        sources=tuple({**summary(one), "weight": share} for one, share in zip(found, shares, strict=True)),
-        num_averaged=num_averaged,
-        num_equal=num_equal,
-        num_from_last=num_from_last,
-    )
+    described = tuple({**summary(one), "weight": share} for one, share in zip(found, shares, strict=True))
+    return replace(done, sources=described, notes=(*notes, *told, *done.notes, *left_out, *said))
 
 
 def _opened(
@@ -216,8 +226,8 @@ def _check_adapters(sources: Sequence[Checkpoint]) -> None:
     for one, scale in zip(sources, scales, strict=True):
         if scale != scales[0]:
             raise UsageError(
-                f"the adapter's scale differs from {named(sources[0])}",
-                path=named(one),
+                f"the adapter's scale differs from {sources[0].named}",
+                path=one.named,
                 expected=f"the same {', '.join(SCALED_BY)}",
                 advice="merge each one with `zckpt merge-adapter`, and average the models",
             )
@@ -225,8 +235,6 @@ def _check_adapters(sources: Sequence[Checkpoint]) -> None:
 
 def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> None:
     """Raise UsageError if what is not averaged differs between sources."""
-    from zckpt.compare.slots import differences
-
     shown = [one for one, _ in mean.equal]
     different = differences(shown, memory=memory)
     if not different:
@@ -234,8 +242,191 @@ def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> 
     first = mean.equal[different[0].index]
     labels = list(dict.fromkeys(one.label.partition("/")[2] for one in different))
     raise UsageError(
-        f"{listed(labels)}: differs from {named(sources[0])}, and cannot be averaged",
-        path=named(sources[first[1]]),
+        f"{listed(labels)}: differs from {sources[0].named}, and cannot be averaged",
+        path=sources[first[1]].named,
         expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " values that are equal in all",
         advice=f"--from-last '{labels[0]}' takes the last source's",
     )
+
+
+# --- one checkpoint of several
+
+
+Rule = Callable[[tuple[Slot, ...], str], Function]
+"""Gets slots of one shape, one of each source, and the type to compute in."""
+
+
+@dataclass(slots=True)
+class Combined:
+    """What several checkpoints are together.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Without files of its own.
+    sources : sequence of Checkpoint
+    rule : Rule
+    last : set of str
+        Names of the model's tensors that are the last source's.
+    computed : set of str
+        Names of those that are computed.
+    equal : list of (SlotSet, int)
+        What must be the same in the first source and another, and in which.
+    """
+
+    checkpoint: Checkpoint
+    sources: Sequence[Checkpoint]
+    rule: Rule
+    last: set[str]
+    computed: set[str] = field(default_factory=set)
+    equal: list[tuple[SlotSet, int]] = field(default_factory=list)
+
+    def parameter(self, name: str, ones: Sequence[Parameter]) -> Parameter:
+        """Return a tensor of the model, `ones` in the sources, with its weight, and a master where one has that."""
+        last, there = ones[-1], list[Slot]()
+        for one, source in zip(ones, self.sources, strict=True):
+            slot = one.slots.get(MASTER) or one.slots.get(WEIGHT)
+            if one.shape != ones[0].shape:
+                raise UsageError(
+                    f"{name} has another shape than in {self.sources[0].named}",
+                    path=source.named,
+                    expected=ones[0].shape,
+                    found=one.shape,
+                    advice="only checkpoints of one model can be averaged",
+                )
+            if slot is None:
+                raise UsageError(f"{name} has no values", path=source.named, expected="a weight or a master")
+            there.append(slot)
+        owned = any(one.group is not None or MASTER in one.slots for one in ones)
+        frozen = any(one.frozen for one in ones) and not owned
+        result = replace(last, name=name, slots={}, tied_to=None, frozen=frozen)
+        if name in self.last:
+            result.slots = {key: slot for key, slot in last.slots.items() if key in (WEIGHT, MASTER)}
+        elif all(slot.dtype in NUMBERS for slot in there):
+            self.computed.add(name)
+            result.dtype = _common([one.dtype for one in ones])
+            result.slots[WEIGHT] = self._of_all(name, WEIGHT, there, result.dtype)
+            if any(MASTER in one.slots for one in ones):
+                result.slots[MASTER] = self._of_all(name, MASTER, there)
+        else:
+            result.dtype = ones[0].dtype
+            result.slots[WEIGHT] = self._of_all(name, WEIGHT, there)
+        return result
+
+    def slot(self, name: str, ones: Sequence[Parameter], key: str) -> Slot:
+        """Return a slot of the optimizer."""
+        slots = [one.slots[key] for one in ones if key in one.slots]
+        lacks = [key not in one.slots or one.slots[key].shape != slots[0].shape for one in ones]
+        if any(lacks):
+            raise UsageError(
+                f"{key} of {name} is missing, or has another shape",
+                path=self.sources[lacks.index(True)].named,
+                expected=f"{slots[0].shape}, as in the others",
+                advice="omit it from --slots",
+            )
+        if name in self.last:
+            return slots[-1]
+        return self._of_all(name, key, slots, _common([slot.dtype for slot in slots]))
+
+    def _of_all(self, name: str, key: str, slots: Sequence[Slot], dtype: str | None = None) -> Slot:
+        """Return what is computed, kept in a type; or, of no numbers, what all have, which is for the caller to see."""
+        if any(slot.dtype not in NUMBERS for slot in slots):
+            self.equal += [(pair(f"{key}/{name}", slots[0], slot), at) for at, slot in enumerate(slots[1:], 1)]
+            return slots[0]
+        for slot in slots:
+            refuse_endless(slot, f"{key}/{name}")
+        wide = "float64" if any(slot.dtype == "float64" for slot in slots) else "float32"
+        return Computed(key, dtype or wide, slots[0].shape, (), function=self.rule(tuple(slots), wide))
+
+
+def combined(
+    sources: Sequence[Checkpoint], rule: Rule, *, slots: str | Sequence[str], from_last: Sequence[str]
+) -> Combined:
+    """Return one checkpoint of several, which get the first one's names; `slots`: of the optimizer, or "all".
+
+    `from_last`: shell patterns of tensors that are the last source's. Raises UsageError: the sources are not of one
+    model, or a pattern names nothing.
+    """
+    first, last = sources[0], sources[-1]
+    for one in sources[1:]:
+        like_model(one, [tensor.name for tensor in first.tensors()])
+    chosen = [slots] if isinstance(slots, str) else list(slots)
+    if chosen and any(one.unnamed for one in sources):
+        raise UsageError(
+            "its optimizer's parameters have no names",
+            path=next(one for one in sources if one.unnamed).named,
+            advice="give --names, or average without --slots",
+        )
+    if chosen == ["all"]:
+        for one in sources:
+            refuse_rank_values(one, advice="name the slots with one value per element, such as --slots=master,exp_avg")
+            refuse_beside(one)
+    every = _by_name(sources)
+    for pattern in from_last:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            raise UsageError(f"no tensor is called {pattern!r}", path=last.named, expected="a name, or a pattern")
+    result = Checkpoint(
+        first.source, first.format, param_groups=list(last.param_groups), step=last.step, opened=first.opened
+    )
+    found = Combined(result, sources, rule, {n for n in every if any(fnmatchcase(n, one) for one in from_last)})
+    single = {"step"} | {  # slots that are one number: they go with the last source's hyperparameters
+        key for ones in every.values() for one in ones if one.shape
+        for key, slot in one.slots.items() if not slot.shape
+    }  # fmt: skip
+    for name, ones in every.items():
+        made = found.parameter(name, ones)
+        is_buffer = any(name in source.buffers for source in sources)
+        (result.buffers if is_buffer else result.parameters)[name] = made
+        for key in dict.fromkeys(key for each in ones for key in each.optimizer_slots):
+            if chosen != ["all"] and key not in chosen:
+                continue
+            if key not in single:
+                made.slots[key] = found.slot(name, ones, key)
+            elif key in ones[-1].slots:  # else a group of the last source has it
+                made.slots[key] = ones[-1].slots[key]
+    _tie(result, every)
+    return found
+
+
+def _common(dtypes: Sequence[str]) -> str:
+    """Return the type in which values of several types are kept."""
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    return "float64" if "float64" in dtypes else "float32"
+
+
+def _by_name(sources: Sequence[Checkpoint]) -> dict[str, list[Parameter]]:
+    """Return what each source has under every name; a name that is tied in one may be missing in another."""
+    tied = {alias: owner for source in sources for alias, owner in source.aliases.items()}
+    every: dict[str, list[Parameter]] = {}
+    missing: dict[int, list[str]] = {}
+    for name in dict.fromkeys(tensor.name for source in sources for tensor in source.tensors()):
+        others = [name, tied.get(name), *(alias for alias, owner in tied.items() if owner == name)]
+        every[name] = []
+        for at, source in enumerate(sources):
+            its = next((one for one in others if one in source.parameters or one in source.buffers), None)
+            if its is None:
+                missing.setdefault(at, []).append(name)
+            else:
+                every[name].append(source.owner(its))
+    for at, names in missing.items():
+        has = next(source for source in sources if any(one.name == names[0] for one in source.tensors()))
+        raise UsageError(
+            f"lacks {len(names)} of the tensors of {has.named}: {listed(names)}",
+            path=sources[at].named,
+            advice="only checkpoints of one model can be averaged",
+        )
+    return every
+
+
+def _tie(checkpoint: Checkpoint, every: dict[str, list[Parameter]]) -> None:
+    """Make one parameter with two names of those that are one in every source; it is called as in the last."""
+    owners: dict[tuple[int, ...], str] = {}
+    for name, ones in every.items():
+        key = tuple(map(id, ones))
+        if ones[-1].name == name or key not in owners:
+            owners[key] = name
+    for name, ones in every.items():
+        owner = owners[tuple(map(id, ones))]
+        if owner != name and name in checkpoint.parameters:
+            checkpoint.parameters[name] = replace(checkpoint.parameters[name], slots={}, tied_to=owner)

@@ -1,17 +1,25 @@
-"""Turn a sharded checkpoint into one model, and its optimizer into one file next to it."""
+"""Turn a sharded checkpoint into one model, and its optimizer into one file next to it.
+
+A model whose tensors are computed, as a mean or with an adapter in it, is written in the same way, and proven: it is
+opened again before it has its name, and every tensor of the model is there, of its shape and type. And every byte, if
+that is asked for, is what the same functions compute once more.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zckpt.engine.computed import Computed
+from zckpt.engine.scan import SlotSet
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence.solver import NAMES_ADVICE
+from zckpt.formats import open_checkpoint
 from zckpt.formats.adapters import has_live_adapter, of_modules
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
@@ -33,11 +41,16 @@ from zckpt.naming import TRANSFORMERS
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Filled, Place, Unpack, naming_of, shares
+from zckpt.operations.proof import check_arrived, check_same
 from zckpt.operations.salvage import salvage
-from zckpt.operations.target import How, Written, check_choice, write_from
-from zckpt.state import WEIGHT, Checkpoint
+from zckpt.operations.target import How, Made, Proof, Written, check_choice, write_from
+from zckpt.state import WEIGHT, Checkpoint, Slot, Span
+from zckpt.state.names import like_model
 from zckpt.storage.files import read_json
 from zckpt.storage.ownership import Owned, called
+
+NUMBERS = ("float64", "float32", "float16", "bfloat16")
+"""Types whose elements are numbers by themselves; 8-bit ones mean nothing without their scales."""
 
 ADAPTER_NAME = "adapter_model.safetensors"
 
@@ -192,9 +205,10 @@ def consolidate(
     laid, num_tensors = lay_out(checkpoint, Path(target), chosen, how)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
         notes = (*notes, NO_CONFIG)
-    done = write_from(found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
-                      sources=left.sources(found), missing=left.missing, filled=left.filled)  # fmt: skip
-    return Consolidated(**done.fields(), num_tensors=num_tensors)
+    return write_from(
+        Consolidated, found, replace(laid, notes=(*notes, *left_out)), Path(target), how, owns=OWNED, dropped=dropped,
+        sources=left.sources(found), missing=left.missing, filled=left.filled, num_tensors=num_tensors,
+    )  # fmt: skip
 
 
 def as_beside(
@@ -335,3 +349,53 @@ def _optimizer_file(checkpoint: Checkpoint, path: Path, chosen: list[str], dtype
     name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
     return lay_out(checkpoint, name, chosen)
+
+
+# --- what is computed
+
+
+def write_computed(
+    kind: type[Made],
+    checkpoint: Checkpoint,
+    sources: Sequence[Checkpoint],
+    target: Path,
+    chosen: Chosen,
+    how: How,
+    *,
+    verify: bool,
+    dropped: tuple[str, ...],
+    without: Collection[str] = (),
+    settings: Mapping[str, object] | None = None,
+    **more: Any,  # noqa: ANN401  # of the result
+) -> Made:
+    """Write a model whose slots are computed from those of sources, or are theirs.
+
+    `verify`: compute all elements once more after writing, and compare; `without`: names of files next to the sources
+    that do not go with what is written; `settings`: what config.json says otherwise.
+    """
+    laid, num_tensors = lay_out(checkpoint, target, chosen, how, settings)
+    kept = [one for one in laid.files if one.name not in without]
+    laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
+
+    def look(written: Path, files: Sequence[Path], _record: Path | None) -> int:
+        holes = {hole.label: hole for one in laid.files for hole in one.holes}
+        tensors = [one.name for one in checkpoint.tensors() if one.name in holes]
+        found = like_model(open_checkpoint(written), tensors)
+        for name in tensors:
+            there = name in found.parameters or name in found.buffers
+            copy = found.owner(name).slots.get(WEIGHT) if there else None
+            check_arrived(name, copy, holes[name].slot.shape, holes[name].dtype)
+        if not verify:
+            return 0
+        sets = [
+            SlotSet(hole.label, (hole.slot, Slot(hole.label, hole.dtype, hole.slot.shape, spans)), (hole.dtype,) * 2)
+            for path, one in zip(files, laid.files, strict=True)
+            for hole in one.holes
+            for spans in [(Span(hole.extent, str(path), hole.offset, hole.dtype),)]
+        ]
+        return check_same(sets, "differ from the computed values", how)
+
+    return write_from(
+        kind, checkpoint, laid, target, how, owns=OWNED, proof=Proof(look), dropped=dropped, sources=sources,
+        num_tensors=num_tensors, **more,
+    )  # fmt: skip

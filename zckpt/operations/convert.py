@@ -20,9 +20,9 @@ from zckpt.naming import AS_IT_IS, Naming
 from zckpt.naming.inside import follow_names
 from zckpt.naming.sizes import read_config
 from zckpt.operations.losses import check_nothing_lost, keeps_beside, refuse_rank_values, without_rank_values
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Converted, Filled, Place, Unpack, naming_of, others, shares
-from zckpt.operations.proof import SlotsProof
+from zckpt.operations.proof import slots_proof
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -113,7 +113,7 @@ def convert(
     checkpoint, notes = _as_expected(found, written, naming)
     path = Path(target)
     with about(checkpoint.source):
-        laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
+        laid = written.lay_out(Job(checkpoint, Path(checkpoint.named), path, chosen))
         if dequantize and CONFIG_NAME in laid.copied and codes_in(whole):
             raise UnsupportedError(
                 f"its {CONFIG_NAME} says that weights are quantised, which would not be true for {to}",
@@ -122,9 +122,9 @@ def convert(
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     names = _of_names(whole, [one.name for one in checkpoint.tensors()]) if written.every_name else ()
     laid = replace(laid, notes=(*notes, *left_out, *laid.notes, *names))
-    proof = SlotsProof(checkpoint, laid, how, drop, verify, recorded)
+    proof = slots_proof(checkpoint, laid, how, drop, verify=verify, records=recorded)
     done = write_from(
-        found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
+        Written, found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
         sources=left.sources(found), missing=left.missing, filled=left.filled,
     )  # fmt: skip
     notes = _of_optimizers(checkpoint, written, getattr(chosen, "dtype", None))

@@ -16,7 +16,7 @@ from zckpt.engine.plan import Copy, FilePlan, Plan
 from zckpt.engine.together import GAP_NBYTES, ranges_of
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, shown
-from zckpt.state import ZEROS, Document, itemsize
+from zckpt.state import ZEROS, Document, Result, itemsize
 from zckpt.state.spans import reach_of
 from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
@@ -69,59 +69,44 @@ class Reads:
         self._last = offset, end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foresight:
-    """What a run will take, and what there is of it.
+@dataclass(frozen=True, slots=True, repr=False)
+class Foresight(Result):
+    """What a run will take, and what there is of it; None: unknown.
 
     Parameters
     ----------
     num_files, num_directories : int
         That are made; the record of a fingerprint is not among them.
-    room : Room or None
-        Of the target's file system; None: unknown.
-    reads : dict of str to Reads
-        By source file.
-    buffers : int, bytes
+    free_nbytes, free_inodes : int or None
+        Of the target's file system.
+    read_requests : int
+    requested_nbytes : int, bytes
+    reads : dict
+        By source file: `requests` and `nbytes`.
+    buffers_nbytes : int, bytes
         What copy buffers take together: the budget, or what a limit of memory leaves of it.
-    memory : tuple of str and int, or None
-        The limit that leaves least, and the bytes that it leaves; None: unknown.
-    read_rate, write_rate : float or None, bytes per second
+    free_memory_nbytes : int or None
+    memory_limit : str or None
+        The limit that leaves least.
+    read_nbytes_per_second, write_nbytes_per_second : float or None
         Of a sample; what was written of it was synced, and is gone.
     seconds : float or None
-        About so long takes what is written, proofs aside; None: there is no sample.
+        About so long takes what is written, proofs aside.
     """
 
     num_files: int
     num_directories: int
-    room: Room | None
-    reads: dict[str, Reads]
-    buffers: int
-    memory: tuple[str, int] | None
-    read_rate: float | None
-    write_rate: float | None
+    free_nbytes: int | None
+    free_inodes: int | None
+    read_requests: int
+    requested_nbytes: int
+    reads: Document
+    buffers_nbytes: int
+    free_memory_nbytes: int | None
+    memory_limit: str | None
+    read_nbytes_per_second: float | None
+    write_nbytes_per_second: float | None
     seconds: float | None
-
-    def as_dict(self) -> Document:
-        """Return it as JSON-able data."""
-        limit, free = self.memory or (None, None)
-        reads = self.reads.values()
-        return {
-            "num_files": self.num_files,
-            "num_directories": self.num_directories,
-            "free_nbytes": None if self.room is None else self.room.nbytes,
-            "free_inodes": None if self.room is None else self.room.files,
-            "read_requests": sum(one.requests for one in reads),
-            "requested_nbytes": sum(one.nbytes for one in reads),
-            "reads": {
-                shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in self.reads.items()
-            },
-            "buffers_nbytes": self.buffers,
-            "free_memory_nbytes": free,
-            "memory_limit": limit,
-            "read_nbytes_per_second": self.read_rate,
-            "write_nbytes_per_second": self.write_rate,
-            "seconds": self.seconds,
-        }
 
 
 def directories(names: Iterable[Path], target: Path) -> int:
@@ -165,16 +150,21 @@ def foresee(
     read = read_rate(_sample(reads)) if reads else None
     write = write_rate(nearest(target), min(SAMPLE_NBYTES, plan.write_nbytes)) if found and plan.write_nbytes else None
     seconds = None if write is None else plan.write_nbytes / write + (plan.read_nbytes / read if read else 0.0)
+    limit, free = free_memory() or (None, None)
     return Foresight(
-        num_files=len(names),
-        num_directories=0 if is_file else directories(names, target),
-        room=found,
-        reads=reads,
-        buffers=buffers_within(memory),
-        memory=free_memory(),
-        read_rate=read,
-        write_rate=write,
-        seconds=seconds,
+        len(names),
+        0 if is_file else directories(names, target),
+        None if found is None else found.nbytes,
+        None if found is None else found.files,
+        sum(one.requests for one in reads.values()),
+        sum(one.nbytes for one in reads.values()),
+        {shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in reads.items()},
+        buffers_within(memory),
+        free,
+        limit,
+        read,
+        write,
+        seconds,
     )
 
 

@@ -16,7 +16,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from zckpt.codes import ERROR
 from zckpt.compare.digests import FILE_NAME, digests_path, read_digests
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats.units import Unit, is_named, latest_of, units
@@ -134,11 +133,9 @@ def history(source: Place, *, deep: bool = False, fingerprint: bool = False, **s
     every = units_of(run)
     around = Around.of(run, every)
     found = [look(one, around, deep=deep, fingerprint=fingerprint, **shared)[0] for one in every]
-    names: dict[str | None, list[str]] = {}
-    for one in found:
-        names.setdefault(one.fingerprint, []).append(one.name)
+    known = [one for one in found if one.fingerprint]
     found = [
-        replace(one, equal=tuple(name for name in names[one.fingerprint] if name != one.name and one.fingerprint))
+        replace(one, equal=tuple(it.name for it in known if it is not one and it.fingerprint == one.fingerprint))
         for one in found
     ]
     return History(str(run), found, list(map(str, around.left)))
@@ -170,7 +167,7 @@ def look(
             verified.append(verify(state, deep=deep, **{**shared, "direct": shared.get("direct", False) and deep}))
         except SourceError as error:
             why = why or str(error)
-    errors = [one for found in verified for one in found.findings if one.severity == ERROR]
+    errors = [one for found in verified for one in found.errors]
     if errors and why is None:
         why = f"{errors[0].code}: {errors[0].message}" + (f", and {len(errors) - 1} more" if len(errors) > 1 else "")
     opened = [one.checkpoint for one in verified if one.checkpoint is not None]

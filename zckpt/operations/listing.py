@@ -19,31 +19,29 @@ def list_formats() -> Document:
         with zckpt.
     """
     broken: list[BrokenPluginError] = []
-    found = [_about(one) for one in formats(broken)]
+    found = [
+        {
+            "name": one.name,
+            "title": one.title,
+            "built_in": one.name in BUILT_IN,
+            "reads": [{"what": what, "details": details} for what, details in one.reads] or [{"what": one.title}],
+            "written": bool(one.writes),
+            "writes": one.writes or None,
+            "options": [
+                {
+                    "name": option.name,
+                    "type": option.kind.__name__,
+                    **{key: getattr(option, key) for key in ("default", "choices", "help")},
+                }
+                for option in options_of(one.options)
+            ],
+            "reshard": type(one).recut is not Format.recut,
+            "strip": type(one).strip is not Format.strip,
+        }
+        for one in formats(broken)
+    ]
     maps = [
         {"name": one.name, "sides": [side.name for side in one.sides], "about": one.about}
         for one in map(read_map, shipped())
     ]
     return {"formats": found, "broken": [str(error) for error in broken], "maps": maps}
-
-
-def _about(one: Format) -> Document:
-    options = [
-        {
-            "name": option.name,
-            "type": option.kind.__name__,
-            **{key: getattr(option, key) for key in ("default", "choices", "help")},
-        }
-        for option in options_of(one.options)
-    ]
-    return {
-        "name": one.name,
-        "title": one.title,
-        "built_in": one.name in BUILT_IN,
-        "reads": [{"what": what, "details": details} for what, details in one.reads] or [{"what": one.title}],
-        "written": bool(one.writes),
-        "writes": one.writes or None,
-        "options": options,
-        "reshard": type(one).recut is not Format.recut,
-        "strip": type(one).strip is not Format.strip,
-    }

@@ -16,6 +16,7 @@ grows with the number of parameters plus the number of ranks and not with their 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zckpt.errors import UsageError
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.state import (
     Checkpoint,
@@ -114,7 +115,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     unknown = [name for name in slots or () if name not in there]
     if unknown:
         raise UsageError(
-            "no such slot", path=named(checkpoint), expected=f"some of {', '.join(there)}", found=", ".join(unknown)
+            "no such slot", path=checkpoint.named, expected=f"some of {', '.join(there)}", found=", ".join(unknown)
         )
     rows = _Rows(checkpoint.files)
     chosen = [name for name in there if slots is None or name in slots]
@@ -123,9 +124,9 @@ def map(  # noqa: A001  # the verb's name, as `open`
     parameters = [drawing.parameter(one, kind) for kind, some in kinds for one in some.values()]
     drawing.count_cut()
     padding = _padding(checkpoint, rows)
-    padded: dict[int, int] = {}
+    padded: Counter[int] = Counter()
     for _, row, _, nbytes in padding:
-        padded[row] = padded.get(row, 0) + nbytes
+        padded[row] += nbytes
     order = rows.order(drawing.held)
     position = {row: index for index, row in enumerate(order)}
     for cut in (cut for one in parameters for cut in cast("list[list[Any]]", one["cuts"])):
@@ -147,7 +148,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
             "dp": files[0].dp_rank,
             "mp": files[0].mp_rank,
             "held": drawing.held.get(row) or [0] * len(chosen),
-            "padding": padded.get(row, 0),
+            "padding": padded[row],
             "file_nbytes": sum(file.nbytes for file in files),
             "paths": [SEVERAL if path is None else number.get(path, NONE) for path in held],
         })  # fmt: skip

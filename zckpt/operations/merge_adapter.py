@@ -20,10 +20,9 @@ from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
-from zckpt.operations.combined import NUMBERS, write_computed
-from zckpt.operations.consolidate import Chosen, Consolidated, as_beside
+from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
 from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot
@@ -137,19 +136,13 @@ def merge_adapter(
         [result], told = as_beside([result], Path(target), chosen, how)
     except UnsupportedError as error:
         told = (f"names are as they were, of memory: {error.message}",)
-    done, num_tensors = write_computed(
-        result, [plain, added.checkpoint], Path(target), chosen, how, verify=verify, dropped=dropped,
-        without=[CONFIG_NAME], settings=merging.settings(),
-    )  # fmt: skip
-    return Merged(
-        **{**done.fields(), "notes": (*notes, *told, *done.notes, *left_out, *merging.notes)},
-        num_tensors=num_tensors,
-        base=summary(model),
-        adapter=summary(added.checkpoint),
+    done = write_computed(
+        Merged, result, [plain, added.checkpoint], Path(target), chosen, how, verify=verify, dropped=dropped,
+        without=[CONFIG_NAME], settings=merging.settings(), base=summary(model), adapter=summary(added.checkpoint),
         num_merged=len(added.products) + sum(one.bias is not None for one in added.products) + len(added.tokens),
-        num_replaced=len(added.replaced),
-        num_added=merging.num_added,
-    )
+        num_replaced=len(added.replaced), num_added=merging.num_added,
+    )  # fmt: skip
+    return replace(done, notes=(*notes, *told, *done.notes, *left_out, *merging.notes))
 
 
 class _Merging:
@@ -186,50 +179,51 @@ class _Merging:
         UnsupportedError
             A weight is none that numbers are added to.
         """
-        every = {**self.result.parameters, **self.result.buffers}
-        codes = codes_in(self.result)
-        modules = {one.module for one in self.adapter.products} | self.adapter.experts.keys()
-        modules |= {name.rpartition(".")[0] for name in self.adapter.saved}
+        adapter, result = self.adapter, self.result
+        every = {**result.parameters, **result.buffers}
+        codes = codes_in(result)
+        modules = {one.module for one in adapter.products} | adapter.experts.keys()
+        modules |= {name.rpartition(".")[0] for name in adapter.saved}
         if quantised := [name for name in codes if name.rpartition(".")[0] in modules]:
             raise UnsupportedError(
                 f"{listed(quantised)}: nothing can be added to low-bit codes",
-                path=named(self.base),
+                path=self.base.named,
                 advice="--dequantize merges into the floats that they stand for; or give the unquantised model",
             )
         self._tie(every)
-        own = {name: one for name, one in self.adapter.replaced.items() if name in every or name in self.adapter.saved
+        own = {name: one for name, one in adapter.replaced.items() if name in every or name in adapter.saved
                or not self._copy_of(_values(one), ())}  # fmt: skip
-        missing = [name for name in own if name not in every and name not in self.adapter.saved]
-        missing += [one.module for one in self.adapter.products if one.name not in every]
-        missing += [name for name in self.adapter.tokens if name not in every]
-        missing += [one.bias_name for one in self.adapter.products if one.bias and one.bias_name not in every]
-        if missing:
+        needed = [(name, name) for name in own if name not in adapter.saved]
+        needed += [(one.name, one.module) for one in adapter.products]
+        needed += [(name, name) for name in adapter.tokens]
+        needed += [(one.bias_name, one.bias_name) for one in adapter.products if one.bias]
+        if missing := [said for name, said in needed if name not in every]:
             raise UsageError(
-                f"{listed(missing)}: not in {named(self.base)}",
-                path=self.adapter.checkpoint.source,
+                f"{listed(missing)}: not in {self.base.named}",
+                path=adapter.checkpoint.source,
                 expected=f"names as {listed(list(every), most=2)}" if every else "a base model, not an adapter",
                 advice="give the model that the adapter was trained on",
             )
         for name, one in own.items():
             self._replace(name, one)
         rows: dict[str, tuple[str, Parameter]] = {}
-        for name, (new, indexes) in self.adapter.tokens.items():
-            owner = self.result.owner(name)
+        for name, (new, indexes) in adapter.tokens.items():
+            owner = result.owner(name)
             other, same = rows.setdefault(owner.name, (name, new))
             if same is not new:
                 raise self._both(name, other)
             if other == name:
                 self._replace_rows(owner, new, indexes)
-        self.adapter.products += self.adapter.of_parameters({name: one.shape for name, one in every.items()})
+        adapter.products += adapter.of_parameters({name: one.shape for name, one in every.items()})
         owners: dict[str, str] = {}
-        for product in self.adapter.products:
-            owner = self.result.owner(product.name)
+        for product in adapter.products:
+            owner = result.owner(product.name)
             if owner.name in owners or owner.name in rows:
                 raise self._both(product.module, owners.get(owner.name) or rows[owner.name][0])
             owners[owner.name] = product.module
-        for product in self.adapter.products:
+        for product in adapter.products:
             self._add(product)
-        return self.result
+        return result
 
     def _tie(self, every: Mapping[str, Parameter]) -> None:
         """Tie what DCP and ranks of FSDP hold twice, and what is one in memory, where something is added to it."""
@@ -266,7 +260,7 @@ class _Merging:
         if len(alike) == 1 and stated.get("task_type") in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
             raise UnsupportedError(
                 f"{own[0]} replaces a tied tensor, but the other name's original values are in no file",
-                path=named(self.base),
+                path=self.base.named,
                 expected="both names, as in a state dict from torch.save",
                 advice="merge it with PEFT's merge_and_unload",
             )
@@ -274,7 +268,7 @@ class _Merging:
 
     def _misfit(self, what: str, expected: object, found: object) -> UsageError:
         return UsageError(
-            f"{what} does not fit {named(self.base)}", path=self.adapter.checkpoint.source, expected=expected,
+            f"{what} does not fit {self.base.named}", path=self.adapter.checkpoint.source, expected=expected,
             found=found, advice="give the model that the adapter was trained on, with its vocabulary resized",
         )  # fmt: skip
 
@@ -292,7 +286,7 @@ class _Merging:
             found = f"{rows.shape}, of rows up to {max(indexes)}"
             raise self._misfit(f"the trained part of {owner.name}", owner.shape, found)
         if isinstance(_values(owner), Computed):
-            raise UnsupportedError(f"{owner.name} has codes, whose rows cannot be replaced", path=named(self.base),
+            raise UnsupportedError(f"{owner.name} has codes, whose rows cannot be replaced", path=self.base.named,
                                    advice="merge into what `zckpt consolidate --dequantize` writes")  # fmt: skip
         for key in {WEIGHT, MASTER} & owner.slots.keys():
             slot, done, parts = owner.slots[key], 0, list[Slot]()
@@ -322,12 +316,11 @@ class _Merging:
         if name not in self.adapter.saved:
             was.slots.update(slots)
             return
-        aliases = [alias for alias, other in self.result.parameters.items() if other.tied_to == name]
-        for alias in aliases:
-            first = alias == aliases[0]
-            tied_to = None if first else aliases[0]
-            own = dict(was.slots) if first else {}
-            self.result.parameters[alias] = replace(was, name=alias, slots=own, tied_to=tied_to)
+        first, *rest = [alias for alias, other in self.result.parameters.items() if other.tied_to == name] or [""]
+        if first:
+            self.result.parameters[first] = replace(was, name=first, slots=dict(was.slots), tied_to=None)
+        for alias in rest:
+            self.result.parameters[alias] = replace(was, name=alias, slots={}, tied_to=first)
         section[name] = replace(was, name=name, slots=slots, tied_to=None)
 
     def _add(self, product: Product) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
-from zckpt.operations.options import Place, Reading, Salvaged, only, shares
+from zckpt.operations.options import Place, Reading, Salvaged, Unpack, only, shares
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.brief import Named, near
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Unpack
 
 Source = Place | Checkpoint
 """What a verb takes: a path, which it opens, or a checkpoint that `open` returned."""
@@ -205,8 +203,3 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
         unnamed=dict(source.unnamed),
         warnings=list(source.warnings),
     )
-
-
-def named(checkpoint: Checkpoint) -> Path:
-    """Return what the user named when a checkpoint was opened: itself, or a directory that contains it."""
-    return Path(checkpoint.named)

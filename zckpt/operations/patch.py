@@ -128,7 +128,13 @@ def patch(
         tensors = pairs(base, result)
         nbytes = sum(slot.nbytes for _, _, slot in tensors)
         names, stored = publish(
-            tensors, _whole, path, encoding, overwrite=overwrite, dry_run=dry_run, reporter=shared["reporter"]
+            tensors,
+            lambda slot: _elements((slot,), 0, 0, slot.nbytes),
+            path,
+            encoding,
+            overwrite=overwrite,
+            dry_run=dry_run,
+            reporter=shared["reporter"],
         )
         before, after = (f"weight_v{number:06d}" for number in (version_of(path) - 1, version_of(path)))
         return Patched(str(path), before, after, len(tensors) - len(names), len(names), names, nbytes, stored, dry_run)
@@ -136,11 +142,10 @@ def patch(
     copying = only(Copying, {**shared, "reporter": None})
     prints = fingerprint(base, **copying), fingerprint(result, **copying)
     differ = changes(*prints)
-    every = {(name, entry) for one in prints for name, entries in one.entries.items() for entry in entries}
-    both = {(name, entry) for name, entries in prints[0].entries.items() for entry in entries
-            if entry in prints[1].entries.get(name, {})}  # fmt: skip
+    ours, theirs = ({(name, entry) for name, its in one.entries.items() for entry in its} for one in prints)
+    both = ours & theirs
     changed = {(one.name, one.entry) for one in differ} & both
-    shown = sorted(f"{entry} of {name}" for name, entry in changed | (every - both))
+    shown = sorted(f"{entry} of {name}" for name, entry in changed | (ours ^ theirs))
     files = files_of(source)
     nbytes, stored = sum(one.nbytes for one in files), 0
     if not dry_run:
@@ -234,10 +239,6 @@ def apply(
 def _check_apart(target: Path, base: Checkpoint, other: Place) -> None:
     sources = {place(one): one for one in (base.source, other)}
     check_apart([target], sources, sources.values())
-
-
-def _whole(slot: Slot) -> Bytes:
-    return _elements((slot,), 0, 0, slot.nbytes)
 
 
 def _elements(given: Sequence[Slot], number: int, offset: int, nbytes: int) -> Bytes:

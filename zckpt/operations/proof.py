@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.target import How, Proof
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot, itemsize, without
-from zckpt.state.checkpoint import RankValue
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, RankValue, Shape, Slot, itemsize, without
 from zckpt.state.names import like_model
 from zckpt.torchfile import FromFile, walk_tensors
 
@@ -23,44 +22,41 @@ if TYPE_CHECKING:
     from zckpt.engine.scan import SlotSet
 
 
-@dataclass(slots=True)
-class SlotsProof(Proof):
-    """All of a source is in the target; under `verify`, to the last byte, and under `records` with its fingerprint.
+def slots_proof(
+    checkpoint: Checkpoint, laid: TargetFiles, how: How, drop: Sequence[str], *, verify: bool, records: bool
+) -> Proof:
+    """Return the proof that all of a source is in a target, but for what may be lost; `verify`: to the last byte."""
 
-    `drop` is what may be lost, and `verified` the bytes that were compared.
-    """
-
-    checkpoint: Checkpoint
-    laid: TargetFiles
-    how: How
-    drop: Sequence[str]
-    verify: bool
-    records: bool
-    verified: int = 0
-
-    def of(self, written: Path, _files: Sequence[Path], record: Path | None) -> None:
-        """Open what was written; raise LayoutError unless all is there."""
-        laid = self.laid
+    def look(written: Path, _files: Sequence[Path], record: Path | None) -> int:
         if isinstance(laid.files, list):
             laid.files.clear()  # they are written, and what was may be as large
-        found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in self.checkpoint.tensors()])
-        source, target = self.checkpoint, found
+        found = like_model(open_checkpoint(written, names=laid.names), [one.name for one in checkpoint.tensors()])
+        source, target = checkpoint, found
         if laid.in_floats:  # what each rank's codes stand for, as slots
             from zckpt.formats.deepspeed.rare.quantised import with_float_slots
 
             source, target = (with_float_slots(one, keeps_files=True) for one in (source, target))
         prove(source, target)
-        prove_rest(self.checkpoint, found, self.drop, laid.restated, laid.copied)
-        if self.verify:
+        prove_rest(checkpoint, found, drop, laid.restated, laid.copied)
+        verified = 0
+        if verify:
             source, target = (_without(one, laid.rounded) for one in (source, target))
-            self.verified = verify_bytes(source, target, self.how)
+            pairs = [
+                one
+                for key, name, slot, copy, is_implied in _copies(source, target)
+                if copy is not None and copy is not slot and not is_implied
+                for one in _pairs(f"{key}/{name}", key, slot, copy)
+            ]
+            verified = check_same([*pairs, *_rank_pairs(source, target)], "differ from the source", how)
         if record is not None:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
 
-            how = self.how
             data = bytes_of(fingerprint(found, memory=how.memory, reporter=how.reporter, direct=how.direct))
             record.write_bytes(data)
+        return verified
+
+    return Proof(look, records)
 
 
 def _without(checkpoint: Checkpoint, rounded: Mapping[str, Collection[str]]) -> Checkpoint:
@@ -156,18 +152,6 @@ def prove_rest(
     missing = [] if restated is None else [key for key in gone if key not in restated]
     if missing:
         raise broken(f"{missing[0]} did not arrive")
-
-
-def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, how: How) -> int:
-    """Compare every byte of every slot that was written with the source; return how many bytes were compared."""
-    pairs = [
-        one
-        for key, name, slot, copy, is_implied in _copies(checkpoint, written)
-        if copy is not None and copy is not slot and not is_implied
-        for one in _pairs(f"{key}/{name}", key, slot, copy)
-    ]
-    pairs += _rank_pairs(checkpoint, written)
-    return check_same(pairs, "differ from the source", how)
 
 
 def check_same(sets: Sequence[SlotSet], wrong: str, how: How) -> int:

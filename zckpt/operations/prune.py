@@ -95,10 +95,6 @@ class _Seen:
     verified: list[Verification]
 
     @property
-    def series(self) -> tuple[Path, str]:
-        return self.unit.series
-
-    @property
     def number(self) -> int:
         return self.unit.number or 0
 
@@ -175,7 +171,7 @@ def prune(
     for one in seen:
         why = _kept(one, top, around, settle) or stays.get(one.unit.path)
         if why is None and not one.record.sound:
-            beside = [other for other in sound if other.series == one.series]
+            beside = [other for other in sound if other.unit.series == one.unit.series]
             why = _as_others(one, beside) if unsound else f"not sound, and --unsound is not given: {one.record.why}"
         elif why is None:
             why = _strange(one, also)
@@ -194,8 +190,8 @@ def prune(
 def _last(sound: Sequence[_Seen], keep: int) -> dict[Path, str]:
     """Return the last of each series; all of one whose names are in another order than the steps in the files."""
     found: dict[Path, str] = {}
-    for series in {one.series for one in sound}:
-        members = sorted((one for one in sound if one.series == series), key=lambda one: one.number)
+    for series in {one.unit.series for one in sound}:
+        members = sorted((one for one in sound if one.unit.series == series), key=lambda one: one.number)
         steps = [one.record.step for one in members if one.record.step is not None]
         numbers = sorted({one.number for one in members})
         stay, said = numbers[-keep:], f"one of the last {keep}" if keep > 1 else "the last"
@@ -218,8 +214,8 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
         known = sorted({key for one in sound for key in _metrics(one)})
         raise UsageError(f"no checkpoint has a value of {name} for its step", expected=listed(known) or "some metric")
     found: dict[Path, str] = {}
-    for series in {one.series for one in sound}:
-        members = [one for one in sound if one.series == series and one.unit.path in values]
+    for series in {one.unit.series for one in sound}:
+        members = [one for one in sound if one.unit.series == series and one.unit.path in values]
         if members:
             sign = 1 if way == "min" else -1
             best = min(members, key=lambda one: (sign * values[one.unit.path], -one.number))

@@ -122,7 +122,8 @@ def _proven(
         record = record and folder / record.name
         if record is not None and not uploads.is_directory:
             there.remove(record)
-        proof.of(folder if uploads.is_directory else folder / path.name, [folder / one for one in names], record)
+        target = folder if uploads.is_directory else folder / path.name
+        proof.verified = proof.look(target, [folder / one for one in names], record)
         return {} if record is None or record.name in small else {record.name: record.read_bytes()}
 
 

@@ -12,9 +12,9 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.operations.convert import round_means, under_names
 from zckpt.operations.losses import check_nothing_lost, without_rank_values
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, Renamed, Resharded, Unpack, naming_of, others, shares
-from zckpt.operations.proof import SlotsProof
+from zckpt.operations.proof import slots_proof
 from zckpt.operations.target import How, Written, write_from
 from zckpt.state.names import as_filed
 
@@ -73,7 +73,7 @@ def reshard(
     if dequantize and options.get("requantize"):
         raise UsageError("--dequantize and --requantize exclude each other", expected="one of them")
     whole = opened(source, **given)
-    own, path, origin = get(whole.format), Path(target), named(whole)
+    own, path, origin = get(whole.format), Path(target), Path(whole.named)
     if not naming.changes:
         whole = as_filed(whole)
     elif not own.renames(whole):
@@ -98,6 +98,6 @@ def reshard(
     if not naming.changes:
         dropped = (*values, *check_nothing_lost([whole], drop, copied=laid.copied))
     laid = replace(laid, notes=(*notes, *laid.notes))
-    proof = SlotsProof(checkpoint, laid, how, drop, verify, fingerprint)
+    proof = slots_proof(checkpoint, laid, how, drop, verify=verify, records=fingerprint)
     inside = [checkpoint.source, str(origin), *checkpoint.roots]
-    return write_from(checkpoint, laid, path, how, owns=own.owns, inside=inside, proof=proof, dropped=dropped)
+    return write_from(Written, checkpoint, laid, path, how, owns=own.owns, inside=inside, proof=proof, dropped=dropped)

@@ -16,9 +16,9 @@ A file of which nothing goes is copied, byte for byte.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, ZckptError
@@ -31,7 +31,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.stripping import Request
 from zckpt.formats.torch_files.writer import lay_out
 from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.scan import items_of, scan, scan_files
@@ -97,16 +97,22 @@ def sanitize(source: Source, target: Place, **shared: Unpack[ReadWritten]) -> Sa
     """
     how = How.of("sanitize", shared)
     checkpoint = opened(source, **shared)
-    origin, removed = named(checkpoint), list[dict[str, str]]()
+    origin, removed = Path(checkpoint.named), list[dict[str, str]]()
     found = {origin.name: origin} if origin.is_file() else {}
     for root in [] if found else [origin, *map(Path, checkpoint.roots)]:
         found = {**dict(files_below(root)), **found}
     files = list(_files(found, removed))
     dropped = check_nothing_lost([checkpoint], shared["drop"], copied=found, kept=found)
     laid = TargetFiles(files, is_file=not origin.is_dir(), copied=frozenset(found))
-    proof = _SanitizeProof(checkpoint, {"names": checkpoint.given_names, "tag": shared["tag"]})
-    done = write_from(checkpoint, laid, Path(target), how, inside=[origin], proof=proof, dropped=dropped)
-    return Sanitized(**done.fields(), removed=removed)
+
+    def look(written: Path, *_: object) -> int:
+        _check_clean(checkpoint, written, shared["tag"])
+        return 0
+
+    return write_from(
+        Sanitized, checkpoint, laid, Path(target), how, inside=[origin], proof=Proof(look), dropped=dropped,
+        removed=removed,
+    )  # fmt: skip
 
 
 def _files(found: Mapping[str, Path], removed: list[dict[str, str]]) -> Iterator[TargetFile]:
@@ -118,9 +124,8 @@ def _files(found: Mapping[str, Path], removed: list[dict[str, str]]) -> Iterator
         if path.name == NAME:
             fewer |= _fewer_items(name, path, bad, removed)
     for name, path in found.items():
-        file = fewer.get(name)
         if name in fewer:
-            pass
+            file = fewer[name]
         elif not bad[name]:
             file = copy_of(path, name)
         else:
@@ -160,82 +165,75 @@ def _fewer_items(
 
 def _cleaned(name: str, path: Path, removed: list[dict[str, str]]) -> TargetFile | None:
     """Return a torch file, or a pickle, without what is to go; None: nothing is left of it, or it cannot be read."""
-    try:
-        with file_opened(path) as whole:
-            file = read_source(whole)
-            root = _Cleaner(name, whole, removed).clean(file.root, ())
-        return None if root is GONE else lay_out(name, FromFile.of(file, root))
-    except UnknownFormatError:
-        pass
-    except ZckptError:
-        return None
-    try:
-        root = _Cleaner(name, None, removed).clean(read_pickle(path).root, ())
-        return None if root is GONE else TargetFile.of(name, dump(root).data)
-    except ZckptError:
-        return None
+    with suppress(ZckptError):
+        try:
+            with file_opened(path) as whole:
+                file = read_source(whole)
+                root = _without_bad(file.root, name, whole, removed)
+            return None if root is GONE else lay_out(name, FromFile.of(file, root))
+        except UnknownFormatError:
+            root = _without_bad(read_pickle(path).root, name, None, removed)
+            return None if root is GONE else TargetFile.of(name, dump(root).data)
+    return None
 
 
 GONE = object()
 """In the place of what goes."""
 
 
-class _Cleaner:
-    """Takes what is to go out of one tree; what is shared is looked at once.
+def _without_bad(root: object, name: str, file: FileRange | None, removed: list[dict[str, str]]) -> object:
+    """Return a tree without what is to go; what is shared is looked at once.
 
     It goes down as deep as trees are read: three calls for each level.
     """
+    done: dict[int, tuple[object, object]] = {}  # keeps the nodes, so that ids stay their own
 
-    def __init__(self, name: str, file: FileRange | None, removed: list[dict[str, str]]) -> None:
-        self.name, self.file, self.removed = name, file, removed
-        self._done: dict[int, tuple[object, object]] = {}  # keeps the nodes, so that ids stay their own
-
-    def clean(self, node: object, place: tuple[object, ...]) -> object:
+    def clean(node: object, place: tuple[object, ...]) -> object:
         """Return what a node becomes."""
-        if id(node) not in self._done:
-            self._done[id(node)] = node, node  # what leads back to it while it is open
-            bad = self._judged(node)
+        if id(node) not in done:
+            done[id(node)] = node, node  # what leads back to it while it is open
+            bad = _judged(node, name, file)
             if bad is not None:
-                self._tell(bad, place)
-            self._done[id(node)] = node, GONE if bad is not None else self._cleaned(node, place)
-        return self._done[id(node)][1]
+                tell(bad, place)
+            done[id(node)] = node, GONE if bad is not None else cleaned(node, place)
+        return done[id(node)][1]
 
-    def _tell(self, bad: tuple[str, str], place: tuple[object, ...]) -> None:
+    def tell(bad: tuple[str, str], place: tuple[object, ...]) -> None:
         where = ".".join(map(str, place)) or "."
-        self.removed.append({"file": self.name, "place": where, "grade": bad[0], "what": bad[1]})
+        removed.append({"file": name, "place": where, "grade": bad[0], "what": bad[1]})
 
-    def _cleaned(self, node: object, place: tuple[object, ...]) -> object:
+    def cleaned(node: object, place: tuple[object, ...]) -> object:
         if isinstance(node, dict):
             for key, value in list(node.items()):
-                kept = self.clean(value, (*place, key))
-                if kept is GONE or self.clean(key, (*place, key)) is not key:
+                kept = clean(value, (*place, key))
+                if kept is GONE or clean(key, (*place, key)) is not key:
                     del node[key]
                 else:
                     node[key] = kept
         elif isinstance(node, (list, tuple, set, frozenset)):
-            node = self._members(node, place)
+            node = members(node, place)
         if isinstance(node, Tensor) and node.subclass is not None and (bad := _worst([node.subclass])) is not None:
-            self._tell(bad, place)
+            tell(bad, place)
             node.subclass = None
-        for name in PARTS.get(type(node), ()):
-            part = getattr(node, name)
-            if part is None or name == "cls":
+        for field in PARTS.get(type(node), ()):
+            part = getattr(node, field)
+            if part is None or field == "cls":
                 continue
-            kept = self.clean(part, (*place, name))
-            if (name in NEEDED or (name == "state" and isinstance(node, Object))) and (
-                kept is GONE or self._lacks(part)
-            ):
+            kept = clean(part, (*place, field))
+            lacks = isinstance(part, tuple) and any(done[id(one)][1] is GONE for one in part)
+            is_needed = field in NEEDED or (field == "state" and isinstance(node, Object))
+            if is_needed and (kept is GONE or lacks):
                 return GONE
             if kept is not part:
-                setattr(node, name, None if kept is GONE else kept)
+                setattr(node, field, None if kept is GONE else kept)
         return node
 
-    def _members(
-        self, node: list[object] | tuple[object, ...] | set[object] | frozenset[object], place: tuple[object, ...]
+    def members(
+        node: list[object] | tuple[object, ...] | set[object] | frozenset[object], place: tuple[object, ...]
     ) -> object:
         kept, changed = [], False
         for number, one in enumerate(node):
-            now = self.clean(one, (*place, number))
+            now = clean(one, (*place, number))
             changed |= now is not one
             if now is not GONE or isinstance(node, (list, tuple)):
                 kept.append(None if now is GONE else now)
@@ -243,31 +241,30 @@ class _Cleaner:
             node[:] = kept
         return type(node)(kept) if changed and not isinstance(node, list) else node
 
-    def _lacks(self, part: object) -> bool:
-        """Tell whether one of a call's arguments, or of a tensor's parts, has gone."""
-        return isinstance(part, tuple) and any(self._done[id(one)][1] is GONE for one in part)
+    return clean(root, ())
 
-    def _judged(self, node: object) -> tuple[str, str] | None:
-        """Return grade and name of what is to go; None: it stays."""
-        names: list[Global] = []
-        data: FileRange | None = None
-        callee = node
-        while isinstance(callee, Object):
-            names += [one for one in callee.args if isinstance(one, Global)]
-            callee = callee.cls
-        match callee:
-            case Global():
-                names.append(callee)
-            case MetaTensor(subclass=Global() as cls):
-                names.append(cls)
-            case NumpyArray(cls=cls):
-                names += [cls] if cls is not None else []
-                data = InMemory(callee.data, self.name)
-            case bytes() | bytearray():
-                data = InMemory(bytes(callee), self.name)
-            case Tensor(storage=storage) | (Storage() as storage) if self.file is not None:
-                data = FileRange(self.file.descriptor, self.file.path, storage.offset, storage.nbytes)
-        return _worst(names) or (None if data is None else _held(data))
+
+def _judged(node: object, name: str, file: FileRange | None) -> tuple[str, str] | None:
+    """Return grade and name of what is to go; None: it stays."""
+    names: list[Global] = []
+    data: FileRange | None = None
+    callee = node
+    while isinstance(callee, Object):
+        names += [one for one in callee.args if isinstance(one, Global)]
+        callee = callee.cls
+    match callee:
+        case Global():
+            names.append(callee)
+        case MetaTensor(subclass=Global() as cls):
+            names.append(cls)
+        case NumpyArray(cls=cls):
+            names += [cls] if cls is not None else []
+            data = InMemory(callee.data, name)
+        case bytes() | bytearray():
+            data = InMemory(bytes(callee), name)
+        case Tensor(storage=storage) | (Storage() as storage) if file is not None:
+            data = FileRange(file.descriptor, file.path, storage.offset, storage.nbytes)
+    return _worst(names) or (None if data is None else _held(data))
 
 
 def _worst(names: Sequence[Global]) -> tuple[str, str] | None:
@@ -282,28 +279,20 @@ def _held(data: FileRange) -> tuple[str, str] | None:
     return next(((found, what) for _, found, what in bad_of(scanner)), None)
 
 
-@dataclass(slots=True)
-class _SanitizeProof(Proof):
-    """Nothing but data and known classes is named, and every element of every slot is there once."""
-
-    checkpoint: Checkpoint
-    reading: Mapping[str, Any]
-
-    def of(self, written: Path, _files: Sequence[Path], _record: Path | None) -> None:
-        """Scan what was written, and plan a read of all of it."""
-        found = scan(written)
-        left = next((one for one in found.findings if one["grade"] in BAD), None)
-        if left is not None:
-            what = f"{left['record'] or 'it'} still has {left['global'] or left['message']}"
-            raise UnsupportedError(
-                f"{left['file']} cannot be sanitized: {what}",
-                path=self.checkpoint.source,
-                advice="`zckpt convert` writes its state without other objects",
-            )
-        try:
-            done = open_checkpoint(written, **self.reading)
-        except SourceError as error:
-            raise UnsupportedError(
-                "is no checkpoint without what would go", path=self.checkpoint.source, found=error.message
-            ) from error
-        check_all_arrived(self.checkpoint, done)
+def _check_clean(checkpoint: Checkpoint, written: Path, tag: str | None) -> None:
+    """Raise unless nothing but data and known classes is named, and every element of every slot is there once."""
+    left = next((one for one in scan(written).findings if one["grade"] in BAD), None)
+    if left is not None:
+        what = f"{left['record'] or 'it'} still has {left['global'] or left['message']}"
+        raise UnsupportedError(
+            f"{left['file']} cannot be sanitized: {what}",
+            path=checkpoint.source,
+            advice="`zckpt convert` writes its state without other objects",
+        )
+    try:
+        done = open_checkpoint(written, names=checkpoint.given_names, tag=tag)
+    except SourceError as error:
+        raise UnsupportedError(
+            "is no checkpoint without what would go", path=checkpoint.source, found=error.message
+        ) from error
+    check_all_arrived(checkpoint, done)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from zckpt.compare.logical import named
-from zckpt.compare.slots import Figures, Tolerance, measure, pair
+from zckpt.compare.slots import EXACT, Figures, measure, pair
 from zckpt.engine import reporting
 from zckpt.errors import UsageError
 from zckpt.executors.using import using
@@ -120,4 +120,4 @@ def measured(before: Slots, after: Slots, *, memory: int, direct: bool) -> dict[
     """Return what differs in the slots that two checkpoints have in one shape."""
     both = [key for key in after if key in before and before[key].shape == after[key].shape]
     sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in both]
-    return dict(zip(both, measure(sets, Tolerance(), memory=memory, direct=direct), strict=True))
+    return dict(zip(both, measure(sets, EXACT, memory=memory, direct=direct), strict=True))

@@ -135,15 +135,12 @@ def _part(whole: Slot, text: str | None) -> tuple[Slot, Shape]:
                 raise UsageError(f"dimension {axis} has no index {int(match[1])}", expected=f"below {size}")
             start, stop, kept[axis] = at, at + 1, -1
         else:
-            chosen = range(size)[_bound(match[2]) : _bound(match[3])]
+            low, high = (int(one) if one else None for one in match.group(2, 3))
+            chosen = range(size)[low:high]
             start, stop = chosen.start, chosen.start + len(chosen)
             kept[axis] = len(chosen)
         part = narrow(part, axis, min(start, size), stop - start)
     return part, tuple(size for size in kept if size >= 0)
-
-
-def _bound(text: str | None) -> int | None:
-    return None if text is None else int(text)
 
 
 def _blocks(part: Slot) -> Iterator[tuple[int, Array]]:

@@ -95,19 +95,12 @@ class Distribution(Brief):
 
     def as_dict(self) -> Document:
         """Return it as JSON-able data."""
-        known = self.least is not None
+        counts = ("name", "slot", "dtype", "shape", "numel", "zeros", "nan", "inf")
         return {
-            "name": self.name,
-            "slot": self.slot,
-            "dtype": self.dtype,
-            "shape": None if self.shape is None else list(self.shape),
-            "numel": self.numel,
-            "zeros": self.zeros,
-            "nan": self.nan,
-            "inf": self.inf,
+            **{key: document(getattr(self, key)) for key in counts},
             "min": number(self.least),
             "max": number(self.most),
-            "mean": number(self.mean) if known else None,
+            "mean": None if self.least is None else number(self.mean),
             "std": number(self.std),
             "norm": number(self.norm),
             "magnitudes": {str(power): self.magnitudes[power] for power in sorted(self.magnitudes)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,11 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.losses import check_nothing_lost
-from zckpt.operations.open import Source, named, opened
+from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT
 
 CHOICES = {
     "padding": Request(padding=True),
@@ -89,7 +90,7 @@ def strip(
         raise UsageError("--optimizer removes every slot, --keep-slots only some", advice="give one of them")
     checkpoint = opened(source, **shared)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
-    origin, path = named(checkpoint), Path(target)
+    origin, path = Path(checkpoint.named), Path(target)
     format_ = get(checkpoint.format)
     slots = [name for name in format_.slot_names(checkpoint, origin) if name != WEIGHT]
     unknown = sorted((request.keep_slots or frozenset()) - {*slots, WEIGHT, MASTER})
@@ -112,31 +113,22 @@ def strip(
         notes=stripping.notes,
         copied=frozenset(one.name for one in stripping.files),
     )
-    proof = _StripProof(checkpoint, request)
-    done = write_from(checkpoint, laid, path, how, inside=[origin], proof=proof, dropped=dropped)
-    return Stripped(**done.fields(), saved=_saved(stripping))
+
+    def look(written: Path, *_: object) -> int:  # every element of every slot that was to stay is there once
+        done = open_checkpoint(written, names=checkpoint.given_names)
+        check_all_arrived(
+            checkpoint, done, lambda key, one: request.needs(key) or (key == MASTER and WEIGHT not in one.slots)
+        )
+        return 0
+
+    return write_from(
+        Stripped, checkpoint, laid, path, how, inside=[origin], proof=Proof(look), dropped=dropped,
+        saved=_saved(stripping),
+    )  # fmt: skip
 
 
 def _saved(stripping: Stripping) -> dict[str, int]:
-    saved: dict[str, int] = {}
+    saved: Counter[str] = Counter()
     for one in stripping.files:
-        for kind, nbytes in one.saved.items():
-            saved[kind] = saved.get(kind, 0) + nbytes
-    return saved
-
-
-@dataclass(slots=True)
-class _StripProof(Proof):
-    """Every element of every slot that was to stay is there once."""
-
-    checkpoint: Checkpoint
-    request: Request
-
-    def of(self, written: Path, _files: Sequence[Path], _record: Path | None) -> None:
-        """Plan a read of all that was written."""
-        done = open_checkpoint(written, names=self.checkpoint.given_names)
-        check_all_arrived(
-            self.checkpoint,
-            done,
-            lambda key, one: self.request.needs(key) or (key == MASTER and WEIGHT not in one.slots),
-        )
+        saved.update(one.saved)
+    return dict(saved)

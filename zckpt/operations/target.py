@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
@@ -52,21 +52,24 @@ class Copied(TypedDict, total=False):
     direct: bool
 
 
+@dataclass(slots=True)
 class Proof:
     """What is done with a target before it gets its name.
 
-    It leaves how many bytes it has compared, `verified`; and if `records`, the target's fingerprint.
+    Parameters
+    ----------
+    look : callable
+        Looks at a target, and the files of its plan in their order, by their temporary names; returns how many bytes it
+        has compared. What it raises leaves no target. It also gets where to write the target's fingerprint, or None.
+    records : bool
+        Whether it writes that.
+    verified : int, bytes
+        Compared so far.
     """
 
-    verified = 0
-    records = False
-
-    def of(self, written: Path, files: Sequence[Path], record: Path | None) -> None:
-        """Look at a target, and the files of its plan in their order, by their temporary names; write the record.
-
-        What it raises leaves no target.
-        """
-        raise NotImplementedError
+    look: Callable[[Path, Sequence[Path], Path | None], int]
+    records: bool = False
+    verified: int = 0
 
 
 def write_target(
@@ -145,7 +148,7 @@ def write_target(
                 if isinstance(plan.files, list):
                     plan.files.clear()
                 with about(path):
-                    proof.of(temporary[path], names, record)
+                    proof.verified = proof.look(temporary[path], names, record)
     return checked
 
 
@@ -222,6 +225,7 @@ class How:
 
 
 def write_from(
+    kind: type[Made],
     checkpoint: Checkpoint,
     laid: TargetFiles,
     target: Path,
@@ -233,11 +237,13 @@ def write_from(
     dropped: tuple[str, ...] = (),
     sources: Sequence[Checkpoint] = (),
     **more: Any,  # noqa: ANN401  # of the result
-) -> Written:
+) -> Made:
     """Plan the files that were laid out for a target, check the source, write the target and what points to it.
 
     Parameters
     ----------
+    kind : type
+        Of the result.
     checkpoint : Checkpoint
         The source.
     laid : TargetFiles
@@ -309,7 +315,7 @@ def write_from(
             )
         for one, name in zip(laid.outside, outside, strict=True):
             write_target(plan([one]), name, overwrite=True)
-    return Written(
+    return kind(
         dry_run=how.dry_run,
         files=every,
         read_nbytes=planned.read_nbytes,
@@ -454,14 +460,12 @@ class Written(Result):
         for said in ("notes", "warnings"):
             object.__setattr__(self, said, tuple(map(as_called, getattr(self, said))))
 
-    def fields(self) -> dict[str, Any]:
-        """Return all parameters, for a result that has more."""
-        return {one.name: getattr(self, one.name) for one in fields(Written)}
-
     def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
         return {_KEYS.get(key, key): value for key, value in Result.as_dict(self).items()}
 
+
+Made = TypeVar("Made", bound=Written)
 
 _KEYS = {
     "memory": "memory_nbytes",

@@ -71,18 +71,15 @@ def unpack(
         )
     packed, path = PackedStore(found[0]), Path(target)
     names, wrong = packed.names()
-    if not found[1]:
-        for error in wrong.values():
-            raise error
     wanted = [found[1]] if found[1] in names else [n for n in names if not found[1] or n.startswith(f"{found[1]}/")]
+    for error in () if found[1] and wanted else wrong.values():
+        raise error
     if not wanted:
-        for error in wrong.values():
-            raise error
         raise SourceError("the store has no such checkpoint", path=store, expected=", ".join(names) or "none")
     alone = wanted == [found[1]]
     numbers = {"" if alone else name.removeprefix(f"{found[1]}/"): names[name] for name in wanted}
-    nbytes = sum(one.nbytes for number in numbers.values() for one in packed.index(number).files)
-    files = sum(one.kind == "file" for number in numbers.values() for one in packed.index(number).files)
+    every = [one for number in numbers.values() for one in packed.index(number).files]
+    nbytes, files = sum(one.nbytes for one in every), sum(one.kind == "file" for one in every)
     done = Unpacked(str(path), wanted, files, nbytes, dry_run)
     if not dry_run:
         latest = {} if found[1] else {name: data for name, data in packed.beside() if name in TRACKERS}

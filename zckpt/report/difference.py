@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
-from zckpt.errors import shortened
-from zckpt.report.text import Document, about, count, fitted, printable, size, table
+from zckpt.report.text import Document, Paint, about, count, fitted, more, named, printable, size, table
 
 SHOWN_ROWS = 40
 """Rows of a table of the text; `--json` has all."""
-
-NAME_WIDTH = 20
-"""A name is not cut to less than this, however narrow the terminal is."""
-
-Paint = Callable[[str, str], str]
-"""Return a text in the colour of what it means: `good`, `error`."""
 
 Rows = list[Document]
 
@@ -54,10 +47,7 @@ def render(document: Document, *, width: int, paint: Paint | None = None, limit:
 
 def _listed(found: Rows, first: str, lines: Iterable[str], *, limit: int = SHOWN_ROWS) -> list[str]:
     """Return what is said of all rows, of which there are lines for some."""
-    more = (
-        [f"  and {len(found) - limit:,} more; --limit {len(found)} or --json lists all"] if len(found) > limit else []
-    )
-    return ["", first, *lines, *more] if found else []
+    return ["", first, *lines, *more(found, limit)] if found else []
 
 
 def _by_slot(different: Rows, equal: Rows) -> list[str]:
@@ -78,9 +68,7 @@ def _different(found: Rows, width: int) -> list[str]:
     header = ("slot", "different", "share", "rel L2", "max abs", "max rel", "cosine", "ULP", "")
     figures = table(header, map(_row, found), right=tuple(range(1, len(header) - 1)))
     names = ["parameter", *(one["name"] for one in found)]
-    room = max(min(max(map(len, names)), width - max(map(len, figures)) - 2), NAME_WIDTH)
-    lines = (f"{shortened(name, room):<{room}}  {line}" for name, line in zip(names, figures, strict=True))
-    return [fitted(line, width) for line in lines]
+    return [fitted(line, width) for line in named(names, figures, width)]
 
 
 def _row(one: Document) -> tuple[object, ...]:
@@ -116,26 +104,20 @@ def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:
     ]
     common = f"{count(len(document['steps']), 'step')} of both, {document['steps'][0]:,} to {document['steps'][-1]:,}"
     first = [f"a  {document['a']}", f"b  {document['b']}", common, *alone, ""]
-    more = (
-        [f"  and {len(by_name) - limit:,} more; --limit {len(by_name)} or --json lists all"]
-        if len(by_name) > limit
-        else []
-    )
-    return "\n".join([*first, said, *shown, *more])
+    return "\n".join([*first, said, *shown, *more(by_name, limit)])
 
 
 def render_series(document: Document, *, width: int, limit: int = SHOWN_ROWS) -> str:
     """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
-
-    def figure(value: object) -> str:
-        return "-" if value is None else f"{float(str(value)):.3g}"
-
     document = printable(document)
     steps = [f"step {step}" if step is not None else f"#{i}" for i, step in enumerate(document["steps"])]
     rows = sorted(
         document["series"], key=lambda one: -max((float(v) for v in one["change"] if v is not None), default=0)
     )
-    cells = [(one["slot"], *map(figure, one["change"][1:]), one["name"]) for one in rows[:limit]]
+    cells = [
+        (one["slot"], *("-" if v is None else f"{float(v):.3g}" for v in one["change"][1:]), one["name"])
+        for one in rows[:limit]
+    ]
     table_ = table(("slot", *steps[1:], "parameter"), cells, right=tuple(range(1, len(steps))))
     title = "L2 norm of the change since the checkpoint before, relative to the norm there"
     _, *lines = _listed(rows, title, table_, limit=limit)

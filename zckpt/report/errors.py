@@ -47,11 +47,11 @@ A code never changes its meaning. `finding` is `zckpt verify`'s code for the sam
 
 def page() -> str:
     """Return docs/errors.md."""
-    rows = (
-        f"| `{one.kind()}` | `{one.__name__}` | {one.exit_status} | {_meaning(one)} | {WHAT_TO_DO[one.kind()]} |\n"
-        for one in _classes(errors.ZckptError)
-    )
-    return HEAD + "".join(rows)
+    text = HEAD
+    for one in _classes(errors.ZckptError):
+        meaning = " ".join((one.__doc__ or "").split("\n\n")[0].split())
+        text += f"| `{one.kind()}` | `{one.__name__}` | {one.exit_status} | {meaning} | {WHAT_TO_DO[one.kind()]} |\n"
+    return text
 
 
 def _classes(base: type[errors.ZckptError]) -> Iterator[type[errors.ZckptError]]:
@@ -60,7 +60,3 @@ def _classes(base: type[errors.ZckptError]) -> Iterator[type[errors.ZckptError]]
             continue
         yield one
         yield from _classes(one)
-
-
-def _meaning(one: type[errors.ZckptError]) -> str:
-    return " ".join((one.__doc__ or "").split("\n\n")[0].split())

@@ -6,16 +6,12 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from zckpt.errors import shortened
-from zckpt.report.text import Document, about, count, printable, table
+from zckpt.report.text import Document, about, count, named, printable, table
 
 if TYPE_CHECKING:
     from zckpt.operations.show import Elements
 
 COLUMNS = ("numel", "min", "max", "mean", "std", "norm", "zeros", "nan", "inf")
-
-NAME_WIDTH = 20
-"""A name is not cut to less than this, however narrow the terminal is."""
 
 PRECISION = 6
 
@@ -28,14 +24,12 @@ def render(document: Document, *, layers: bool, width: int) -> str:
              for one in rows]  # fmt: skip
     figures = table(("slot", "dtype", *COLUMNS), cells, right=range(2, 2 + len(COLUMNS)))
     names = ["layer" if layers else "parameter", *(one["name"] for one in rows)]
-    room = max(min(max(map(len, names)), width - max(map(len, figures)) - 2), NAME_WIDTH)
-    lines = [f"{shortened(name, room):<{room}}  {line}" for name, line in zip(names, figures, strict=True)]
     source = document["source"]
     total = sum(one["numel"] for one in rows)
     return "\n".join(
         [
             f"{source['source']}: {about(source)}",
-            *lines,
+            *named(names, figures, width),
             f"{count(len(rows), 'row')}, {count(total, 'element')}",
         ]
     )

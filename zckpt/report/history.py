@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from zckpt.report.text import Document, count, printable, size, table
-
-SHOWN_MINUTES = len("2026-01-31T12:00")
+from zckpt.report.text import Document, count, printable, size, table, when
 
 
 def render(document: Document) -> str:
     """Return the document of `list` as text."""
     document = printable(dict(document))
     every = document["checkpoints"]
-    rows = [(*cells(one), "sound" if one["sound"] else "not sound", _remarks(one)) for one in every]
+    rows = [(*cells(one), "sound" if one["sound"] else "not sound", "; ".join(remarks(one))) for one in every]
     header = ["checkpoint", "step", "saved (UTC)", "size", "format", "ranks", "", ""]
     total = f"{count(len(every), 'checkpoint')}, {size(document['nbytes'])}"
     return "\n".join([*table(header, rows, right=(1, 3, 5)), total, *left(document)])
@@ -33,9 +31,8 @@ def render_pruned(document: Document) -> str:
 
 def cells(one: Document) -> tuple[object, ...]:
     """Return what a table says of a checkpoint: its name, step, date, size, format and ranks."""
-    saved = one["saved"][:SHOWN_MINUTES].replace("T", " ")
     step = None if one["step"] is None else f"{one['step']:,}"
-    return one["name"], step, saved, size(one["nbytes"]), one["format"], one["world_size"]
+    return one["name"], step, when(one["saved"]), size(one["nbytes"]), one["format"], one["world_size"]
 
 
 def left(document: Document) -> list[str]:
@@ -43,7 +40,8 @@ def left(document: Document) -> list[str]:
     return [f"left by an interruption, or being written: {one}" for one in document["leftovers"]]
 
 
-def _remarks(one: Document) -> str:
+def remarks(one: Document) -> list[str]:
+    """Return what is to be said of a checkpoint: whether it is the latest, which are its equals, what is wrong."""
     equal = [f"equal to {', '.join(one['equal'])}"] if one["equal"] else []
     links = [] if one["latest"] or not one["named_by"] else [f"linked by {', '.join(one['named_by'])}"]
-    return "; ".join([*(["latest"] if one["latest"] else links), *equal, *([one["why"]] if one["why"] else [])])
+    return [*(["latest"] if one["latest"] else links), *equal, *([one["why"]] if one["why"] else [])]

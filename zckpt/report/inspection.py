@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
 
-from zckpt.report.text import Document, count, elements, printable, size, table
+from zckpt.report.text import Document, count, elements, size, table, when, with_warnings
 from zckpt.state import without
 from zckpt.torchfile.grades import grade
 
@@ -57,7 +57,7 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     if len(left) > SHOWN_LEFT_OUT:
         lines.append(f"left out: {len(left) - SHOWN_LEFT_OUT} more; --files lists them")
     lines += map(elements, document["missing"], repeat("missing"))
-    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
+    return with_warnings(lines, document["warnings"])
 
 
 def render_several(documents: Sequence[Document]) -> str:
@@ -68,12 +68,12 @@ def render_several(documents: Sequence[Document]) -> str:
         for one in documents
     ]  # fmt: skip
     header = ("source", "format", "stage", "ranks", "step", "parameters", "elements", "slots", "size", "saved")
-    warnings = [f"warning: {one['source']}: {warning}" for one in documents for warning in one["warnings"]]
-    return "\n".join(map(printable, [*table(header, rows, right=(2, 3, 4, 5, 6, 8)), *warnings]))
+    warnings = [f"{one['source']}: {warning}" for one in documents for warning in one["warnings"]]
+    return with_warnings(table(header, rows, right=(2, 3, 4, 5, 6, 8)), warnings)
 
 
 def _saved(document: Document) -> str | None:
-    return document["saved"] and f"{document['saved'][:16].replace('T', ' ')} UTC"
+    return document["saved"] and f"{when(document['saved'])} UTC"
 
 
 def _name(item: Document) -> str:

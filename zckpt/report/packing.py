@@ -10,17 +10,18 @@ SHOWN_DIFFERENCES = 6
 
 def packed(document: Document) -> str:
     """Return the document of `pack` as text."""
+    what = f"{count(len(document['packed']), 'checkpoint')}, {size(document['nbytes'])},"
     if document["dry_run"]:
         would = [(one["name"], size(one["nbytes"])) for one in document["packed"]]
         lines = table(["checkpoint", "size"], would, right=(1,)) if would else []
-        return "\n".join([*lines, f"would pack {_total(document)}"])
+        return "\n".join([*lines, f"would pack {what}"])
     rows = [
         (one["name"], size(one["nbytes"]), size(one["stored_nbytes"]), share(one["stored_nbytes"], one["nbytes"]))
         for one in document["packed"]
     ]
     lines = table(["checkpoint", "size", "packed", ""], rows, right=(1, 2, 3)) if rows else []
     kept = document["stored_nbytes"], document["nbytes"]
-    total = f"packed {_total(document)} into {size(kept[0])} ({share(*kept)})" if rows else "nothing to pack"
+    total = f"packed {what} into {size(kept[0])} ({share(*kept)})" if rows else "nothing to pack"
     return "\n".join([*document["notes"], *lines, total])
 
 
@@ -44,7 +45,3 @@ def patched(document: Document) -> str:
 def share(part: int, whole: int) -> str:
     """Return what part of a whole something is."""
     return f"{part / whole:.1%}" if whole else "-"
-
-
-def _total(document: Document) -> str:
-    return f"{count(len(document['packed']), 'checkpoint')}, {size(document['nbytes'])},"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from math import prod
 from typing import Any, TypeVar, cast
 
@@ -12,6 +12,9 @@ Value = TypeVar("Value")
 
 Document = Mapping[str, Any]
 """What `--json` prints of a result, or a part of it."""
+
+Paint = Callable[[str, str], str]
+"""Return a text in the colour of what it means: a severity, or `good`; as it is where there are no colours."""
 
 SHOWN_CHARACTERS = 1200
 """Of a name, a path or a line; `--json` has all of them."""
@@ -28,11 +31,11 @@ _LINES = {ord("\n"): "\ufffd", ord("\t"): "\ufffd"}
 def size(nbytes: int) -> str:
     """Return bytes with a decimal unit: `4.21 GB`."""
     value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
             return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000
-    return str(nbytes)
+    return f"{value:.3g} TB"
 
 
 def count(number: int, noun: str) -> str:
@@ -82,6 +85,27 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, right: Seq
     ]
 
 
+NAME_WIDTH = 20
+"""A name is not cut to less than this, however narrow the terminal is."""
+
+
+def named(names: Sequence[str], lines: Sequence[str], width: int) -> list[str]:
+    """Return lines with names before them, which are cut to what `width` columns leave."""
+    room = max(min(max(map(len, names)), width - max(map(len, lines)) - 2), NAME_WIDTH)
+    return [f"{shortened(name, room):<{room}}  {line}" for name, line in zip(names, lines, strict=True)]
+
+
+def more(found: Sized, limit: int) -> list[str]:
+    """Return a line that says how many rows are not shown."""
+    left = len(found) - limit
+    return [f"  and {left:,} more; --limit {len(found)} or --json lists all"] if left > 0 else []
+
+
+def when(date: str) -> str:
+    """Return a date of ISO 8601, to the minute."""
+    return date[:16].replace("T", " ")
+
+
 def about(one: Document) -> str:
     """Return format, stage, ranks and step of a checkpoint in a few words."""
     words = [
@@ -123,7 +147,12 @@ def written(document: Document) -> str:
     ]
     lines += [elements(one, key) for key in ("missing", "filled") for one in document[key]]
     lines += [f"note: {note}" for note in document["notes"]]
-    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
+    return with_warnings(lines, document["warnings"])
+
+
+def with_warnings(lines: Iterable[str], warnings: Iterable[str]) -> str:
+    """Return lines, and warnings behind them, as a text."""
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in warnings)]))
 
 
 def elements(document: Document, what: str) -> str:

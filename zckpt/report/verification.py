@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from zckpt.report.text import Document, count, printable, size
-
-Paint = Callable[[str, str], str]
-"""Return a text in the colour of a severity, or of `good`; as it is where there are no colours."""
+from zckpt.report.text import Document, Paint, count, printable, size
 
 MINIMUM_WIDTH = 40
 

@@ -28,8 +28,7 @@ from zckpt.optim.states.by_parameter import Asked, OptimizerState, Source
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Stateful, share_of, unwrapped
 from zckpt.optim.values import refuse_lossy
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.state.brief import Brief
+from zckpt.state import MASTER, WEIGHT, Brief, Parameter, Slot
 from zckpt.training.live import Live, TpRules, everywhere_of, slices_of
 from zckpt.training.other_state import OtherState, read_other_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
+from zckpt.compare.slots import DECADES, Difference, Tolerance, differences, pair
 from zckpt.errors import UsageError
 from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
@@ -94,11 +94,13 @@ class Compared(Brief):
                 "elements": self.num_elements,
                 "nbytes": self.nbytes,
             },
-            "only_in_a": [{"name": name, "slot": slot} for name, slot in self.only_in_a],
-            "only_in_b": [{"name": name, "slot": slot} for name, slot in self.only_in_b],
+            **{
+                side: [{"name": name, "slot": slot} for name, slot in getattr(self, side)]
+                for side in ("only_in_a", "only_in_b")
+            },
             "different": document(self.changed),
             "equal_slots": [{"name": one.name, "slot": one.slot, "numel": one.a.numel} for one in self.equal_slots],
-            "metadata": [{"key": one.key, "a": one.a, "b": one.b} for one in self.settings],
+            "metadata": document(self.settings),
             "warnings": self.warnings,
         }
 
@@ -162,7 +164,7 @@ def diff(
     if not there and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is selected", found=[*slots, *parameters])
     alike = [one for one in matches.slots if one.a.shape == one.b.shape]
-    pairs = [one.pair for one in alike]
+    pairs = [pair(f"{one.slot}/{one.name}", one.a, one.b, one.dtype) for one in alike]
     with using(shared["executor"]):
         found = {one.index: one for one in differences(pairs, tolerance=Tolerance(rtol, atol), **how_read(shared))}
         settings = [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=shared["memory"])

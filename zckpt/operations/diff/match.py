@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from zckpt.compare.logical import named, own_weight, parameter_values, single
-from zckpt.compare.slots import pair
-from zckpt.engine.scan import SlotSet
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, is_floating
 from zckpt.torchfile import Tensor
@@ -159,11 +157,6 @@ class Match:
     a: Slot
     b: Slot
     dtype: str | None = None
-
-    @property
-    def pair(self) -> SlotSet:
-        """What is compared, if both have one shape."""
-        return pair(f"{self.slot}/{self.name}", self.a, self.b, self.dtype)
 
 
 def _values(a: Parameter, b: Parameter) -> Iterator[Both]:

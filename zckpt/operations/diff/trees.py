@@ -61,9 +61,56 @@ def leaves(value: object) -> dict[str, Leaf]:
     Lists and tuples are alike, and a single value is what it is however it is stored; tensors are compared by their
     elements wherever they lie.
     """
-    collector = _Collector()
-    collector.collect(value, "", "", MAXIMUM_LEAVES)
-    return collector.found
+    found, meaning = dict[str, Leaf](), _Meaning()
+    inside, summed = set[int](), set[int]()
+
+    def collect(node: object, path: str, file: str, most: int) -> None:
+        """Add the leaves below a node, at most `most`; of a tree that has too many, its largest parts are one each."""
+        if isinstance(node, FromFile):
+            collect(node.node, path, node.path, most)
+            return
+        leaf = _leaf(node)
+        if leaf is not None:
+            slot = slot_of(path, node, file) if file and isinstance(node, Tensor) else None
+            found[path] = Leaf(leaf.value, slot)
+        elif id(node) in inside:
+            found[path] = Leaf("<cycle>")
+        else:
+            inside.add(id(node))
+            open_up(node, path, file, most)
+            inside.remove(id(node))
+
+    def open_up(node: object, path: str, file: str, most: int) -> None:
+        below = _below(node)
+        counts = [meaning.and_count(child)[1] for _, child in below]
+        if len(counts) > most:
+            sum_up(node, path, file)
+            return
+        if isinstance(node, Object):
+            found[f"{path}.class"] = Leaf(_shown(node.cls))
+        elif not below:
+            found[path] = Leaf("{}" if isinstance(node, dict) else "[]")
+        share = most if sum(counts) <= most else most // len(counts)
+        for (step, child), count in zip(below, counts, strict=True):
+            if isinstance(node, dict) or isinstance(step, str):
+                place = f"{path}.{step}" if path else str(step)
+            else:
+                place = f"{path}[{step}]"
+            collect(child, place, file, min(count, share))
+
+    def sum_up(node: object, path: str, file: str) -> None:
+        """Add one leaf for all values below a node, and each tensor, whose elements are compared, once."""
+        digest, count = meaning.and_count(node)
+        found[path] = Leaf(f"{count} values, digest {digest.hex()[:16]}")
+        parts = each(node, lambda one: (child for _, child in children(one)), summed)
+        for number, part in enumerate(part for part in parts if isinstance(part, (Tensor, FromFile))):
+            if isinstance(part, FromFile):
+                sum_up(part.node, f"{path}[{number}]", part.path)
+            else:
+                collect(part, f"{path}[{number}]", file, 1)
+
+    collect(value, "", "", MAXIMUM_LEAVES)
+    return found
 
 
 class _Meaning(Digests):
@@ -80,61 +127,6 @@ class _Meaning(Digests):
 
     def below(self, node: object) -> Below:
         return iter(_below(node))
-
-
-class _Collector:
-    """Collects leaves; of a tree that has too many, its largest parts are one leaf each."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, Leaf] = {}
-        self._inside: set[int] = set()
-        self._summed: set[int] = set()
-        self._meaning = _Meaning()
-
-    def collect(self, node: object, path: str, file: str, most: int) -> None:
-        """Add the leaves below a node, at most `most`."""
-        if isinstance(node, FromFile):
-            self.collect(node.node, path, node.path, most)
-            return
-        leaf = _leaf(node)
-        if leaf is not None:
-            slot = slot_of(path, node, file) if file and isinstance(node, Tensor) else None
-            self.found[path] = Leaf(leaf.value, slot)
-        elif id(node) in self._inside:
-            self.found[path] = Leaf("<cycle>")
-        else:
-            self._inside.add(id(node))
-            self._open(node, path, file, most)
-            self._inside.remove(id(node))
-
-    def _open(self, node: object, path: str, file: str, most: int) -> None:
-        below = _below(node)
-        counts = [self._meaning.and_count(child)[1] for _, child in below]
-        if len(counts) > most:
-            self._sum_up(node, path, file)
-            return
-        if isinstance(node, Object):
-            self.found[f"{path}.class"] = Leaf(_shown(node.cls))
-        elif not below:
-            self.found[path] = Leaf("{}" if isinstance(node, dict) else "[]")
-        share = most if sum(counts) <= most else most // len(counts)
-        for (step, child), count in zip(below, counts, strict=True):
-            if isinstance(node, dict) or isinstance(step, str):
-                place = f"{path}.{step}" if path else str(step)
-            else:
-                place = f"{path}[{step}]"
-            self.collect(child, place, file, min(count, share))
-
-    def _sum_up(self, node: object, path: str, file: str) -> None:
-        """Add one leaf for all values below a node, and each tensor, whose elements are compared, once."""
-        digest, count = self._meaning.and_count(node)
-        self.found[path] = Leaf(f"{count} values, digest {digest.hex()[:16]}")
-        parts = each(node, lambda one: (child for _, child in children(one)), self._summed)
-        for number, part in enumerate(part for part in parts if isinstance(part, (Tensor, FromFile))):
-            if isinstance(part, FromFile):
-                self._sum_up(part.node, f"{path}[{number}]", part.path)
-            else:
-                self.collect(part, f"{path}[{number}]", file, 1)
 
 
 def _leaf(node: object) -> Leaf | None:

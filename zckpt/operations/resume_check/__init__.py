@@ -26,7 +26,7 @@ from zckpt.operations.convert import ADAPTERS_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, open, opened  # noqa: A004
 from zckpt.operations.options import Place, Reading, Unpack, shares
-from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts
+from zckpt.operations.resume_check.parts import MASTERS, PARTS, TRAINING, WEIGHTS, Facts, Shapes
 from zckpt.operations.resume_check.programs import (
     CORE,
     OWN_NAMES,
@@ -35,6 +35,7 @@ from zckpt.operations.resume_check.programs import (
     Program,
     Way,
     of_few_bits,
+    said_by,
     same_ranks,
     step_folder,
     takes,
@@ -52,8 +53,6 @@ WHOLE, PARTLY, NO, UNKNOWN = "whole", "partly", "no", "unknown"
 """All comes back; some things do not; nothing does, or it raises; it is not known."""
 
 SHOWN = 3
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,23 +150,24 @@ def resume_check(
     config = _config_of(model)
     shapes = None if model is None else _shapes(model, config)
     if shapes is not None and _wants_every_name(about):
-        shapes = {name: shape for names, shape in shapes.items() for name in names.split("\0")}
-    facts = Facts(checkpoint, world_size or 1, shapes, config)
-    facts = replace(facts, ranks=world_size or facts.saved_ranks)
-    found = ResumeCheck(checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO)
-    found = replace(found, yours=about.yours or None)
+        shapes = {(name,): shape for names, shape in shapes.items() for name in names}
+    facts = Facts(checkpoint, world_size, shapes, config)
+    found = ResumeCheck(
+        checkpoint.named, checkpoint.format, program, about.title, facts.ranks, checkpoint.step, NO,
+        yours=about.yours or None,
+    )  # fmt: skip
     if program != "zckpt" and _scheme(checkpoint) == PACKED:
         stored = f"it is in a store of checkpoints, and {about.title} looks for its files"
         return replace(found, why=[stored], commands=[f"zckpt unpack {quote(checkpoint.named)} TARGET"])
     way = next((one for one in about.ways if one.mark(facts)), None)
-    lacks = [said for need in about.holds if (said := need(facts)) is not None]
+    lacks = said_by(about.holds, facts)
     if way is None:
         why = [f"{about.title} looks for {about.looks_for}", *lacks, *_of_model(facts, strict=True)]
         return _with_commands(replace(found, why=why), about, facts)
-    reasons = [said for need in way.needs if (said := need(facts)) is not None] + lacks
+    reasons = said_by(way.needs, facts) + lacks
     mismatch = _of_model(facts, strict=way.strict)
     reasons += mismatch if way.strict else [one for one in mismatch if "shape" in one]
-    doubts = [said for need in (of_few_bits, *way.doubts, _lost) if (said := need(facts)) is not None]
+    doubts = said_by((of_few_bits, *way.doubts, _lost), facts)
     if program != "zckpt" and _scheme(checkpoint) is not None:
         doubts.append(
             "it is not on a file system, and it is unknown whether the program can read it there: copy it first"
@@ -225,7 +225,7 @@ def _divided(facts: Facts, program: Program, way: Way) -> tuple[list[Document], 
         gone.append({"part": WEIGHTS, "why": f"{mismatch[0]}, and stay as the model was made"})
     for part in PARTS:
         keys = facts.parts.get(part)
-        said = [why for name, need in way.lacks if name == part and (why := need(facts)) is not None]
+        said = said_by((need for name, need in way.lacks if name == part), facts)
         if said and (keys or part in way.keeps):
             gone.append({"part": part, "why": said[0]})
         elif keys:
@@ -263,8 +263,8 @@ def _with_commands(found: ResumeCheck, program: Program, facts: Facts, *, only_s
             f"its tensors have names of {form}'s: `zckpt convert --map NAME` gives them others (docs/maps.md)"
         )
     none = "no zckpt command writes what it resumes from"
-    lacks = [*(need(facts) for need in program.holds), *_of_model(facts, strict=True)]
-    more = [program.advice] if program.advice and not any(lacks) else []
+    lacks = said_by(program.holds, facts) or _of_model(facts, strict=True)
+    more = [program.advice] if program.advice and not lacks else []
     return replace(found, advice="; ".join([none, *refused[-1:], *more]))
 
 
@@ -276,7 +276,7 @@ def _commands(
     gone = {part["part"] for part in found.not_back}
     for naming, named in _named(facts, refused, every_name=_wants_every_name(program)):
         strict = all(way.strict for way in program.ways)
-        if any(need(named) for need in program.holds) or _of_model(named, strict=strict):
+        if said_by(program.holds, named) or _of_model(named, strict=strict):
             continue
         for make in program.makes:
             if (make.of and one.format not in make.of) or (make.verb == "reshard" and (not only_size or naming)):
@@ -311,22 +311,22 @@ def _wants_every_name(program: Program) -> bool:
 def _named(facts: Facts, refused: list[str], *, every_name: bool) -> Iterator[tuple[dict[str, Any], Facts]]:
     """Yield a checkpoint under its own names, and under those that transformers has in memory; with options for it."""
     one = facts.checkpoint
-    naming: dict[str, Any]
     names = [tensor.name for tensor in one.tensors()]
+
+    def under(**naming: Any) -> tuple[dict[str, Any], Facts]:  # noqa: ANN401  # of Naming
+        return naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
+
     if every_name and is_adapter(names, find_assets(one)) and any("lora_A.weight" in name for name in names):
-        naming = {"rename": [ADAPTERS_NAME]}
-        yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
+        yield under(rename=[ADAPTERS_NAME])
         return
     lacks = every_name and lacks_tied_name(facts.config, names)
     if not facts.in_files and not lacks:
         yield {}, facts
     strange = lacks or facts.in_files is not False or one.unnamed or _of_model(facts, strict=True)
     if strange and isinstance((facts.config or {}).get("model_type"), str):
-        naming = {"map": TRANSFORMERS}
-        if facts.config is facts.model_config:
-            naming["map_config"] = str(facts.given_config)
+        config = {"map_config": str(facts.given_config)} if facts.config is facts.model_config else {}
         try:
-            yield naming, replace(facts, checkpoint=under_names(opened(one), Naming(**naming))[0])
+            yield under(map=TRANSFORMERS, **config)
         except ZckptError as error:
             refused.append(error.message)
             if lacks and not facts.in_files:
@@ -370,17 +370,15 @@ def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     one = facts.checkpoint
     there = {parameter.name: tuple(parameter.shape) for parameter in one.tensors()}
     there |= {filed: there[bare] for bare, filed in one.wrapped.items() if bare in there}
-    missing = [name for name in facts.shapes if not there.keys() & set(name.split("\0"))]
-    known = {name for names in facts.shapes for name in names.split("\0")}
-    more = [name for name in there if name not in known and name not in one.wrapped and strict]
-    found = {name: there[name] for names in facts.shapes for name in names.split("\0") if name in there}
-    shapes = {name: shape for names, shape in facts.shapes.items() for name in names.split("\0")}
-    other = [name for name, shape in found.items() if shape != shapes[name]]
+    shapes = {name: shape for names, shape in facts.shapes.items() for name in names}
     said = (
-        ("the model has tensors that the checkpoint lacks", [name.split("\0")[0] for name in missing]),
-        ("the checkpoint has tensors that the model lacks", more),
-        ("tensors have another shape in the model", other),
-    )
+        ("the model has tensors that the checkpoint lacks",
+         [names[0] for names in facts.shapes if there.keys().isdisjoint(names)]),
+        ("the checkpoint has tensors that the model lacks",
+         [name for name in there if name not in shapes and name not in one.wrapped and strict]),
+        ("tensors have another shape in the model",
+         [name for name, shape in shapes.items() if there.get(name, shape) != shape]),
+    )  # fmt: skip
     return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]
 
 
@@ -394,7 +392,7 @@ def _config_of(model: object) -> Path | None:
 
 
 def _shapes(model: object, config: Path | None) -> Shapes:
-    """Return the shapes of a model's tensors by all the names of each, with a NUL between them."""
+    """Return the shapes of a model's tensors by all the names of each."""
     if hasattr(model, "state_dict"):
         return _live_shapes(model)
     if config is not None:
@@ -404,7 +402,7 @@ def _shapes(model: object, config: Path | None) -> Shapes:
     for name, owner in one.aliases.items():
         aliases.setdefault(owner, []).append(name)
     owned = (parameter for parameter in one.tensors() if parameter.tied_to is None)
-    return {"\0".join([p.name, *aliases.get(p.name, [])]): tuple(p.shape) for p in owned}
+    return {(p.name, *aliases.get(p.name, [])): tuple(p.shape) for p in owned}
 
 
 def _live_shapes(model: Any) -> Shapes:  # noqa: ANN401  # a Module
@@ -414,7 +412,7 @@ def _live_shapes(model: Any) -> Shapes:  # noqa: ANN401  # a Module
         if hasattr(tensor, "shape"):
             names.setdefault(id(tensor), []).append(name)
             shapes[id(tensor)] = tuple(tensor.shape)
-    return {"\0".join(some): shapes[key] for key, some in names.items()}
+    return {tuple(some): shapes[key] for key, some in names.items()}
 
 
 def _from_config(path: Path) -> object:

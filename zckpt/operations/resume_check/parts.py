@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +53,10 @@ SETTINGS_OF_PROGRAMS = re.compile(
 """Keys that describe a run, and are no state of it."""
 
 
+Shapes = dict[tuple[str, ...], tuple[int, ...]]
+"""By all the names of a tensor."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """A checkpoint, and the ranks and the model that are to resume it.
@@ -60,10 +64,10 @@ class Facts:
     Parameters
     ----------
     checkpoint : Checkpoint
-    ranks : int
-        That will resume it.
-    shapes : mapping of str to tuple, or None
-        Of the tensors that the model has, by name, where it was given.
+    asked : int or None
+        Ranks that will resume it; None: as many as saved it.
+    shapes : Shapes or None
+        Of the tensors that the model has, where it was given.
     given_config : Path or None
         The config.json by which that model was given.
     planned : frozenset of str or None
@@ -71,8 +75,8 @@ class Facts:
     """
 
     checkpoint: Checkpoint
-    ranks: int
-    shapes: Mapping[str, tuple[int, ...]] | None = None
+    asked: int | None
+    shapes: Shapes | None = None
     given_config: Path | None = None
     planned: frozenset[str] | None = None
 
@@ -93,6 +97,11 @@ class Facts:
     def has(self, *names: str) -> bool:
         """Tell whether all of some names lie in that directory."""
         return self.names.issuperset(names)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks are to resume it."""
+        return self.asked or self.saved_ranks
 
     @property
     def saved_ranks(self) -> int:
@@ -162,12 +171,9 @@ class Facts:
             yield STEP, str(one.step)
         if one.loss_scale not in (None, 1.0) or one.optimizer_metadata.get("dynamic_loss_scale") is True:
             yield SCALE, "loss_scaler"
-        yield from self._of_metadata()
-
-    def _of_metadata(self) -> Iterator[tuple[str, str]]:
-        for key, value in self.checkpoint.metadata.items():
+        for key, value in one.metadata.items():
             node = value.node if isinstance(value, FromFile) else value
             if node is None or node in ({}, [], ()) or SETTINGS_OF_PROGRAMS.fullmatch(key):
                 continue
-            is_data = self.checkpoint.format == rank_files.FORMAT and rank_files.OF_TRAINING.fullmatch(f"{key}.pt")
+            is_data = one.format == rank_files.FORMAT and rank_files.OF_TRAINING.fullmatch(f"{key}.pt")
             yield DATA if is_data else next((one for one, keys in OF_METADATA if keys.fullmatch(key)), OTHER), key

@@ -9,8 +9,9 @@ Accelerate 1.15, torch 2.15, Lightning 2.6 and Megatron-Core 0.16; verl in its s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Way:
         Where its caller gets what it does not read itself.
     """
 
-    mark: Callable[[Facts], bool]
+    mark: Callable[[Facts], object]
     call: str
     given: str = ""
     needs: tuple[Need, ...] = ()
@@ -147,6 +148,11 @@ def unless(holds: Callable[[Facts], object], said: str) -> Need:
     return lambda facts: None if holds(facts) else said
 
 
+def said_by(needs: Iterable[Need], facts: Facts) -> list[str]:
+    """Return what needs say that a checkpoint does not meet."""
+    return [said for need in needs if (said := need(facts)) is not None]
+
+
 def one_of(*names: str) -> Need:
     """Return a need: one of some files in the directory."""
     return unless(lambda facts: facts.names & {*names}, f"{names[0]} is not there")
@@ -197,10 +203,6 @@ def odd_shapes(facts: Facts) -> str | None:
 # DeepSpeed
 
 
-def _of_zero(facts: Facts) -> str | None:
-    return same_ranks(facts) if (facts.checkpoint.zero_stage or 0) > 0 else None
-
-
 _elastic = unless(
     lambda facts: facts.checkpoint.details.get("optimizer_form") != "elastic",
     "its optimizer is in the elastic form, which DeepSpeed 0.19 fails to load with AdamW",
@@ -229,24 +231,13 @@ def _universal_slots(facts: Facts) -> str | None:
     return f"DeepSpeed's universal loader knows Adam's moments, and {', '.join(odd)} is none" if odd else None
 
 
-_universal_experts = unless(
-    lambda facts: facts.checkpoint.topology.ep == 1, "of experts in universal form this is not known"
-)
-
-
-def _groups_of_first(facts: Facts) -> str | None:
-    one = facts.checkpoint
-    alike = all(group.hyperparameters == one.param_groups[0].hyperparameters for group in one.param_groups)
-    return None if one.zero_stage != 3 or alike else "each param group gets the settings of the first"
-
-
-_frozen_universal = unless(
-    lambda _: False, "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
-)
+def _alike_groups(facts: Facts) -> bool:
+    groups = facts.checkpoint.param_groups
+    return all(group.hyperparameters == groups[0].hyperparameters for group in groups)
 
 
 _ENGINE: dict[str, Any] = {
-    "needs": (_of_zero,),
+    "needs": (lambda facts: same_ranks(facts) if (facts.checkpoint.zero_stage or 0) > 0 else None,),
     "doubts": (_elastic, odd_shapes),
     "takes": CORE | {SCALE: "loss_scaler", SCHEDULER: "lr_scheduler", DATA: "data_sampler", OTHER: ANY},
 }
@@ -272,10 +263,16 @@ DEEPSPEED = Program(
             call='engine.load_checkpoint("{run}", tag="{tag}")',
             given='"checkpoint": {{"load_universal": true}} in the configuration, ZeRO stage {stage}',
             needs=(_universal_empty, _universal_slots),
-            doubts=(_universal_experts,),
+            doubts=(unless(lambda facts: facts.checkpoint.topology.ep == 1,
+                           "of experts in universal form this is not known"),),
             takes=_ENGINE["takes"],
             returns="client_state",
-            lacks=((FROZEN, _frozen_universal), (SETTINGS, _groups_of_first)),
+            lacks=(
+                (FROZEN, lambda _: "DeepSpeed loads no frozen weights from universal form: they stay as the model was "
+                                   "made"),
+                (SETTINGS, unless(lambda facts: facts.checkpoint.zero_stage != 3 or _alike_groups(facts),
+                                  "each param group gets the settings of the first")),
+            ),
         ),
     ),
     holds=(has_optimizer, _lacks_frozen),
@@ -286,7 +283,7 @@ DEEPSPEED = Program(
     ),
     advice="zckpt.deepspeed.load_checkpoint reads any of zckpt's formats into a live engine",
     yours="random states and the position in the data, except what the script gives as client_state",
-)
+)  # fmt: skip
 
 # The Trainer
 
@@ -329,54 +326,46 @@ _maybe_in_files = unless(lambda facts: facts.shapes is not None or facts.in_file
 
 _TRAINER_REST = {SCHEDULER: "scheduler", RANDOM: "rng_state(_[0-9]+)?", DATA: "trainer_state", SCALE: "scaler"}
 _ACCOUNT = lies("trainer_state.json")
-_TRAINER_KEEPS = (STATE, SETTINGS, SCHEDULER, RANDOM)
+_TrainerWay = partial(
+    Way, call='trainer.train(resume_from_checkpoint="{path}")', keeps=(STATE, SETTINGS, SCHEDULER, RANDOM)
+)
 
 
-def _has_tags(facts: Facts) -> bool:
-    return facts.checkpoint.format == "deepspeed" and any(name.startswith("global_step") for name in facts.names)
-
-
-def _own_scheduler(facts: Facts) -> str | None:
-    """Say that the Trainer's scheduler has no file; one of DeepSpeed's own is the engine's."""
+def _has_scheduler(facts: Facts) -> bool:
+    """Tell whether the Trainer's scheduler has a file; one of DeepSpeed's own is the engine's."""
     config = facts.checkpoint.metadata.get("ds_config")
-    own = isinstance(config, Mapping) and config.get("scheduler") is not None
-    return None if own or facts.has("scheduler.pt") else "scheduler.pt is not there"
+    return facts.has("scheduler.pt") or (isinstance(config, Mapping) and config.get("scheduler") is not None)
 
 
 TRAINER = Program(
     title="Hugging Face's Trainer",
     looks_for="checkpoint-N with trainer_state.json, and the model's files or DeepSpeed's global_stepN",
     ways=(
-        Way(
-            mark=_has_tags,
-            call='trainer.train(resume_from_checkpoint="{path}")',
+        _TrainerWay(
+            mark=lambda facts: facts.checkpoint.format == "deepspeed"
+            and any(name.startswith("global_step") for name in facts.names),
             given="deepspeed= with " + _STAGE,
-            needs=(_ACCOUNT, lies("latest"), _own_scheduler, *_ENGINE["needs"]),
+            needs=(_ACCOUNT, lies("latest"), unless(_has_scheduler, "scheduler.pt is not there"), *_ENGINE["needs"]),
             doubts=_ENGINE["doubts"],
             takes=_ENGINE["takes"] | _TRAINER_REST | {SCHEDULER: "(lr_)?scheduler", SCALE: "loss_scaler"},
             lacks=((RANDOM, _rng),),
-            keeps=_TRAINER_KEEPS,
         ),
-        Way(
+        _TrainerWay(
             mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
-            call='trainer.train(resume_from_checkpoint="{path}")',
             given="fsdp= of the same version and state_dict_type",
             needs=(_ACCOUNT,),
             doubts=(one_of("scheduler.pt"),),
             takes=CORE | _TRAINER_REST,
             lacks=((RANDOM, _rng), (DATA, _batches)),
-            keeps=_TRAINER_KEEPS,
         ),
-        Way(
-            mark=lambda facts: facts.checkpoint.format != "deepspeed" and bool(facts.names & {*_TRAINER_WEIGHTS}),
-            call='trainer.train(resume_from_checkpoint="{path}")',
+        _TrainerWay(
+            mark=lambda facts: facts.checkpoint.format != "deepspeed" and facts.names & {*_TRAINER_WEIGHTS},
             given="no deepspeed= and no fsdp=",
             needs=(_ACCOUNT,),
             doubts=(_maybe_in_files,),
             takes=CORE | _TRAINER_REST,
             lacks=((WEIGHTS, _in_files), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair),
                    (RANDOM, _rng), (DATA, _batches)),
-            keeps=_TRAINER_KEEPS,
             strict=False,
         ),
     ),
@@ -392,8 +381,7 @@ TRAINER = Program(
 
 
 def _states(facts: Facts) -> str | None:
-    gone = [rank for rank in range(facts.ranks) if not facts.has(f"random_states_{rank}.pkl")]
-    return f"random_states_{gone[0]}.pkl is missing" if gone else None
+    return lies(*(f"random_states_{rank}.pkl" for rank in range(facts.ranks)))(facts)
 
 
 _ACCELERATE_REST = {
@@ -403,7 +391,7 @@ _ACCELERATE_REST = {
     SCALE: "scaler",
     CUSTOM: "custom_checkpoint_[0-9]+",
 }
-_ACCELERATE_KEEPS = (STATE, SETTINGS, RANDOM)
+_AccelerateWay = partial(Way, call='accelerator.load_state("{path}")', keeps=(STATE, SETTINGS, RANDOM))
 
 
 ACCELERATE = Program(
@@ -411,34 +399,28 @@ ACCELERATE = Program(
     looks_for="model.safetensors and optimizer.bin, FSDP's pytorch_model_fsdp_0 and optimizer_0, or DeepSpeed's tag "
     "pytorch_model",
     ways=(
-        Way(
+        _AccelerateWay(
             mark=lambda facts: facts.checkpoint.format == "deepspeed" and Path(facts.checkpoint.source).name
             == "pytorch_model" and facts.has("pytorch_model"),
-            call='accelerator.load_state("{path}")',
             given="a DeepSpeedPlugin of " + _STAGE,
             takes=_ENGINE["takes"] | _ACCELERATE_REST | {SCHEDULER: "(lr_)?scheduler(_[0-9]+)?", SCALE: "loss_scaler"},
             needs=_ENGINE["needs"],
             doubts=_ENGINE["doubts"],
             lacks=((RANDOM, _states),),
-            keeps=_ACCELERATE_KEEPS,
         ),
-        Way(
+        _AccelerateWay(
             mark=lambda facts: facts.has("pytorch_model_fsdp_0") or facts.has("pytorch_model_fsdp.bin"),
-            call='accelerator.load_state("{path}")',
             given="a FullyShardedDataParallelPlugin of the same version and state_dict_type",
             needs=(unless(lambda facts: facts.names & {"optimizer_0", "optimizer.bin"}, "optimizer_0 is missing"),),
             takes=CORE | _ACCELERATE_REST,
             lacks=((RANDOM, _states),),
-            keeps=_ACCELERATE_KEEPS,
         ),
-        Way(
-            mark=lambda facts: facts.checkpoint.format != "deepspeed" and bool(facts.names & {*_TRAINER_WEIGHTS[:4]}),
-            call='accelerator.load_state("{path}")',
+        _AccelerateWay(
+            mark=lambda facts: facts.checkpoint.format != "deepspeed" and facts.names & {*_TRAINER_WEIGHTS[:4]},
             given="no plugin for DeepSpeed or FSDP",
             needs=(one_of("model.safetensors", "pytorch_model.bin"), lies("optimizer.bin")),
             takes=CORE | _ACCELERATE_REST,
             lacks=(BESIDE, (RANDOM, _states)),
-            keeps=_ACCELERATE_KEEPS,
         ),
     ),
     holds=(has_optimizer, _lacks_frozen),
@@ -454,15 +436,11 @@ def _dcp(*, flat: bool) -> Callable[[Facts], bool]:
         paths = facts.dcp_paths
         below = {path[1] for path in paths if len(path) > 2 and path[0] == "optimizer"}
         flattened = any(path[0] == "optimizer" and len(path) == 2 for path in paths)
-        nested = {"state", "param_groups"} <= below and not _numbered(facts)
+        keys = {str(path[2]) for path in paths if len(path) > 3 and path[:2] == ("optimizer", "state")}
+        nested = {"state", "param_groups"} <= below and not any(map(str.isdecimal, keys))
         return any(path[0] == "model" for path in paths) and (flattened if flat else nested and not flattened)
 
     return mark
-
-
-def _numbered(facts: Facts) -> bool:
-    keys = {path[2] for path in facts.dcp_paths if len(path) > 3 and path[:2] == ("optimizer", "state")}
-    return any(isinstance(key, int) or str(key).isdecimal() for key in keys)
 
 
 def _stateless(facts: Facts) -> str | None:
@@ -479,12 +457,8 @@ def _stateless(facts: Facts) -> str | None:
 
 
 def _unnamed(facts: Facts) -> str | None:
-    some = facts.checkpoint.unnamed
-    return (
-        f"whose state {', '.join(list(some)[:1])} is, the optimizer's numbers do not tell (give --names)"
-        if some
-        else None
-    )
+    some = list(facts.checkpoint.unnamed)
+    return f"whose state {some[0]} is, the optimizer's numbers do not tell (give --names)" if some else None
 
 
 FSDP2 = Program(
@@ -510,20 +484,15 @@ FSDP2 = Program(
 
 
 def _buckets(facts: Facts) -> str | None:
-    cut = facts.checkpoint.details.get("optimizer sharding")
-    if cut == "dp_reshardable" or facts.checkpoint.format_version == "legacy":
-        return same_ranks(facts)
-    return None
+    one = facts.checkpoint
+    is_cut = one.details.get("optimizer sharding") == "dp_reshardable" and one.format_version != "legacy"
+    return same_ranks(facts) if is_cut else None
 
 
-_legacy = unless(
-    lambda facts: facts.checkpoint.format_version != "legacy" or facts.ranks == facts.saved_ranks,
-    "of legacy files at another number of ranks this is not known",
-)
-
-
-def _torch_dist(facts: Facts) -> str | None:
+def _version(facts: Facts) -> str | None:
     version = str(facts.checkpoint.format_version or "")
+    if version == "legacy" and facts.ranks != facts.saved_ranks:
+        return "of legacy files at another number of ranks this is not known"
     return None if version.startswith(("torch_dist", "legacy")) else f"of files of {version} this is not known"
 
 
@@ -535,9 +504,8 @@ MEGATRON = Program(
             mark=lambda facts: facts.checkpoint.format == "megatron",
             call='--load "{run}"',
             given="the same tensor- and pipeline-parallel sizes, {ranks} data-parallel ranks",
-            needs=(lambda facts: None if facts.checkpoint.format_version == "legacy" else _buckets(facts),
-                   ),
-            doubts=(_legacy, _torch_dist),
+            needs=(_buckets,),
+            doubts=(_version,),
             takes=CORE | {SCHEDULER: "opt_param_scheduler", RANDOM: ANY, SCALE: ANY, OTHER: ANY},
         ),
     ),
@@ -551,12 +519,9 @@ MEGATRON = Program(
 
 
 def _rank_files(facts: Facts) -> str | None:
-    folder, ranks = Path(facts.checkpoint.source), facts.ranks
-    for kind in ("model", "optim", "extra_state"):
-        names = [f"{kind}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
-        if (gone := next((one for one in names if not (folder / one).is_file()), None)) is not None:
-            return f"{gone} is not there"
-    return None
+    folder, ranks, kinds = Path(facts.checkpoint.source), facts.ranks, ("model", "optim", "extra_state")
+    names = (f"{kind}_world_size_{ranks}_rank_{rank}.pt" for kind in kinds for rank in range(ranks))
+    return next((f"{one} is not there" for one in names if not (folder / one).is_file()), None)
 
 
 def step_folder(facts: Facts) -> Path | None:
@@ -565,14 +530,13 @@ def step_folder(facts: Facts) -> Path | None:
     return next((one for one in (folder, folder.parent) if rank_files.STEP.fullmatch(one.name)), None)
 
 
-def _data_elsewhere(facts: Facts) -> str | None:
-    if facts.planned is None:
-        there = {one.name for one in entries_of(Path(facts.checkpoint.source))} - {"data.pt"}
-        step = step_folder(facts)
-        is_there = (step is not None and is_file(step / "data.pt")) or any(map(rank_files.OF_TRAINING.fullmatch, there))
-    else:
-        is_there = any(map(rank_files.OF_TRAINING.fullmatch, facts.planned))
-    return None if is_there else "data.pt is not in the folder of the step, global_step_N"
+def _has_data(facts: Facts) -> bool:
+    there, step = facts.planned, step_folder(facts)
+    if there is None:
+        there = frozenset(one.name for one in entries_of(Path(facts.checkpoint.source))) - {"data.pt"}
+        if step is not None and is_file(step / "data.pt"):
+            return True
+    return any(map(rank_files.OF_TRAINING.fullmatch, there))
 
 
 VERL = Program(
@@ -585,7 +549,7 @@ VERL = Program(
             given="{placed}{ranks} ranks of the same FSDP version{with_torch}",
             needs=(same_ranks, _rank_files),
             takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data(_[0-9]+)?"},
-            lacks=((DATA, _data_elsewhere),),
+            lacks=((DATA, unless(_has_data, "data.pt is not in the folder of the step, global_step_N")),),
             keeps=(RANDOM,),
         ),
     ),
@@ -629,17 +593,18 @@ ZCKPT = Program(
 # Lightning
 
 
-def _lightning(facts: Facts) -> bool:
-    return "pytorch-lightning_version" in facts.checkpoint.metadata
-
-
 _LIGHTNING_REST = {SCHEDULER: "lr_schedulers", SCALE: ANY, DATA: "loops", CUSTOM: "callbacks", OTHER: ANY}
 
 
 def _of_lightning(mark: Callable[[Facts], bool], given: str, **more: Any) -> Way:  # noqa: ANN401  # fields of a way
     call = 'trainer.fit(module, ckpt_path="{path}")'
     its: dict[str, Any] = {"takes": CORE | _LIGHTNING_REST, **more}
-    return Way(mark=lambda facts: _lightning(facts) and mark(facts), call=call, given=given, **its)
+    return Way(
+        mark=lambda facts: "pytorch-lightning_version" in facts.checkpoint.metadata and mark(facts),
+        call=call,
+        given=given,
+        **its,
+    )
 
 
 LIGHTNING = Program(

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -61,8 +62,7 @@ _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _REAL = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """What is wrong with some elements of one subject.
 
     Parameters
@@ -80,19 +80,14 @@ class Tally:
     first: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.nan or self.inf or self.negative or self.nonzero)
+        return any(self[:-1])
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: Tally) -> Tally:  # type: ignore[override]
         """Return the tally of both."""
         if not self or not other:
             return self or other
-        return Tally(
-            self.nan + other.nan,
-            self.inf + other.inf,
-            self.negative + other.negative,
-            self.nonzero + other.nonzero,
-            min(self.first, other.first),
-        )
+        both = Tally(*map(sum, zip(self, other, strict=True)))
+        return both._replace(first=min(self.first, other.first))
 
 
 def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
@@ -217,12 +212,10 @@ class Outcome:
 
     def add(self, other: Outcome) -> None:
         """Add what a task has found."""
-        for key, one in other.tallies.items():
-            self.tallies[key] += one
-        for pair, unequal in other.compared.items():
-            self.compared[pair] += unequal
-        for number, unequal in other.duplicates.items():
-            self.duplicates[number] += unequal
+        for what in ("tallies", "compared", "duplicates"):
+            mine = getattr(self, what)
+            for key, one in getattr(other, what).items():
+                mine[key] += one
         self.errors += other.errors
         self.elements += other.elements
 

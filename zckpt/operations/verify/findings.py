@@ -84,9 +84,7 @@ class Finding:
         return {
             **{key: getattr(self, key) for key in ("code", "severity", "title", "message", "file")},
             "ranks": list(self.ranks or ()),
-            "parameters": list(self.parameters),
-            "expected": self.expected,
-            "found": self.found,
+            **{key: document(getattr(self, key)) for key in ("parameters", "expected", "found")},
             "advice": self.advice or CODES[self.code].advice,
         }
 
@@ -147,9 +145,14 @@ class Verification(Brief):
     looked_at: str | None = None
 
     @property
+    def errors(self) -> list[Finding]:
+        """The findings that are errors."""
+        return [one for one in self.findings if one.severity == ERROR]
+
+    @property
     def sound(self) -> bool:
         """Whether no finding is an error."""
-        return all(finding.severity != ERROR for finding in self.findings)
+        return not self.errors
 
     def as_dict(self) -> Document:
         """Return the result as JSON-able data, the document of `--json`."""
@@ -167,9 +170,8 @@ class Verification(Brief):
 
 def finding_of(error: SourceError) -> Finding:
     """Return the finding that an error of a reader is."""
-    code = error.code or next((code for kind, code in _BY_CLASS if isinstance(error, kind)), None)
-    if code is None:
-        code = MISSING_FILE if isinstance(error.__cause__, FileNotFoundError) else MALFORMED
+    other = MISSING_FILE if isinstance(error.__cause__, FileNotFoundError) else MALFORMED
+    code = error.code or next((code for kind, code in _BY_CLASS if isinstance(error, kind)), other)
     expected, found = (None if text is None else str(text) for text in (error.expected, error.found))
     return Finding(
         code,

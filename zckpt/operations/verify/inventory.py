@@ -26,11 +26,10 @@ import numpy.typing as npt
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span, itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span, Spans, itemsize
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
 from zckpt.state.ranges import Range, merge, without
-from zckpt.state.spans import Spans
 
 PARAMETER, BUFFER, PADDING = "parameter", "buffer", "padding"
 

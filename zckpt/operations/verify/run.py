@@ -14,15 +14,13 @@ from zckpt.formats.format import Format, Search
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import survey
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Place, ReadCopied, how_read, shares
+from zckpt.operations.options import Place, ReadCopied, Unpack, how_read, shares
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, findings_of, in_order
 from zckpt.operations.verify.structure import structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
 from zckpt.storage.files import is_file
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from zckpt.compare.digests import Fingerprint
 
 

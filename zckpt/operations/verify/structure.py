@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,12 +144,17 @@ def _uneven(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Hold the steps of parameters and groups against each other; that ranks agree, a reader has seen to."""
+
+    def number(state: Mapping[str, object]) -> float | None:
+        plain = number_of(state.get("step"))
+        return as_float(plain) if not isinstance(plain, bool) else None
+
     steps: dict[str, float] = {}
     for index, group in enumerate(checkpoint.param_groups):
-        shared = _number(group.state.get("step"))
+        shared = number(group.state)
         for name in group.parameters:
             parameter = checkpoint.find(name)
-            own = None if parameter is None else _number(parameter.state.get("step"))
+            own = None if parameter is None else number(parameter.state)
             step = shared if own is None else own
             if step is not None and parameter is not None and parameter.group == index:
                 steps[name] = step
@@ -174,8 +179,3 @@ def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
         f"{usual:g}",
         ", ".join(f"{step:g}" for step in sorted({steps[name] for name in odd})[:4]),
     )
-
-
-def _number(value: object) -> float | None:
-    plain = number_of(value)
-    return as_float(plain) if not isinstance(plain, bool) else None

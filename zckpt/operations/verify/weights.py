@@ -35,6 +35,10 @@ FEWEST = 3
 """Compared parameters of a file below which nothing is concluded from how many differ."""
 
 
+COUNTED = {PADDING: ("nonzero",), NEGATIVE: ("negative",), BUFFER_NAN: ("nan",), NOT_FINITE: ("nan", "inf")}
+"""What of a tally a finding counts."""
+
+
 def weight_findings(compared: Iterable[Comparison]) -> Iterator[Finding]:
     """Yield a finding for each file in which masters do not round to their weights."""
     by_file: dict[str, dict[str, list[Comparison]]] = {}
@@ -156,18 +160,14 @@ def _elements(outcome: Outcome, inventory: Inventory, wrong: Collection[Sum | No
         if checksum in wrong:
             continue
         path = files.get(subject) if checksum is None else checksum.path
-        codes = {
-            PADDING: subject.kind == PADDING_KIND,
-            BUFFER_NAN: subject.kind == BUFFER and tally.nan,
-            NOT_FINITE: subject.kind not in (BUFFER, PADDING_KIND) and (tally.nan or tally.inf),
-            NEGATIVE: tally.negative,
-        }
-        for code in (code for code, is_it in codes.items() if is_it):
-            groups.setdefault((code, subject.slot, path), []).append((subject.name, tally))
+        usual = {PADDING_KIND: PADDING, BUFFER: BUFFER_NAN}.get(subject.kind, NOT_FINITE)
+        for code in (usual, NEGATIVE):
+            if any(getattr(tally, one) for one in COUNTED[code]):
+                groups.setdefault((code, subject.slot, path), []).append((subject.name, tally))
     for (code, slot, path), found in groups.items():
         names = tuple(dict.fromkeys(name for name, _ in found if name))
         tallies = [tally for _, tally in found]
-        counts = [_count(code, tally) for tally in tallies]
+        counts = [sum(getattr(tally, one) for one in COUNTED[code]) for tally in tallies]
         total = sum(counts)
         if len(names) > 1:
             each = [f"{name} {count}" for (name, _), count in zip(found, counts, strict=True)]
@@ -179,17 +179,13 @@ def _elements(outcome: Outcome, inventory: Inventory, wrong: Collection[Sum | No
         yield Finding(code, what, path, names, expected, said)
 
 
-def _count(code: str, tally: Tally) -> int:
-    return {PADDING: tally.nonzero, NEGATIVE: tally.negative}.get(code, tally.nan + tally.inf)
-
-
 def _message(code: str, slot: str, names: Sequence[str], tallies: Sequence[Tally], total: int) -> str:
     if code == PADDING:
         return f"padding of {slot}: {total} bytes are not zero"
     of = f"{slot} of {listed(names)}"
     if code == NEGATIVE:
         return f"{of}: {total} negative {'element' if total == 1 else 'elements'}"
-    kinds = ((sum(tally.nan for tally in tallies), "NaN"), (sum(tally.inf for tally in tallies), "Inf"))
+    kinds = ((sum(getattr(tally, kind.lower()) for tally in tallies), kind) for kind in ("NaN", "Inf"))
     return f"{of}: {' and '.join(f'{n} {kind}' for n, kind in kinds if n)}"
 
 

@@ -1,10 +1,9 @@
 """Reports as HTML pages: one file each, that loads nothing, for the screen, the keyboard, screen readers and paper.
 
 Here is what a page says, from a plain document: of `zckpt diff --html`, of two checkpoints or a series of them, and of
-one checkpoint, of `zckpt inspect --html` and `zckpt verify --html`.
+one checkpoint, of `zckpt inspect --html`, `zckpt verify --html` and `zckpt stats --html`.
 
 history.py   the page of `zckpt list --html`
-figures.py   the page of `zckpt stats --html`
 markup.py    a page's one file, with scripts and data; text and tables as HTML
 assets/      the style sheet and the scripts
 """
@@ -16,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zckpt.report.page.markup import (
+    HISTOGRAM,
     code,
     details,
     facts,
@@ -36,12 +36,7 @@ from zckpt.report.text import Document, about, count, elements
 DIFFERENT = (
     '<div class="columns">'
     + section("Change by layer", '<div id="heat"></div>', identity="heat")
-    + section(
-        "How large the differences are",
-        '<div id="histogram" aria-live="polite"></div>'
-        '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>',
-        identity="histogram",
-    )
+    + section("How large the differences are", HISTOGRAM, identity="histogram")
     + "</div>"
     + search("tensor")
     + section(
@@ -196,9 +191,6 @@ def inspect_page(document: Document, map_data: Document) -> str:
 
 
 def _facts(document: Document) -> str:
-    def given(key: str) -> str:
-        return number(document[key]) if document[key] else ""
-
     rest = {key: value for key, value in document["details"].items() if value and not isinstance(value, dict)}
     unused, padding = document["unreferenced_nbytes"], document["padding"]["nbytes"]
     return facts(
@@ -206,7 +198,10 @@ def _facts(document: Document) -> str:
             ("Parameters", number(document["num_parameters"])),
             ("Elements", number(document["num_elements"])),
             ("Files", f"{number(len(document['files']))}, {nbytes(document['nbytes'])}"),
-            *((word, given(f"num_{word.lower()}")) for word in ("Frozen", "Tied", "Buffers")),
+            *(
+                (word, number(count) if (count := document[f"num_{word.lower()}"]) else "")
+                for word in ("Frozen", "Tied", "Buffers")
+            ),
             ("Padding", nbytes(padding) if padding else ""),
             ("In storages no tensor uses", nbytes(unused) if unused else ""),
             ("Loss scale", number(document["loss_scale"]) if document["loss_scale"] is not None else ""),
@@ -301,9 +296,6 @@ def _findings(findings: Sequence[Document], counts: Mapping[str, int]) -> str:
 
 
 def _finding(one: Document) -> str:
-    def given(key: str) -> str:
-        return "" if one.get(key) is None else text(one[key])
-
     def named(key: str) -> str:
         values = one.get(key) or ()
         left = len(values) - SHOWN_NAMES
@@ -313,12 +305,12 @@ def _finding(one: Document) -> str:
 
     severity = one["severity"]
     pairs = {
-        "Expected": given("expected"),
-        "Found": given("found"),
+        "Expected": text(one.get("expected") or ""),
+        "Found": text(one.get("found") or ""),
         "File": code(one.get("file")),
         "Ranks": named("ranks"),
         "Parameters": named("parameters"),
-        "What to do": given("advice"),
+        "What to do": text(one.get("advice") or ""),
     }
     rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in pairs.items() if value)
     return (
@@ -326,3 +318,31 @@ def _finding(one: Document) -> str:
         f'<span class="mono">{text(one["code"])}</span>{text(one["title"])}</h3>'
         f"<p>{text(one['message'])}</p>{f'<dl>{rows}</dl>' if rows else ''}</article>"
     )
+
+
+def stats_page(document: Document) -> str:
+    """Return the page of a checkpoint's figures. `document`: what `zckpt stats --json` prints."""
+    source, slots = document["source"], document["slots"]
+    odd = [one for one in slots if one["nan"] or one["inf"]]
+    words = f"{count(len(odd), 'tensor')} of {len(slots):,} hold NaN or infinite elements."
+    said = verdict(False, "Not finite:", words) if odd else verdict(True, "Finite.", "No element is NaN or infinite.")
+    head = facts(
+        [
+            ("Tensors", number(len(slots))),
+            ("Elements", number(sum(one["numel"] for one in slots))),
+            ("Path", code(source["source"])),
+        ],
+        broad=("Path",),
+    )
+    main = (
+        section("By layer", '<div id="layers"></div>', identity="layers")
+        + section("How large the elements are", HISTOGRAM, identity="histogram")
+        + search("tensor")
+        + section(
+            "Tensors",
+            '<div id="tensors"></div><p class="quiet keys">Choose a row, here or above, to see its histogram.</p>',
+            identity="tensors",
+        )
+    )
+    data = {"slots": slots, "layers": document["layers"]}
+    return page("stats", name_of(source["source"]), about(source), said + head, main, name="figures", data=data)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import PurePosixPath
 
+from zckpt.report.history import remarks
 from zckpt.report.page.markup import code, facts, items, name_of, nbytes, number, page, section, table, text, verdict
-from zckpt.report.text import Document, count, size
+from zckpt.report.text import Document, count, size, when
 
 WIDTH, HEIGHT, TOP, LABEL = 1000, 96, 8, 22
 """Of a picture, in units of its own: all of it, its bars, what is free above them, and the line of text below."""
@@ -46,7 +47,7 @@ def history_page(document: Document) -> str:
         (
             code(one["name"]),
             number(one["step"]),
-            text(one["saved"][:16].replace("T", " ")),
+            text(when(one["saved"])),
             nbytes(one["nbytes"]),
             text(one["format"] or ""),
             number(one["world_size"]),
@@ -65,10 +66,7 @@ def history_page(document: Document) -> str:
 
 def _state(one: Document) -> str:
     badge = "" if one["sound"] else '<span class="badge error">not sound</span>'
-    links = [] if one["latest"] or not one["named_by"] else [f"linked by {', '.join(one['named_by'])}"]
-    equal = [f"equal to {', '.join(one['equal'])}"] if one["equal"] else []
-    words = [*(["sound"] if one["sound"] else []), *(["latest"] if one["latest"] else links), *equal]
-    return badge + text("; ".join([*words, *([one["why"]] if one["why"] else [])]))
+    return badge + text("; ".join([*(["sound"] if one["sound"] else []), *remarks(one)]))
 
 
 def _picture(place: str, every: Sequence[Document]) -> str:
@@ -101,4 +99,4 @@ def _picture(place: str, every: Sequence[Document]) -> str:
 
 def _said(one: Document) -> str:
     what = "sound" if one["sound"] else f"not sound: {one['why']}"
-    return f"{one['name']}, {one['saved'][:16].replace('T', ' ')}, {size(one['nbytes'])}, {what}"
+    return f"{one['name']}, {when(one['saved'])}, {size(one['nbytes'])}, {what}"

@@ -23,15 +23,23 @@ STYLES = ("base", "tables", "map", "figures", "media")
 
 _MAP = ("map_model", "map_bands", "map_spans", "map_draw", "map_words", "map_tools", "map_zoom", "map", "treemap")
 
-SCRIPTS = {
-    "inspect": ("format", "link", "search", "table", *_MAP, "page"),
-    "diff": ("format", "link", "search", "table", "heat", "page"),
-    "series": ("format", "link", "search", "table", "curves", "series", "page"),
-    "verify": ("format", "link", "search", "table", *_MAP, "page"),
-    "history": ("format", "link", "search", "table", "page"),
-    "stats": ("format", "link", "search", "table", "heat", "figures", "page"),
+_OWN = {
+    "inspect": _MAP,
+    "diff": ("heat",),
+    "series": ("curves", "series"),
+    "verify": _MAP,
+    "history": (),
+    "stats": ("heat", "figures"),
 }
+SCRIPTS = {kind: ("format", "link", "search", "table", *own, "page") for kind, own in _OWN.items()}
 """The scripts of each kind of page, in the order in which they use each other."""
+
+
+HISTOGRAM = (
+    '<div id="histogram" aria-live="polite"></div>'
+    '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>'
+)
+"""What scripts fill."""
 
 
 def text(value: object) -> str:

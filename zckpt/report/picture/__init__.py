@@ -64,14 +64,12 @@ def png(map_data: Document) -> bytes:
                 weight="bold" if one.bold else "normal",
             )
             continue
-        axes.add_patch(rectangle((one.x, one.y), one.width, one.height, facecolor=one.fill, linewidth=0))
+        looks: list[dict[str, Any]] = [{"facecolor": one.fill}]
         if one.hatch:
             line = QUIET if one.hatch == "padding" else GROUND
-            axes.add_patch(
-                rectangle(
-                    (one.x, one.y), one.width, one.height, fill=False, hatch="//////", edgecolor=line, linewidth=0
-                )
-            )
+            looks.append({"fill": False, "hatch": "//////", "edgecolor": line})
+        for look in looks:
+            axes.add_patch(rectangle((one.x, one.y), one.width, one.height, linewidth=0, **look))
     out = BytesIO()
     figure.savefig(out, format="png", metadata={"Title": _plain(f"Map of {map_data['source']}"), "Software": None})
     return out.getvalue()
