@@ -49,7 +49,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def options(name: str) -> set[str]:
     command = cli.commands[name]
-    parameters = command.get_params(click.Context(command))  # those that formats state, too
+    parameters = command.get_params(click.Context(command, **command.context_settings))  # those that formats state, too
     every = {one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)}
     return {one for one in every if one[0] == "-"} - {"--help", "-h", "--help-all"}
 

@@ -31,7 +31,11 @@ def test_each_verb_is_a_line_of_the_help():
 def test_the_help_of_a_verb_has_what_most_need_and_examples_that_are_understood(name):
     command = cli.commands[name]
     short, whole = (succeeded(name, flag).stdout for flag in ("--help", "--help-all"))
-    options = [one for one in command.get_params(click.Context(command)) if isinstance(one, click.Option)]
+    options = [
+        one
+        for one in command.get_params(click.Context(command, **command.context_settings))
+        if isinstance(one, click.Option)
+    ]
     rare = [one for one in options if one.name in RARE]
     assert all(one.opts[0] in whole for one in options)
     assert not any(f"  {one.opts[0]} " in short for one in rare)

@@ -69,7 +69,7 @@ class Reads:
         self._last = offset, end
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Foresight(Result):
     """What a run will take, and what there is of it; None: unknown.
 
@@ -152,19 +152,19 @@ def foresee(
     seconds = None if write is None else plan.write_nbytes / write + (plan.read_nbytes / read if read else 0.0)
     limit, free = free_memory() or (None, None)
     return Foresight(
-        len(names),
-        0 if is_file else directories(names, target),
-        None if found is None else found.nbytes,
-        None if found is None else found.files,
-        sum(one.requests for one in reads.values()),
-        sum(one.nbytes for one in reads.values()),
-        {shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in reads.items()},
-        buffers_within(memory),
-        free,
-        limit,
-        read,
-        write,
-        seconds,
+        num_files=len(names),
+        num_directories=0 if is_file else directories(names, target),
+        free_nbytes=None if found is None else found.nbytes,
+        free_inodes=None if found is None else found.files,
+        read_requests=sum(one.requests for one in reads.values()),
+        requested_nbytes=sum(one.nbytes for one in reads.values()),
+        reads={shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in reads.items()},
+        buffers_nbytes=buffers_within(memory),
+        free_memory_nbytes=free,
+        memory_limit=limit,
+        read_nbytes_per_second=read,
+        write_nbytes_per_second=write,
+        seconds=seconds,
     )
 
 
