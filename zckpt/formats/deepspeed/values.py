@@ -22,7 +22,7 @@ sampler's position), that is kept under the file's stem and the key: `zero_pp_ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -46,7 +46,6 @@ from zckpt.state import (
     Span,
     dict_of,
 )
-from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
@@ -178,23 +177,6 @@ def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozense
     return frozenset(key for key, value in first.groups[index].items() if differs(key, value))
 
 
-def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: Collection[str]) -> Iterator[RankValue]:
-    """Yield what each rank has of its own in a param group.
-
-    Parameters
-    ----------
-    part : int
-        Of the group's partitions, the first.
-    own : collection of str
-        From `own_hyperparameters`.
-    """
-    for member in members:
-        for key, value in member.group(group).items():
-            if key in own:
-                kept = hyperparameter(member, value)
-                yield RankValue(key, group, part, member.rank, member.mp_rank, kept, in_group=True)
-
-
 def hyperparameter(member: OptimizerShard, value: object) -> object:
     """Return a value of a param group as it is kept: with its file, if it has tensors."""
     return FromFile.of(member.file, value) if _has_tensors(value) else value
@@ -212,32 +194,6 @@ def _has_float(value: object) -> bool:
 
 def _plain(value: object) -> object:
     return value.value if isinstance(value, Scalar) else plain(value)
-
-
-def rank_values(
-    members: Sequence[OptimizerShard],
-    partitions: Mapping[int, int],
-    own: Collection[str],
-    cut: Mapping[int, Collection[str]],
-) -> Iterator[RankValue]:
-    """Yield what is each rank's own.
-
-    Parameters
-    ----------
-    partitions : mapping of int to int
-        The param group of each partition in the files.
-    own : collection of str
-        From `own_keys`.
-    cut : mapping of int to collection of str
-        For each partition the keys of tensors that are read as slots.
-    """
-    for member in members:
-        for part, group in partitions.items():
-            values = [(key, value) for key, value in member.scalars[part].items() if key in own]
-            tensors = [(key, tensor) for key, tensor in member.tensors[part].items() if key not in cut[part]]
-            for key, value in [*values, *tensors]:
-                kept = value if isinstance(value, (*_PLAIN, Scalar)) else FromFile.of(member.file, value)
-                yield RankValue(key, group, part, member.rank, member.mp_rank, kept)
 
 
 def copies_of(
@@ -293,7 +249,7 @@ def viewed(parameter: Parameter, shape: Shape, view: Callable[[Slot], Slot]) -> 
 Slots = dict[str, dict[str, Slot]]
 """Slots by parameter name, then by slot name."""
 
-_PLAIN = (type(None), bool, int, float, str)
+PLAIN = (type(None), bool, int, float, str)
 
 COMPARED_NBYTES = 1 << 20
 """Bytes of tensors of one key that are compared: random states are a few kilobytes."""
@@ -362,7 +318,7 @@ def is_same(one: FromFile, other: FromFile) -> bool:
     """Tell whether what two files hold would be written alike, as far as `COMPARED_NBYTES`."""
     if one.node is other.node and not _has_tensors(one.node):
         return True  # files that are alike share a tree
-    if type(one.node) in _PLAIN and type(other.node) in _PLAIN and one.node == one.node:  # no NaN
+    if type(one.node) in PLAIN and type(other.node) in PLAIN and one.node == one.node:  # no NaN
         return type(one.node) is type(other.node) and repr(one.node) == repr(other.node)
     a, b = dump(one), dump(other)
     if a.data != b.data or [s.storage.nbytes for s in a.storages] != [s.storage.nbytes for s in b.storages]:

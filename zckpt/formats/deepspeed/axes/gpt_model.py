@@ -53,8 +53,6 @@ _WHOLE = (
 _HEADS = re.compile(rf"{_BLOCK}self_attention\.(query_key_value|query)\.weight$")
 _WIDE = re.compile(rf"{_BLOCK}mlp\.dense_h_to_4h\.weight$")
 
-_TIED = "tied_modules.embed."
-
 SHARED = "word_embeddings.weight"
 """What of a tied embedding all its stages train (`tied_weight_attr`); nothing uses the rest of its later uses."""
 
@@ -63,11 +61,6 @@ def is_gpt(names: Iterable[str]) -> bool:
     """Tell whether parameters have the names of these models."""
     every = list(names)
     return any(map(_HEADS.match, every)) and any(map(_WIDE.match, every))
-
-
-def shared_by_stages(name: str) -> bool:
-    """Tell whether a parameter of a tied layer is trained by all stages that use it."""
-    return not name.startswith(_TIED) or name.endswith(f".{SHARED}")
 
 
 def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | None:
@@ -112,7 +105,13 @@ def known_rules(
         rows = arguments.get("padded_vocab_size")
         found = {"universal_checkpoint_version": 0.2, "parameter_with_2_sub_params_cat_dim_0": []}
         found |= {key: rows for key in ("original_vocab_size", "padded_vocab_size") if type(rows) is int}
-    halves = [_GATED] if _is_gated(shapes) else []
+    ratios = {  # of the rows that a block's first layer has and the second's columns: twice as many with a gate
+        shape[0] / down[1]
+        for name, shape in shapes.items()
+        if name.endswith(_UP) and len(shape) == 2
+        and len(down := shapes.get(name.removesuffix(_UP) + _DOWN, ())) == 2 and down[1]
+    }  # fmt: skip
+    halves = [_GATED] if ratios == {2.0} else []
     joined = []
     if JOINED in arguments and not _shares_keys(arguments):
         joined = [{"patterns": [_ATTENTION], "shape": (3,), "partition_dim": 0}]
@@ -133,16 +132,6 @@ def _shares_keys(arguments: Mapping[object, object]) -> bool:
     """Tell whether a rank has queries, keys and values end to end, cut in three although several heads share a key."""
     heads = arguments.get("num_attention_heads")
     return JOINED in arguments and arguments.get("num_key_value_heads", heads) not in (None, heads)
-
-
-def _is_gated(shapes: Mapping[str, Shape]) -> bool:
-    """Tell by the shapes whether feed-forward layers have a gate, which is the first half of a rank's rows."""
-    found = set()
-    for name, shape in shapes.items():
-        down = shapes.get(name.removesuffix(_UP) + _DOWN) if name.endswith(_UP) else None
-        if down is not None and len(shape) == len(down) == 2 and down[1]:
-            found.add(shape[0] / down[1])
-    return found == {2.0}
 
 
 def _without_rule(info: Mapping[str, object] | None, names: Iterable[str], path: str) -> list[str]:

@@ -274,14 +274,6 @@ def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup
     return rows
 
 
-def _names_in_order(groups: Sequence[ParamGroup], degrees: Mapping[int, int | None]) -> list[str]:
-    """Return the parameters of a group, stage by stage; of experts, expert rank by expert rank, as in one stage."""
-    known = {degrees.get(id(group)) or 1 for group in groups}
-    count = known.pop() if len(known) == 1 else 1
-    of_ranks = zip(*(by_rank(group.parameters, count) for group in groups), strict=True)
-    return list(dict.fromkeys(name for of_rank in of_ranks for names in of_rank for name in names))
-
-
 def join(stages: Sequence[Rank]) -> Rank:
     """Return one state for all stages; of a tied layer, the first stage's.
 
@@ -292,7 +284,7 @@ def join(stages: Sequence[Rank]) -> Rank:
     ShardError
         Stages have taken other steps.
     """
-    from zckpt.formats.deepspeed.axes.gpt_model import is_gpt, shared_by_stages
+    from zckpt.formats.deepspeed.axes.gpt_model import SHARED, is_gpt
 
     joined = gathered(stages)
     is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)
@@ -305,7 +297,9 @@ def join(stages: Sequence[Rank]) -> Rank:
         for name in [name for name in stage.parameters if name in joined.parameters]:
             held = stage.parameters[name].slots
             for one in copies_of(name, held, joined.parameters[name].slots, stage.mp_rank):
-                shared = not is_of_gpt or shared_by_stages(name)  # else it is held against itself
+                shared = (
+                    not is_of_gpt or not name.startswith(f"{TIED}embed.") or name.endswith(f".{SHARED}")
+                )  # else against itself
                 joined.duplicates.append(one if shared else replace(one, original=one.slot))
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)
@@ -314,7 +308,10 @@ def join(stages: Sequence[Rank]) -> Rank:
     check_stages_alike(stages, rows)
     for row, groups in enumerate(rows):
         own = [group for group in groups if group is not None]
-        names = _names_in_order(own, degrees)
+        known = {degrees.get(id(group)) or 1 for group in own}
+        count = known.pop() if len(known) == 1 else 1  # of experts, expert rank by expert rank, as in one stage
+        of_ranks = zip(*(by_rank(group.parameters, count) for group in own), strict=True)
+        names = list(dict.fromkeys(name for of_rank in of_ranks for its in of_rank for name in its))
         joined.param_groups.append(ParamGroup(own[0].hyperparameters, names, own[0].state))
         for name in names:
             if joined.parameters[name].group != row:
