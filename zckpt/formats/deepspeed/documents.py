@@ -44,19 +44,19 @@ def documents(target: Target) -> list[Document]:
 def target_files(target: Target, folder: str) -> Lazily[TargetFile]:
     """Return the files laid out, one after the other; `folder` is what their names begin with."""
     found = documents(target)
-    return Lazily(lambda: _laid_out(found, folder), len(found))
 
+    def laid_out() -> Iterator[TargetFile]:
+        known: dict[object, torch_writer.Stencil] = {}
+        for one in found:
+            name = f"{folder}{one.name}"
+            file = known[one.kind].named(name) if one.kind in known else None
+            if file is None:
+                file = torch_writer.lay_out(name, one.tree())
+                if one.kind is not None and torch_writer.Stencil.fits(file):
+                    known[one.kind] = torch_writer.Stencil(file)  # of the names of this length
+            yield file
 
-def _laid_out(found: Sequence[Document], folder: str) -> Iterator[TargetFile]:
-    known: dict[object, torch_writer.Stencil] = {}
-    for one in found:
-        name = f"{folder}{one.name}"
-        file = known[one.kind].named(name) if one.kind in known else None
-        if file is None:
-            file = torch_writer.lay_out(name, one.tree())
-            if one.kind is not None and torch_writer.Stencil.fits(file):
-                known[one.kind] = torch_writer.Stencil(file)  # of the names of this length
-        yield file
+    return Lazily(laid_out, len(found))
 
 
 def _models(target: Target) -> Iterator[Document]:

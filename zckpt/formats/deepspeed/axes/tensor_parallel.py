@@ -45,7 +45,6 @@ from zckpt.state.views import concat, narrow, placed
 from zckpt.torchfile import plain
 
 if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
     from zckpt.engine.targets import Hole
     from zckpt.formats.deepspeed.target import Target
 
@@ -245,23 +244,18 @@ def check_slices(target: Target) -> int:
         values = [sampled(slot, SAMPLED_EXTENTS, reads) for slot in masters]
         read_all(reads)
         compared += sum(map(len, values))
-        _check_sample(name, rule, values)
+        same = len({sample.tobytes() for sample in values}) == 1
+        if rule == REPLICATED and not same:
+            raise WeightMismatchError(
+                f"{name} differs between tensor-parallel ranks, although a rule says that each has the whole",
+                advice="if it should be averaged, say so with --tp-rules; --no-weight-check uses the first rank's",
+            )
+        if rule is None and same and (values[0] != values[0][0]).any():  # else a bias that was never trained
+            raise WeightMismatchError(
+                f"{name} is the same on all tensor-parallel ranks, although no rule says that each has the whole",
+                advice="say so with --tp-rules; --no-weight-check treats it as slices",
+            )
     return compared
-
-
-def _check_sample(name: str, rule: str | None, values: Sequence[Array]) -> None:
-    """Hold the sampled elements of each rank against those of the others."""
-    same = len({sample.tobytes() for sample in values}) == 1
-    if rule == REPLICATED and not same:
-        raise WeightMismatchError(
-            f"{name} differs between tensor-parallel ranks, although a rule says that each has the whole",
-            advice="if it should be averaged, say so with --tp-rules; --no-weight-check uses the first rank's",
-        )
-    if rule is None and same and (values[0] != values[0][0]).any():  # else a bias that was never trained
-        raise WeightMismatchError(
-            f"{name} is the same on all tensor-parallel ranks, although no rule says that each has the whole",
-            advice="say so with --tp-rules; --no-weight-check treats it as slices",
-        )
 
 
 def local_states(
@@ -403,20 +397,15 @@ def written_rules(
         return None
     own = origin.model.content.get(INFO_KEY)
     node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
-    written = info_for(node, _rows(origin, stages), degree)
+    of_vocabulary = Rules.of_vocabulary(origin.rules, "")
+    rows = {  # of the vocabularies, padding included
+        sum(files.parameters[name].shape[0] for files in of_stage)
+        for of_stage in stages
+        for name, p in of_stage[0].parameters.items()
+        if of_vocabulary.is_vocabulary(name) and p.shape
+    }
+    written = info_for(node, rows.pop() if len(rows) == 1 else None, degree)
     if AFFINE_KEY in written:
         names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].parameters)
         written[AFFINE_KEY] = origin.slicing.maps_for(list(names), degree)
     return written
-
-
-def _rows(origin: Origin, stages: Sequence[Sequence[Rank]]) -> int | None:
-    """Return the padded size of the vocabularies; None where they do not have the same."""
-    rules = Rules.of_vocabulary(origin.rules or {}, "")
-    found = {
-        sum(files.parameters[name].shape[0] for files in of_stage)
-        for of_stage in stages
-        for name, p in of_stage[0].parameters.items()
-        if rules.is_vocabulary(name) and p.shape
-    }
-    return found.pop() if len(found) == 1 else None
