@@ -15,7 +15,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, by_rank, is_expert
 from zckpt.formats.deepspeed.axes.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.axes.gpt_model import padded_rows
-from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
+from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, tied_key
 from zckpt.formats.deepspeed.axes.stage_order import Orders, is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of, uses_of
 from zckpt.formats.deepspeed.axes.tensor_parallel import local_states
@@ -61,9 +61,6 @@ def stage_states(
     orders: Orders = []
     if elsewhere and staged:
         orders = known_orders(checkpoint)
-        for name in (*checkpoint.parameters, *checkpoint.buffers):
-            if tied_key(name) is None:
-                layer_of(name)  # or there is none
         for known, group in zip_longest(orders, checkpoint.param_groups):
             if known is None and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
                 raise UnsupportedError(
