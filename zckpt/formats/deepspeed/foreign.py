@@ -248,7 +248,6 @@ def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool) -> OptimizerSh
     if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
         content = {**content, "clip_grad": clipping}
     if bf16:
-        content = {key: value for key, value in content.items() if key != "clip_grad" or value is not None}
         content = {**content, "ds_version": VERSION}
     prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
     shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)

@@ -159,7 +159,8 @@ class _Files:
             [(shard, read_torchfile(shard.path)) for shard in directory.of(role)]
             for role in (EXPERT, PIPELINE_LAYER, EXPERT_OPTIMIZER)
         )
-        self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
+        leftovers = {shard.path: "another writer's, of the same as the first's" for shard in directory.further}
+        self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=leftovers)
         self.members: Sequence[OptimizerShard] = ()
         if self.optimizers and self.of_experts:
             check_empty(self.of_experts)

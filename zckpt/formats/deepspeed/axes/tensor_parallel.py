@@ -356,24 +356,20 @@ def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> l
     if parameter.tied_to is not None:
         return [replace(parameter) for _ in range(degree)]
     if rules.is_vocabulary(parameter.name):
-        parameter = _padded(parameter, rules, degree, rows)
+        present = parameter.shape[0] if parameter.shape else 0
+        padded = -(-present // degree) * degree if rows is None else rows
+        least = min(rules.vocabulary_size or 0, present)
+        if padded < least or padded % degree:
+            raise UsageError(
+                f"unusable padded size for the vocabulary {parameter.name}",
+                expected=f"at least {least} rows and a multiple of {degree}",
+                found=padded,
+            )
+        # Rows that the source does not have are in no slot.
+        shape = (padded, *parameter.shape[1:])
+        parameter = viewed(parameter, shape, lambda slot: narrow(slot, 0, 0, min(padded, present)))
     rule = rules.cut(parameter.name, parameter.shape, degree)
     return [cut(parameter, rule, rank) for rank in range(degree)]
-
-
-def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> Parameter:
-    """Return a vocabulary with as many rows as the target has; rows that the source does not have are in no slot."""
-    present = parameter.shape[0] if parameter.shape else 0
-    padded = -(-present // degree) * degree if rows is None else rows
-    least = min(rules.vocabulary_size or 0, present)
-    if padded < least or padded % degree:
-        raise UsageError(
-            f"unusable padded size for the vocabulary {parameter.name}",
-            expected=f"at least {least} rows and a multiple of {degree}",
-            found=padded,
-        )
-    kept = min(padded, present)
-    return viewed(parameter, (padded, *parameter.shape[1:]), lambda slot: narrow(slot, 0, 0, kept))
 
 
 def written_rules(
