@@ -204,7 +204,11 @@ def training_of(engine: Any) -> Training:
     shapes = [{known[one]: tuple(getattr(one, "ds_shape", one.shape)) for one in group} for group in stored]
     group = getattr(optimizer, "dp_process_group", None) if stage else None
     ranks = engine.seq_dp_world_size if hasattr(engine, "seq_dp_world_size") else engine.dp_world_size
-    pipeline = _pipeline(engine)
+    pipeline = None
+    if getattr(engine, "pipeline_parallelism", False):
+        tied = [getattr(layer, "key", None) if hasattr(layer, "tied_weight_attr") else None
+                for layer in engine.module._layer_specs]  # fmt: skip
+        pipeline = Pipeline(tuple(int(bound) for bound in engine.module.parts), tied, int(engine.stage_id))
     return Training(
         world_size=int(ranks),
         rank=torch.distributed.get_rank(group) if group is not None else 0,
@@ -226,14 +230,6 @@ def training_of(engine: Any) -> Training:
         hyperparameters=[without(group, "params")
                          for group in getattr(optimizer, "param_groups", ())],
     )  # fmt: skip
-
-
-def _pipeline(engine: Any) -> Pipeline | None:
-    if not getattr(engine, "pipeline_parallelism", False):
-        return None
-    tied = [getattr(layer, "key", None) if hasattr(layer, "tied_weight_attr") else None
-            for layer in engine.module._layer_specs]  # fmt: skip
-    return Pipeline(tuple(int(bound) for bound in engine.module.parts), tied, int(engine.stage_id))
 
 
 def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]]:

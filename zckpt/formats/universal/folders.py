@@ -316,20 +316,15 @@ class Slices:
         """Return the values next to the tensor in each file of a parameter."""
         if parameter.name in self.experts:
             return {"cat_dim": 0, EXPERT_KEY: True, COUNT_KEY: self.experts[parameter.name]}
-        keys = self._cut(parameter)
-        if self.rules.is_vocabulary(parameter.name):
-            keys["vocab_tensor"] = True
-        return keys
-
-    def _cut(self, parameter: Parameter) -> dict[str, object]:
         kind, dim, pattern, sizes = self.rules.named(parameter.name)
+        keys: dict[str, object] = {"cat_dim": dim if kind == SLICED else 0}
         if self.rules.mapped(parameter.name) is not None or kind in (REPLICATED, AVERAGED):
-            return {}  # the training cuts by its own map
-        if kind == TWO:
-            return {"cat_dim": 0, "param_n_sub_params": 2}
-        if kind == SUB and dim < len(parameter.shape):
-            return {"sub_param_shape": self._sub_params(pattern, dim, sizes, parameter.shape)}
-        return {"cat_dim": dim if kind == SLICED else 0}
+            keys = {}  # the training cuts by its own map
+        elif kind == TWO:
+            keys["param_n_sub_params"] = 2
+        elif kind == SUB and dim < len(parameter.shape):
+            keys = {"sub_param_shape": self._sub_params(pattern, dim, sizes, parameter.shape)}
+        return keys | ({"vocab_tensor": True} if self.rules.is_vocabulary(parameter.name) else {})
 
     def _sub_params(self, pattern: str, dim: int, sizes: object, whole: Shape) -> Object:
         """Return DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones."""

@@ -267,18 +267,16 @@ class _Reading:
                 continue
             elif name in aliases and (aliases[name] in self.module or aliases[name] in trained):
                 checkpoint.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
-            elif not others and (slot := self._frozen(name, model, tensor)) is not None:
-                checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
             else:
-                lost.append(name)
+                slot = None if others or self.parameterwise else slot_of(WEIGHT, tensor, model.path)
+                if self.parameterwise and not others:
+                    slot = frozen_weight(name, tensor.dtype, next(its for its in self.ranks if its[0] is model))
+                if slot is None:
+                    lost.append(name)
+                else:
+                    checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
         if lost:
             checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; they are left out")
-
-    def _frozen(self, name: str, model: ModelShard, tensor: Tensor) -> Slot | None:
-        """Return the weight of a parameter that is not trained, which one file has; None if it has it not whole."""
-        if not self.parameterwise:
-            return slot_of(WEIGHT, tensor, model.path)
-        return frozen_weight(name, tensor.dtype, next(models for models in self.ranks if models[0] is model))
 
     def place_trained(self) -> None:
         """Place trained parameters with their slots, and note the single values of each."""

@@ -94,8 +94,14 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[Target
 
 def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Say what DeepSpeed's own loader will not take of the files, where that depends on the checkpoint."""
-    found = []
-    hindrance, single = zero3_hindrance(checkpoint, Folders.of(checkpoint)), single_values(checkpoint)
+    found, single = [], dict[str, None]()  # keys of which a file would hold one value for several elements
+    groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
+    for parameter in (one for group in groups for one in group):
+        for key, value in parameter_values(checkpoint, parameter).items():
+            numel = value.numel if isinstance(value, Slot) else 1 if isinstance(value, Scalar) else None
+            if key != STEP_STEM and numel not in (None, parameter.numel):
+                single[key] = None
+    hindrance = zero3_hindrance(checkpoint, Folders.of(checkpoint))
     if single:
         found.append(
             f"DeepSpeed's universal loader stops at {', '.join(single)}, with one value per parameter: it expects "
@@ -108,11 +114,12 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
             "DeepSpeed's universal loader at ZeRO-3 lets all sub-groups count up one step that is a tensor: give each "
             "a copy of it after loading (docs/formats.md), or use `zckpt convert --to deepspeed --stage 3`"
         )
-    starved = without_a_share(checkpoint)
+    ranks, numels = checkpoint.topology.dp, [sum(one.numel for one in group) for group in groups]
+    starved = [i for i, n in enumerate(numels) if (ranks - 1) * flat_partition_numel(n, ranks) >= n > 0]
     if starved:
         numbers = ", ".join(map(str, starved))
         found.append(
-            f"at {checkpoint.topology.dp} ranks some hold nothing of param group {numbers}, and DeepSpeed's universal "
+            f"at {ranks} ranks some hold nothing of param group {numbers}, and DeepSpeed's universal "
             f"loader at ZeRO-1 and 2 then stops with an IndexError"
         )
     untrained = [p for p in checkpoint.tensors() if p.group is None and p.tied_to is None]
@@ -135,26 +142,6 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "
                      "switch it off, or parameter_alignment on")  # fmt: skip
     return tuple(found)
-
-
-def single_values(checkpoint: Checkpoint) -> list[str]:
-    """Return the keys, but for the step, of which a file would hold one value for a parameter of several elements."""
-    found: dict[str, None] = {}
-    for group in checkpoint.param_groups:
-        for parameter in (checkpoint.parameters[name] for name in group.parameters):
-            for key, value in parameter_values(checkpoint, parameter).items():
-                numel = value.numel if isinstance(value, Slot) else 1 if isinstance(value, Scalar) else None
-                if key != STEP_STEM and numel not in (None, parameter.numel):
-                    found[key] = None
-    return list(found)
-
-
-def without_a_share(checkpoint: Checkpoint) -> list[int]:
-    """Return the param groups of which, at the source's number of ranks, some rank holds nothing under ZeRO-1 and 2."""
-    ranks = checkpoint.topology.dp
-    numels = [sum(checkpoint.parameters[name].numel for name in group.parameters) for group in checkpoint.param_groups]
-    parts = [flat_partition_numel(numel, ranks) for numel in numels]
-    return [i for i, (numel, part) in enumerate(zip(numels, parts, strict=True)) if (ranks - 1) * part >= numel > 0]
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
