@@ -227,28 +227,23 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
     known: dict[str, Shape | None] = {}
     for model in models:
         known.update(_names(model))
-    return {key: _full_name(shard, key, slot.shape, known) for key, slot in weights_of(file).items()}
+    found = {}
+    for key, slot in weights_of(file).items():
+        name = f"{shard.layer}.{key}"
+        names = [name] if name in known else [n for n in known if ATTRIBUTE in n and unwrapped(n) == name]
+        if not names:  # tied_modules.<layer's key>.<key>
+            of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == slot.shape)
+            names = [n for n in of_shape if key in (rest := within(n), unwrapped(rest))]
+            if len(names) > 1:
+                raise UnsupportedError(
+                    f"{key} could be the weight of several tied layers", path=shard.path, found=", ".join(sorted(names))
+                )
+        found[key] = names[0] if names else name
+    return found
 
 
 def _names(model: ModelShard) -> dict[str, Shape | None]:
     return {**dict.fromkeys(model.buffer_names), **model.trained}
-
-
-def _full_name(shard: Shard, key: str, own: Shape, known: Mapping[str, Shape | None]) -> str:
-    """Return the model's name for a key of a layer file."""
-    name = f"{shard.layer}.{key}"
-    if name in known:
-        return name
-    listed = [one for one in known if ATTRIBUTE in one and unwrapped(one) == name]
-    if listed:
-        return listed[0]
-    of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == own)
-    tied = [n for n in of_shape if key in (rest := within(n), unwrapped(rest))]  # tied_modules.<layer's key>.<key>
-    if len(tied) > 1:
-        raise UnsupportedError(
-            f"{key} could be the weight of several tied layers", path=shard.path, found=", ".join(sorted(tied))
-        )
-    return tied[0] if tied else name
 
 
 def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup | None]]:

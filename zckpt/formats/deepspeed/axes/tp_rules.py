@@ -44,6 +44,7 @@ from typing import NamedTuple
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
 from zckpt.state import Shape, dict_of, list_of
 from zckpt.state.boxes import row_major
+from zckpt.state.ranges import merge, without
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
 
@@ -110,17 +111,9 @@ class Share(NamedTuple):
 
     def without(self, others: Sequence[Share]) -> list[Share]:
         """Return what is left of it without what others have of the whole."""
-        left = [self]
-        for _, low, size in others:
-            rest = []
-            for source, target, count in left:
-                before, after = min(low - target, count), min(target + count - (low + size), count)
-                if before > 0:
-                    rest.append(Share(source, target, before))
-                if after > 0:
-                    rest.append(Share(source + count - after, target + count - after, after))
-            left = rest
-        return left
+        theirs = merge((one.target, one.target + one.size) for one in others)
+        left = without([(self.target, self.target + self.size)], theirs)
+        return [Share(self.source + low - self.target, low, high - low) for low, high in left]
 
 
 Shares = tuple[tuple[Share, ...], ...]
@@ -200,9 +193,9 @@ class Rules:
         self._mapped: dict[str, Rule | None] = {}
         self._by_name: dict[str, object] = {}
         self._by_pattern: list[tuple[re.Pattern[str], object]] = []
-        maps = {"params": {}} if info.get(AFFINE_KEY) is None else info[AFFINE_KEY]
-        known = {"version": AFFINE_VERSION, "params": {}, **maps} if isinstance(maps, dict) else {"version": 0}
-        version, params = known["version"], known.get("params")
+        maps = {} if info.get(AFFINE_KEY) is None else info[AFFINE_KEY]
+        known = {"version": AFFINE_VERSION, "params": {}, **(maps if isinstance(maps, dict) else {"version": 0})}
+        version, params = known["version"], known["params"]
         if version != AFFINE_VERSION or not isinstance(params, dict) or not all(isinstance(key, str) for key in params):
             raise self._unusable(f"an affine map of slices of version {brief(version)}", brief(maps))
         for pattern, entry in params.items():
