@@ -246,11 +246,17 @@ def cut_rank_values(target: Target) -> None:
         return f"{count} rank{'s' if count > 1 else ''}{each} of ZeRO-{stage}{', elastic' if elastic else ''}"
 
     topology = checkpoint.topology
-    raise UnsupportedError(
+    expected = ranks(topology.dp, topology, first.stage, first.elastic)
+    raise of_other_ranks(checkpoint, expected, ranks(target.world_size, target, target.stage, target.elastic), advice)
+
+
+def of_other_ranks(checkpoint: Checkpoint, expected: str, found: object, advice: str | None = None) -> UnsupportedError:
+    """Return the error for state that is each rank's own, where a target has others."""
+    return UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, and they "
         "cannot be cut for other ranks",
-        expected=f"{ranks(topology.dp, topology, first.stage, first.elastic)}, with the same partition",
-        found=ranks(target.world_size, target, target.stage, target.elastic),
+        expected=f"{expected}, with the same partition",
+        found=found,
         advice=advice,
     )
 

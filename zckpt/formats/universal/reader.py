@@ -42,7 +42,7 @@ from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, span_of, with_scalars
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder
-from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
+from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE, shared
 from zckpt.state import (
     MASTER,
     WEIGHT,
@@ -62,7 +62,7 @@ from zckpt.state import (
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.storage.files import entries_of
-from zckpt.torchfile import Digests, Object, Tensor, TorchFile, alike, plain, read_torchfile
+from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
 
 CUT_KEYS = OWN_KEYS | {
     "group_paddings", "param_alignment_paddings", "partition_count", "fp32_flat_groups", "ds_zero_partition_groups",
@@ -417,10 +417,8 @@ class _Reading:
             members = [self.checkpoint.parameters[name] for name in group.parameters]
             slotted = [p for p in members if p.slots.keys() - {WEIGHT, MASTER}]
             present = [p for p in members if self.values[p.name] or p.slots.keys() - {WEIGHT, MASTER}]
-            common: dict[str, object] = {}
-            if present and (slotted or len(present) == len(members)):
-                first, *others = (self.values[p.name] for p in present)
-                common = {k: v for k, v in first.items() if all(k in one and alike(one[k], v) for one in others)}
+            whole = present and (slotted or len(present) == len(members))
+            common = shared([self.values[p.name] for p in present]) if whole else {}
             group.state |= common
             for parameter in present:
                 own = self.values[parameter.name]

@@ -43,7 +43,7 @@ from zckpt.formats.universal.directory import (
     parameter_file,
 )
 from zckpt.formats.universal.folders import Folders, Slices, folders
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Scalar, Slot, dict_of, without
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
 
@@ -220,7 +220,10 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
     tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
     if zero3_hindrance(checkpoint, folders) is None:
         step = value_node(_one_step(checkpoint))
-        tree["optimizer_state_dict"] = {"state": {0: {STEP_STEM: step}}, "param_groups": [_group(_shared(groups), [])]}
+        tree["optimizer_state_dict"] = {
+            "state": {0: {STEP_STEM: step}},
+            "param_groups": [_group(shared([group.hyperparameters for group in groups]), [])],
+        }
     tree[KEY] = _rest(checkpoint, folders)
     return tree
 
@@ -243,10 +246,9 @@ def _one_step(checkpoint: Checkpoint) -> object:
     return steps[0] if steps and all(step is not None and same(step, steps[0]) for step in steps) else None
 
 
-def _shared(groups: Sequence[ParamGroup]) -> dict[str, object]:
-    """Return the hyperparameters that are the same in all groups."""
-    first, *others = (group.hyperparameters for group in groups)
-    return {key: value for key, value in first.items() if all(key in o and alike(o[key], value) for o in others)}
+def shared(several: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the values that are the same in all of several."""
+    return {k: v for k, v in several[0].items() if all(k in one and alike(one[k], v) for one in several[1:])}
 
 
 def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str, object]:

@@ -98,7 +98,7 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     )
     if any(topology.ep % degree for degree in degrees):
         raise UnsupportedError(
-            f"experts over {listed([str(degree) for degree in degrees])} ranks, which DeepSpeed loads wrongly "
+            f"experts over {listed(degrees)} ranks, which DeepSpeed loads wrongly "
             f"without ZeRO: each rank takes the file of its number among {topology.ep}, which has other experts",
             advice="`zckpt convert --to deepspeed --stage` writes it for ZeRO, with a file for each rank",
         )
