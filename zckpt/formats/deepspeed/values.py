@@ -40,11 +40,11 @@ from zckpt.state import (
     Duplicate,
     Extent,
     Parameter,
-    Scalar,
     Shape,
     Slot,
     Span,
     dict_of,
+    number_of,
 )
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
@@ -148,7 +148,7 @@ def own_keys(members: Sequence[OptimizerShard], firsts: Sequence[OptimizerShard]
             sizes = {one.masters[index].numel for one in members if index < len(one.masters)} - {0, 1}
             for key in {key for state in states for key in state} - FOLLOWS_FROM_STEPS - found:
                 held = [state[key] for state in states if key in state]
-                values = [_plain(value) for value in held]
+                values = [plain(number_of(value)) for value in held]
                 told = values[0][0] if isinstance(values[0], (list, tuple)) and len(values[0]) == 1 else values[0]
                 if len({repr(value) for value in values}) > 1 or (files is members and (
                     key in OF_ONE_RANK
@@ -169,9 +169,11 @@ def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozense
         if _has_tensors(value):
             mine = FromFile.of(first.file, value)
             return not all(key in its and is_same(mine, FromFile.of(one.file, its[key])) for one, its in others)
-        kept = type(value), repr(_plain(value))
+        kept = type(value), repr(plain(number_of(value)))
         return key in OF_ONE_RANK_IN_GROUPS and any(
-            (type(its.get(key)), repr(_plain(its.get(key)))) != kept for _, its in others if its.get(key) is not value
+            (type(its.get(key)), repr(plain(number_of(its.get(key))))) != kept
+            for _, its in others
+            if its.get(key) is not value
         )
 
     return frozenset(key for key, value in first.groups[index].items() if differs(key, value))
@@ -190,10 +192,6 @@ def _has_float(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_has_float, value.values()))
     return any(map(_has_float, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, float)
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Scalar) else plain(value)
 
 
 def copies_of(

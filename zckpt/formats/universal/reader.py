@@ -36,6 +36,7 @@ from zckpt.formats.deepspeed.values import (
     keep_others,
     weight_in,
 )
+from zckpt.formats.latest import is_name
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
@@ -286,7 +287,7 @@ class _Reading:
         made, extra = (as_mapping(rest.get(key, {})) for key in ("made", "values"))
         without_master = set(as_names(rest.get("without_master", [])))
         for index, name in ((i, name) for i, group in enumerate(checkpoint.param_groups) for name in group.parameters):
-            if not _is_folder(name):
+            if not is_name(name):
                 raise DamagedFileError("a parameter's name leads elsewhere", found=repr(name[:80]))
             stored = self._stored(name)
             parameter = checkpoint.parameters[name] = self._trained(name, stored)
@@ -388,7 +389,7 @@ class _Reading:
                 ((model, tensor),) = holders
                 copy = weight_in(tensor, model.path)
                 checkpoint.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
-            if one.group is not None or not _is_folder(name):
+            if one.group is not None or not is_name(name):
                 continue
             if not (self.folder / name / f"{MASTER_STEM}{SUFFIX}").is_file():
                 continue
@@ -461,7 +462,3 @@ class _Reading:
 
 _FILLED = tuple(Rule(where, IMPLIED, "filled in for DeepSpeed's loaders", tensors=True) for where in ((), ("param",)))
 """Of a file that DeepSpeed's loaders need and the source did not have: it means nothing."""
-
-
-def _is_folder(name: str) -> bool:
-    return not ("/" in name or "\0" in name or name in ("", ".", ".."))
