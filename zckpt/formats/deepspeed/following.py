@@ -69,13 +69,9 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     if re.fullmatch(r"param_groups\[\d+\]\.name", key):
         return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
     if match := re.fullmatch(r"param_groups\[(\d+)\]\.params", key):
-        return _are_of_experts(int(match[1]), a, b)
+        # The same experts, which come expert rank by expert rank, over other ranks.
+        mine, its = (dict(enumerate(one.param_groups)).get(int(match[1])) for one in sides)
+        if mine is None or its is None or a.topology.ep == b.topology.ep:
+            return False
+        return sorted(mine.parameters) == sorted(its.parameters) and all(map(is_expert, mine.parameters))
     return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
-
-
-def _are_of_experts(group: int, a: Checkpoint, b: Checkpoint) -> bool:
-    """Tell whether a group has the same experts, which come expert rank by expert rank, over other ranks."""
-    if a.topology.ep == b.topology.ep or max(len(a.param_groups), len(b.param_groups)) <= group:
-        return False
-    names = [one.param_groups[group].parameters for one in (a, b)]
-    return sorted(names[0]) == sorted(names[1]) and all(map(is_expert, names[0]))

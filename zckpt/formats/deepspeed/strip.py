@@ -120,7 +120,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         files.append(rewrite(path, shard.name, partial(edit, shard), unreferenced=request.unreferenced))
         if (written := files[-1].file) is not None and not written.literals:
             unchanged.add(tree)
-    beside, left_out = [], []
+    beside, left_out = list[tuple[str, Path]](), list[str]()
     if source.resolve() != directory.path.resolve():
         beside, left_out = beside_tag(source, directory.path)
     if left_out:

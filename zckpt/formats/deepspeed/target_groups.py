@@ -135,8 +135,15 @@ def dealt(
                     found=degree,
                     advice="choose another --expert-parallel-size",
                 )
-            if stage == 3 and degree != source:
-                _check_size(_numels(state, auto, bundle[0].values.parameters, min(degree, source)))
+            numels = _numels(state, auto, bundle[0].values.parameters, min(degree, source))
+            if stage == 3 and degree != source and sum(numels) > EXPERT_GROUP_NUMEL:  # with zero.Init it stays one
+                raise UnsupportedError(
+                    "at another expert-parallel size, a param group of experts this large may become several, "
+                    "depending on how the model was created",
+                    expected=f"at most {EXPERT_GROUP_NUMEL} elements of one rank, or no --expert-parallel-size",
+                    found=sum(numels),
+                    advice="`zckpt convert --to dcp` or zckpt keeps them whole",
+                )
         for values, ranks in _spread(bundle, degree, state, auto):
             yield number, values, ranks, degree
             number += 1
@@ -178,18 +185,6 @@ def _bundles(groups: Iterable[_Group], *, apart: bool) -> Iterator[list[_Group]]
         bundle.append(group)
     if bundle:
         yield bundle
-
-
-def _check_size(numels: Sequence[int]) -> None:
-    """Raise where a rank's experts are so large that they may make several groups: with zero.Init they do not."""
-    if sum(numels) > EXPERT_GROUP_NUMEL:
-        raise UnsupportedError(
-            "at another expert-parallel size, a param group of experts this large may become several, depending on "
-            "how the model was created",
-            expected=f"at most {EXPERT_GROUP_NUMEL} elements of one rank, or no --expert-parallel-size",
-            found=sum(numels),
-            advice="`zckpt convert --to dcp` or zckpt keeps them whole",
-        )
 
 
 def _spread(

@@ -191,7 +191,10 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
         weights.update(_views(group, columns=target.transposed))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
         if name in mp.buffers:
-            slot = _buffer(target, mp, source, name)
+            slot, own = mp.buffers[name].slots[WEIGHT], source.module.get(name)
+            # Under ZeRO-3 every rank has written its own, and they may differ.
+            if target.stage == 3 and source is not mp.model and own is not None and own.shape == slot.shape:
+                slot = slot_of(WEIGHT, own, source.path)
             module[name] = SlotTensor(slot, slot.dtype, name)
         elif name in mp.parameters and (name in source.module or not (is_expert(name) or name in elsewhere)):
             owner = mp.owner(name)
@@ -209,15 +212,6 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
     return module
-
-
-def _buffer(target: Target, mp: Rank, source: ModelShard, name: str) -> Slot:
-    """Return a buffer; under ZeRO-3 every rank has written its own, and they may differ."""
-    slot = mp.buffers[name].slots[WEIGHT]
-    own = source.module.get(name)
-    if target.stage == 3 and source is not mp.model and own is not None and own.shape == slot.shape:
-        return slot_of(WEIGHT, own, source.path)
-    return slot
 
 
 def single(target: Target, parameter: Parameter) -> Tensor:

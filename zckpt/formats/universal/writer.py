@@ -224,7 +224,18 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
             "state": {0: {STEP_STEM: step}},
             "param_groups": [_group(shared([group.hyperparameters for group in groups]), [])],
         }
-    tree[KEY] = _rest(checkpoint, folders)
+    trained = [p for p in checkpoint.parameters.values() if p.group is not None]
+    tree[KEY] = {  # what neither the folders nor the rest of DeepSpeed's files can hold
+        **remainder(checkpoint),
+        "metadata": {key: value for key, value in checkpoint.metadata.items() if key in STRUCTURE},
+        "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
+        "masters": False,
+        "without_master": [p.name for p in trained if MASTER not in p.slots],
+        "groups": [list(group.parameters) for group in groups],
+        "filled_in": list(filled_in(checkpoint)),
+        "made": folders.filled,
+        "values": folders.values,
+    }
     return tree
 
 
@@ -253,19 +264,3 @@ def shared(several: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str, object]:
     return {**{key: value_node(value) for key, value in hyperparameters.items()}, "params": params}
-
-
-def _rest(checkpoint: Checkpoint, folders: Folders) -> dict[str, object]:
-    """Return what neither the folders nor the rest of DeepSpeed's files can hold."""
-    trained = [p for p in checkpoint.parameters.values() if p.group is not None]
-    return {
-        **remainder(checkpoint),
-        "metadata": {key: value for key, value in checkpoint.metadata.items() if key in STRUCTURE},
-        "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
-        "masters": False,
-        "without_master": [p.name for p in trained if MASTER not in p.slots],
-        "groups": [list(group.parameters) for group in checkpoint.param_groups],
-        "filled_in": list(filled_in(checkpoint)),
-        "made": folders.filled,
-        "values": folders.values,
-    }

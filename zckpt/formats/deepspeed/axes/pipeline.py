@@ -13,7 +13,7 @@ and numbers the layers of experts by itself. Every stage has such layers: DeepSp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
 from zckpt.formats.deepspeed.origin import Rank, gathered
 from zckpt.formats.deepspeed.ranks import check_stages_alike
-from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, mapped_numels, weights_of
+from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Shapes, Weights, mapped_numels, weights_of
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import ParamGroup, Shape, Slot
 from zckpt.torchfile import Digests, TorchFile
@@ -188,27 +188,24 @@ def with_shapes(
                 if (shard.mp_rank or 0) == model.mp_rank % tp
                 for key, slot in weights_of(file).items()
             }
-            shapes = [
-                {name: _shape_of(name, numel, weights) for name, numel in mapped_numels(members, index).items()}
-                for index in range(len(members[0].masters))
-            ]
+            shapes: list[Shapes] = []
+            for index in range(len(members[0].masters)):
+                shapes.append({})
+                for name, numel in mapped_numels(members, index).items():
+                    fitting, key = {weights[name]} if name in weights else set[Shape](), within(name)
+                    if not fitting:
+                        of_key = {shape for n, shape in weights.items() if n.partition(".")[2] == key}
+                        fitting = {shape for shape in of_key if math.prod(shape) == numel}
+                    if len(fitting) != 1:
+                        raise UnsupportedError(
+                            f"the shape of {name} is unknown",
+                            expected=f"one weight {key} of {numel} elements in the layer files",
+                            found=", ".join(map(str, sorted(fitting))) or "none",
+                        )
+                    (shapes[-1][name],) = fitting
             model = replace(model, param_shapes=shapes)  # noqa: PLW2901
         found.append(model)
     return found
-
-
-def _shape_of(name: str, numel: int, weights: Mapping[str, Shape]) -> Shape:
-    if name in weights:
-        return weights[name]
-    key = within(name)
-    fitting = {shape for n, shape in weights.items() if n.partition(".")[2] == key and math.prod(shape) == numel}
-    if len(fitting) != 1:
-        raise UnsupportedError(
-            f"the shape of {name} is unknown",
-            expected=f"one weight {key} of {numel} elements in the layer files",
-            found=", ".join(map(str, sorted(fitting))) or "none",
-        )
-    return fitting.pop()
 
 
 def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> dict[str, str]:

@@ -33,14 +33,13 @@ from zckpt.formats.deepspeed.axes.tp_rules import (
     SLICED,
     Rule,
     Rules,
-    info_for,
 )
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases
 from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices
 from zckpt.formats.deepspeed.values import copies_of, viewed
-from zckpt.state import MASTER, Checkpoint, Duplicate, PaddingSpan, Parameter, Slot
+from zckpt.state import MASTER, Checkpoint, Duplicate, PaddingSpan, Parameter, Slot, list_of
 from zckpt.state.views import concat, narrow, placed
 from zckpt.torchfile import plain
 
@@ -400,7 +399,22 @@ def written_rules(
         for name, p in of_stage[0].parameters.items()
         if of_vocabulary.is_vocabulary(name) and p.shape
     }
-    written = info_for(node, rows.pop() if len(rows) == 1 else None, degree)
+    written = {**node}
+    if len(rows) == 1 and "padded_vocab_size" in node:
+        written["padded_vocab_size"] = rows.pop()
+    if isinstance(widths := node.get("sub_param_shard_widths"), Mapping):  # an equal share for each rank
+        written["sub_param_shard_widths"] = {
+            pattern: [[sum(n for n in list_of(sub) if type(n) is int) // degree] * degree for sub in list_of(subs)]
+            for pattern, subs in widths.items()
+        }
+    subs_of = node.get("parameter_with_sub_params")
+    if isinstance(subs_of, (list, tuple)):  # DeepSpeed reads sizes that are tuples, which JSON does not have
+        written["parameter_with_sub_params"] = [
+            {**rule, "shape": tuple(tuple(n) if isinstance(n, list) else n for n in rule["shape"])}
+            if isinstance(rule, Mapping) and isinstance(rule.get("shape"), (list, tuple))
+            else rule
+            for rule in subs_of
+        ]
     if AFFINE_KEY in written:
         names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].parameters)
         written[AFFINE_KEY] = origin.slicing.maps_for(list(names), degree)

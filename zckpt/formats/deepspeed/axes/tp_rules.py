@@ -596,32 +596,3 @@ def check_rules(info: Mapping[str, object], path: str) -> None:
         Rules(info, path)
     except SourceError as error:
         raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
-
-
-def info_for(info: Mapping[str, object], rows: int | None, degree: int) -> dict[str, object]:
-    """Return rules that are true of another tensor-parallel degree.
-
-    Parameters
-    ----------
-    info : mapping
-        `universal_checkpoint_info`, as a file's tree or a JSON document has it.
-    rows : int or None
-        Rows of the vocabularies with their padding, if all have the same number.
-    """
-    changed = {**info}
-    if rows is not None and "padded_vocab_size" in info:
-        changed["padded_vocab_size"] = rows
-    if isinstance(widths := info.get("sub_param_shard_widths"), Mapping):  # an equal share for each rank
-        changed["sub_param_shard_widths"] = {
-            pattern: [[sum(n for n in list_of(sub) if type(n) is int) // degree] * degree for sub in list_of(subs)]
-            for pattern, subs in widths.items()
-        }
-    rules = info.get("parameter_with_sub_params")
-    if isinstance(rules, (list, tuple)):  # DeepSpeed reads sizes that are tuples, which JSON does not have
-        changed["parameter_with_sub_params"] = [
-            {**rule, "shape": tuple(tuple(n) if isinstance(n, list) else n for n in rule["shape"])}
-            if isinstance(rule, Mapping) and isinstance(rule.get("shape"), (list, tuple))
-            else rule
-            for rule in rules
-        ]
-    return changed
