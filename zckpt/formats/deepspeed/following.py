@@ -70,8 +70,6 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
         return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
     if match := re.fullmatch(r"param_groups\[(\d+)\]\.params", key):
         # The same experts, which come expert rank by expert rank, over other ranks.
-        mine, its = (dict(enumerate(one.param_groups)).get(int(match[1])) for one in sides)
-        if mine is None or its is None or a.topology.ep == b.topology.ep:
-            return False
-        return sorted(mine.parameters) == sorted(its.parameters) and all(map(is_expert, mine.parameters))
+        mine, its = (one.param_groups[int(match[1])].parameters for one in sides)
+        return a.topology.ep != b.topology.ep and sorted(mine) == sorted(its) and all(map(is_expert, mine))
     return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
