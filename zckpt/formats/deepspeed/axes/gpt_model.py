@@ -97,7 +97,7 @@ def known_rules(
     if info is None and not all(any(re.match(one, name) for one in every) for name in free):
         return None
     if sliced:
-        _refuse_unknown_order(content, info, shapes, path)
+        check_degree(content, info, shapes, 1, path)
     if arguments is None:
         return info
     found: dict[str, object] = dict(info or {})
@@ -153,18 +153,6 @@ def unknown_order(
     return next((name for name in _without_rule(info, every, path) if re.match(_ATTENTION, name)), None)
 
 
-def _refuse_unknown_order(
-    content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], path: str
-) -> None:
-    first = unknown_order(content, info, names, path)
-    if first is not None:
-        raise UnsupportedError(
-            f"the order of queries, keys and values in the slices of {first} is unknown",
-            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file",
-            advice="give --tp-rules FILE: parameter_with_sub_params, if each rank has them end to end",
-        )
-
-
 def check_degree(
     content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], degree: int, path: str
 ) -> None:
@@ -183,7 +171,13 @@ def check_degree(
         It is not known, or a head would be on two ranks.
     """
     every, known = list(names), arguments_in(content)
-    _refuse_unknown_order(content, info, every, path)
+    first = unknown_order(content, info, every, path)
+    if first is not None:
+        raise UnsupportedError(
+            f"the order of queries, keys and values in the slices of {first} is unknown",
+            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file",
+            advice="give --tp-rules FILE: parameter_with_sub_params, if each rank has them end to end",
+        )
     if known is None or _shares_keys(known) or not is_gpt(every):
         return
     for key in ("num_attention_heads", "num_key_value_heads"):

@@ -325,7 +325,9 @@ def stages_of(
     (stages,) = found.values()
     trained = (f"{TIED}{layer}." if isinstance(layer, str) else f"{layer}." for layer in seen.weights)
     empty = sorted(set(range(len(stages.bounds) - 1)).difference(*map(stages.of, trained)))
-    if empty and not origin.is_plain:
+    # Torch's optimizer steps by itself, in float32 and without ZeRO: it may have nothing in a stage.
+    is_plain = not origin.members and all("param_groups" in (one.model.optimizer or {}) for one in origin.ranks)
+    if empty and not is_plain:
         raise UsageError(
             f"stage {empty[0]} would have nothing to train, and DeepSpeed's ZeRO and 16-bit optimizers then raise",
             expected="parameters in each stage", found=str(stages),
