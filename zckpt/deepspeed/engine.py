@@ -17,7 +17,7 @@ from zckpt.engine.tensors import dtype_name
 from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, about, listed
 from zckpt.formats.deepspeed.in_place import Pipeline, Training
 from zckpt.formats.deepspeed.target import Unpartitioned
-from zckpt.formats.deepspeed.trees import FUSED, PLAIN, UNFUSED
+from zckpt.formats.deepspeed.trees import PLAIN, form_of
 from zckpt.optim.states.by_parameter import owner_of
 from zckpt.optim.states.expected import check_keys
 from zckpt.state import MASTER, WEIGHT, Checkpoint, without
@@ -235,17 +235,14 @@ def training_of(engine: Any) -> Training:
 def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]]:
     """Return the form in which a stage-0 optimizer takes its state, its parameters, and its own loss scaling."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_groups_flat"):
-        form, numbered = FUSED, optimizer.fp16_groups
-    elif hasattr(optimizer, "fp32_groups"):
-        form, numbered = UNFUSED, optimizer.fp16_groups
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        return PLAIN, [group["params"] for group in optimizer.param_groups], {}
-    else:
-        raise UnsupportedError(
-            "a stage-0 engine with this optimizer is not supported",
-            found=type(optimizer).__name__,
-            expected="one of torch, FP16_Optimizer or FP16_UnfusedOptimizer",
-        )
-    plain = (bool, int, float, type(None))
-    return form, numbered, {key: value for key, value in optimizer.state_dict().items() if isinstance(value, plain)}
+    form, plain = form_of(vars(optimizer)), (bool, int, float, type(None))  # whose attributes are called as keys are
+    if form != PLAIN:
+        scaling = {key: value for key, value in optimizer.state_dict().items() if isinstance(value, plain)}
+        return form, optimizer.fp16_groups, scaling
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return form, [group["params"] for group in optimizer.param_groups], {}
+    raise UnsupportedError(
+        "a stage-0 engine with this optimizer is not supported",
+        found=type(optimizer).__name__,
+        expected="one of torch, FP16_Optimizer or FP16_UnfusedOptimizer",
+    )

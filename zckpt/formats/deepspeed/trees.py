@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zckpt.formats.deepspeed.axes.auto_ep import Places, auto_experts, auto_layers, listed_layers
 from zckpt.formats.deepspeed.axes.experts import is_expert, numbers_of_experts
@@ -467,8 +467,8 @@ def _contents(
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 
 
-def form_of(held: Mapping[object, object]) -> str:
-    """Return the form of what a model file holds of an optimizer."""
+def form_of(held: Mapping[Any, object]) -> str:
+    """Return the form of what a model file holds of an optimizer, or of the attributes of an engine's."""
     return FUSED if "fp32_groups_flat" in held else UNFUSED if "fp32_groups" in held else PLAIN
 
 

@@ -108,17 +108,15 @@ FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
 OF_ONE_RANK = frozenset({"RMS", "trust_ratio", "weight_norm", "adam_norm"})
 """Single values that are each rank's own even where they happen to be equal."""
 
-OF_ONE_RANK_IN_GROUPS = frozenset({
-    "d", "d_max", "d_hat", "d_numerator", "d_denom", "d_de_nom", "numerator_weighted", "gsq_weighted", "sk_sq_weighted",
-    "sk_l1", "sksq_weighted", "skl1", "g0_norm",
-})  # fmt: skip
-"""Values in param groups that may be each rank's own: estimates of Prodigy and D-Adaptation (prodigyopt 1.1,
-pytorch_optimizer 4.1, dadaptation 3.2)."""
-
 SUMS_IN_GROUPS = frozenset({
     "d_numerator", "numerator_weighted", "gsq_weighted", "sk_sq_weighted", "sk_l1", "sksq_weighted", "skl1", "g0_norm",
 })  # fmt: skip
-"""Of these, sums over a rank's elements that grow from step to step, and norms: what they are of fewer is not known."""
+"""Values in param groups that may be each rank's own: estimates of Prodigy and D-Adaptation (prodigyopt 1.1,
+pytorch_optimizer 4.1, dadaptation 3.2). These are sums over a rank's elements that grow from step to step, and norms:
+what they are of fewer is not known."""
+
+OF_ONE_RANK_IN_GROUPS = SUMS_IN_GROUPS | {"d", "d_max", "d_hat", "d_denom", "d_de_nom"}
+"""All of them."""
 
 _QUANTISED = frozenset(
     {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2"}
