@@ -44,7 +44,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, S
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
 from zckpt.storage.files import entries_of
-from zckpt.torchfile import Global, Object, Tensor, TorchFile
+from zckpt.torchfile import Global, Object, Tensor
 
 EXPERT_KEY = "is_expert_param"
 COUNT_KEY = "ep_num_experts"
@@ -126,32 +126,26 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
         if shape is None:
             raise error
         found.tensors[MASTER] = Stored(tensor_of("float32", shape), stand_in(error, master), False, False)
-    for name in names:
-        file = reader.read(folder / name)
+    for stem in (name.removesuffix(SUFFIX) for name in names):
+        file = reader.read(folder / (stem + SUFFIX))
         found.files.append(describe(file, "optimizer", rules=_RULES, known=known))
-        _read_file(found, name.removesuffix(SUFFIX), file)
+        root, path, content = file.root, file.path, dict_of(file.root)
+        if stem in (WEIGHT, MASTER):
+            raise UnsupportedError(f"a slot is named {stem!r}, which has another meaning", path=path)
+        if stem == STEP_STEM and isinstance(root, (int, float)):
+            found.values[stem] = root
+            continue
+        tensor = root if isinstance(root, Tensor) else content.get("param")
+        if not isinstance(tensor, Tensor):
+            raise DamagedFileError("unexpected content", path=path, found=type(root).__name__,
+                                   expected="a tensor, or a dict that has one as `param`")  # fmt: skip
+        if stem == STEP_STEM and tensor.shape == ():
+            (found.values[stem],) = read_scalars(path, [tensor])
+            continue
+        stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor)
+        key = MASTER if stem == MASTER_STEM else stem
+        found.tensors[key] = Stored(tensor, path, isinstance(root, Tensor), stripped, experts)
     return found
-
-
-def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
-    root, path = file.root, file.path
-    if stem in (WEIGHT, MASTER):
-        raise UnsupportedError(f"a slot is named {stem!r}, which has another meaning", path=path)
-    if stem == STEP_STEM and isinstance(root, (int, float)):
-        found.values[stem] = root
-        return
-    flat = isinstance(root, Tensor)
-    tensor = root if isinstance(root, Tensor) else dict_of(root).get("param")
-    if not isinstance(tensor, Tensor):
-        raise DamagedFileError("unexpected content", path=path, expected="a tensor, or a dict that has one as `param`",
-                               found=type(root).__name__)  # fmt: skip
-    content = dict_of(root)
-    if stem == STEP_STEM and tensor.shape == ():
-        (found.values[stem],) = read_scalars(path, [tensor])
-        return
-    name = MASTER if stem == MASTER_STEM else stem
-    stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor)
-    found.tensors[name] = Stored(tensor, path, flat, stripped, experts)
 
 
 def _experts(content: Mapping[object, object], tensor: Tensor) -> int | None:
