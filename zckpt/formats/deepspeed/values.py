@@ -69,10 +69,11 @@ MODEL_RULES = (
 """Of a model file: `module`, the shards of frozen parameters and the client's keys need no rule."""
 
 _Z = "optimizer_state_dict"
-_CUT = (
+CUT_KEYS = (
     "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings", "ds_version",
     "ds_zero_partition_groups", "fp32_flat_groups", "single_partition_of_fp32_groups",
 )  # fmt: skip
+"""Of an optimizer file: how its state is cut."""
 
 
 @cache
@@ -96,7 +97,7 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
         Rule((_Z, "base_optimizer_state", "#", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
         Rule((_Z, "optimizer_state_dict", "state", "#", "*", "**"), STATE, "single values of a group"),
-        *implied("how the state is cut", *_CUT, where=[_Z]),
+        *implied("how the state is cut", *CUT_KEYS, where=[_Z]),
         Rule(("ds_version",), IMPLIED, OF_THE_RUN),
         Rule(("ds_config", "**"), COPY, "the configuration, which the model file has"),
     )

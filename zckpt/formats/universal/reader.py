@@ -28,6 +28,7 @@ from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_extra
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_models, section
 from zckpt.formats.deepspeed.values import (
+    CUT_KEYS,
     MODEL_RULES,
     OF_THE_RUN,
     copies_of,
@@ -65,11 +66,6 @@ from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.storage.files import entries_of
 from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
 
-CUT_KEYS = OWN_KEYS | {
-    "group_paddings", "param_alignment_paddings", "partition_count", "fp32_flat_groups", "ds_zero_partition_groups",
-}  # fmt: skip
-"""Keys of DeepSpeed's optimizer file that say how the source was cut."""
-
 OPTIMIZER_RULES = (
     *optimizer_rules(),
     *optimizer_rules("optimizer_state_dict")[1:],
@@ -79,7 +75,7 @@ OPTIMIZER_RULES = (
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
     *(Rule((*where, "**"), IMPLIED, "the first rank's share of the folders' contents", tensors=True)
       for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
-    *implied("how the state is cut", *sorted(CUT_KEYS - OWN_KEYS)),
+    *implied("how the state is cut", *(key for key in CUT_KEYS if key not in OWN_KEYS)),
     *implied(OF_THE_RUN, "zero_stage", "ds_version"),
 )  # fmt: skip
 """Of the values in `optimizer_state.pt`."""
@@ -446,7 +442,7 @@ class _Reading:
             if key not in STRUCTURE and key not in filled_in and (rest or value is not None or key not in MODEL_KEYS)
         }
         checkpoint.optimizer_metadata |= {
-            str(key): carried(file, value) for key, value in self.content.items() if key not in CUT_KEYS
+            str(key): carried(file, value) for key, value in without(self.content, *OWN_KEYS, *CUT_KEYS).items()
         }
 
     def warn(self) -> None:

@@ -25,6 +25,7 @@ from zckpt.formats.deepspeed.axes.auto_ep import expert_counts
 from zckpt.formats.deepspeed.axes.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.axes.gpt_model import arguments_in, unknown_order
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.foreign import NONE_IF_ABSENT, VERSION
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.shards import STRUCTURE_KEYS, section
 from zckpt.formats.deepspeed.trees import shapes_of
@@ -46,9 +47,6 @@ from zckpt.formats.universal.folders import Folders, Slices, folders
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
-
-DEEPSPEED_VERSION = "0.19.8"
-"""The version whose form this is, where the source is not DeepSpeed's."""
 
 UNIVERSAL_VERSION = 0.2
 """Of `universal_checkpoint_info`, where the source has none: rules for equal slices, of which there are none."""
@@ -157,9 +155,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
 def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what DeepSpeed's loaders look for and the source does not have."""
     needed: dict[str, object] = {
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
+        **dict.fromkeys(NONE_IF_ABSENT),
         "skipped_steps": 0,
         "global_steps": checkpoint.step or 0,
         "ds_config": {},
@@ -188,7 +184,7 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
         **without(checkpoint.metadata, *STRUCTURE),
         "dp_world_size": checkpoint.topology.dp,
         "mp_world_size": 1,
-        "ds_version": version or DEEPSPEED_VERSION,
+        "ds_version": version or VERSION,
     }
 
 
@@ -216,7 +212,7 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
     tree: dict[str, object] = {**carried}
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage
-    tree["ds_version"] = version or DEEPSPEED_VERSION
+    tree["ds_version"] = version or VERSION
     tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
     if zero3_hindrance(checkpoint, folders) is None:
         step = value_node(_one_step(checkpoint))
