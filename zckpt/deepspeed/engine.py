@@ -237,7 +237,7 @@ def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]
     optimizer = engine.optimizer
     form, plain = form_of(vars(optimizer)), (bool, int, float, type(None))  # whose attributes are called as keys are
     if form != PLAIN:
-        scaling = {key: value for key, value in optimizer.state_dict().items() if isinstance(value, plain)}
+        scaling: dict[str, object] = {k: v for k, v in optimizer.state_dict().items() if isinstance(v, plain)}
         return form, optimizer.fp16_groups, scaling
     if isinstance(optimizer, torch.optim.Optimizer):
         return form, [group["params"] for group in optimizer.param_groups], {}
