@@ -317,18 +317,12 @@ class Slices:
         elif kind == TWO:
             keys["param_n_sub_params"] = 2
         elif kind == SUB and dim < len(parameter.shape):
-            keys = {"sub_param_shape": self._sub_params(pattern, dim, sizes, parameter.shape)}
+            # DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones.
+            rule = next(one for one in self.info["parameter_with_sub_params"] if pattern in one["patterns"])
+            shape = [tuple(n) if isinstance(n, list) else n for n in rule["shape"]]
+            shape += parameter.shape[len(shape) :]  # DeepSpeed views the whole as it
+            if isinstance(sizes, int) and sizes > 0:
+                shape[dim] = (parameter.shape[dim] // sizes,) * sizes
+            state = {"patterns": list(rule["patterns"]), "shape": tuple(shape), "partition_dim": dim}
+            keys = {"sub_param_shape": Object(_SUB_PARAM_SHAPE, how="newobj", state=state, has_state=True)}
         return keys | ({"vocab_tensor": True} if self.rules.is_vocabulary(parameter.name) else {})
-
-    def _sub_params(self, pattern: str, dim: int, sizes: object, whole: Shape) -> Object:
-        """Return DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones."""
-        rule = next(one for one in self.info["parameter_with_sub_params"] if pattern in one["patterns"])
-        shape = [tuple(n) if isinstance(n, list) else n for n in rule["shape"]]
-        shape += whole[len(shape) :]  # DeepSpeed views the whole as it
-        shape[dim] = (whole[dim] // sizes,) * sizes if isinstance(sizes, int) and sizes > 0 else shape[dim]
-        state: dict[object, object] = {
-            "patterns": list(rule["patterns"]),
-            "shape": tuple(shape),
-            "partition_dim": dim,
-        }
-        return Object(_SUB_PARAM_SHAPE, how="newobj", state=state, has_state=True)
