@@ -51,9 +51,14 @@ _OF_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_para
 def model_tree(target: Target, mp: Rank, rank: int) -> object:
     """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
     source = carried_from(mp, rank)
+    groups = [part.parameters for part in target.parts(mp)]  # under ZeRO-3 sub-groups
+    if target.stage != 3 and target.transposed:
+        groups = [[transposed(p) for p in parameters] for parameters in groups]
+    first = dict_of(next(iter(list_of(mp.model.content.get("param_shapes"))), None))
+    tuples = any(type(shape) is tuple for shape in first.values())  # where the source has plain ones
     written = {
         "module": None if is_filed(target) else _module(target, mp, source),
-        "param_shapes": _param_shapes(target, mp),
+        "param_shapes": [shapes_of(parameters, tuples=tuples) for parameters in groups],
         "shared_params": _shared(source, mp, rank),
         "dp_world_size": target.world_size,
         "mp_world_size": len(target.ranks),
@@ -149,17 +154,6 @@ def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
     if listed == {} and first and source is mp.model:  # some writers leave it empty where parameters are tied
         return mp.aliases
     return listed if first or listed is None or source is not mp.model else {}
-
-
-def _param_shapes(target: Target, mp: Rank) -> list[OrderedMapping]:
-    """Return shapes by group, under ZeRO-3 by sub-group; plain tuples where the source has those."""
-    old = mp.model.content.get("param_shapes")
-    first = dict_of(next(iter(list_of(old)), None))
-    groups = [part.parameters for part in target.parts(mp)]
-    if target.stage != 3 and target.transposed:
-        groups = [[transposed(p) for p in parameters] for parameters in groups]
-    tuples = any(type(shape) is tuple for shape in first.values())
-    return [shapes_of(parameters, tuples=tuples) for parameters in groups]
 
 
 def shapes_of(parameters: Iterable[Parameter], *, tuples: bool = False) -> OrderedMapping:
