@@ -16,7 +16,7 @@ from tests.gloo import WorkerError
 from tests.interop.test_universal import converted_by_deepspeed
 from tests.pairwise import some
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.formats.deepspeed.axes.auto_ep import layers_for
+from zckpt.formats.deepspeed.axes.auto_ep import KEY, listed_layers
 from zckpt.formats.deepspeed.target_groups import EXPERT_GROUP_NUMEL, expert_groups
 
 pytestmark = pytest.mark.interop
@@ -234,7 +234,8 @@ def test_layers_are_listed_as_deepspeed_lists_them(made, tmp_path):
     )
     for key in ("ds_autoep_layers", "universal_checkpoint_info", "param_shapes"):
         assert old[key] == new[key]
-    (layer, _) = layers_for(old["ds_autoep_layers"], {"model.layers.0.mlp.experts": (4, 0, 0)}, 8)
+    (model, *_) = zckpt.open(folder).origin.ranks[0].model_files
+    (layer, _) = listed_layers(model, {"model.layers.0.mlp.experts": (4, 0, 0)}, 8)[KEY]
     assert isinstance(layer, dict)
     assert (layer["num_local_experts"], layer["expert_data_parallel_world_size"]) == (1, 2)
     assert [one["experts"] for one in layer["expert_placement"]["ranks"]] == [[0], [1], [2], [3]]

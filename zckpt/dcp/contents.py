@@ -7,6 +7,7 @@ and what each has told it: a `Part`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,13 +89,6 @@ def contents(source: str, found: Found, paths: Paths) -> Contents:
     return Contents(checkpoint, slots, lost)
 
 
-def single_numbers(source: str, found: Found, paths: Paths) -> set[str]:
-    """Return the keys of an optimizer's 0-d tensors, such as steps."""
-    optimizers = find_optimizers(_tree(source, found, paths))
-    items = (item for part in optimizers for item in leaves(part.node))
-    return {item.key for item in items if isinstance(item, TensorItem) and not item.shape}
-
-
 def tie(checkpoint: Checkpoint, first: str, other: str) -> None:
     """Make one parameter another name of one that has the same weight; the optimizer's, if it has one, is the owner."""
     owner, alias = checkpoint.parameters[first], checkpoint.parameters[other]
@@ -148,16 +142,22 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
     Raises UnsupportedError: the planner is not torch's own, or a class of it; a sharded tensor that is neither the
     model's nor the optimizer's; something that only a pickle could hold.
     """
-    local = _Local(planner, source)
-    part = Part(tied=local.tied)
+    state: Mapping[str, Any] | None = getattr(planner, "state_dict", None)
+    look_up: Callable[[MetadataIndex], object] | None = getattr(planner, "lookup_object", None)
+    if state is None or look_up is None:
+        raise UnsupportedError(
+            f"the planner is a {type(planner).__name__}", path=source, expected="a DefaultSavePlanner"
+        )
+    slots, numbers = _own(state, getattr(planner, "mappings", {}), source)
+    part = Part(tied=_tied(state, slots))
     held: list[tuple[Piece, torch.Tensor]] = []
     for item in plan.items:
         key = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            part.values[key] = local.look_up(item.index)
-        elif key in local.numbers:
-            part.values[key] = local.numbers[key]
-        elif key not in local.found.slots:
+            part.values[key] = look_up(item.index)
+        elif key in numbers:
+            part.values[key] = numbers[key]
+        elif key not in slots:
             if item.type == WriteItemType.SHARD:
                 raise UnsupportedError(
                     f"{key} is sharded, but belongs to neither the model nor the optimizer",
@@ -171,7 +171,7 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
                 continue
             if key in part.pieces:
                 raise UnsupportedError(f"{key} has several parts on one rank")
-            slot, name = local.found.slots[key]
+            slot, name = slots[key]
             extent = Extent(tuple(about.chunk.offsets), sizes, 0, tensor.numel())
             part.pieces[key] = Piece(name, slot, dtype_name(tensor.dtype), shape, extent)
             held.append((part.pieces[key], tensor.detach().contiguous()))
@@ -188,40 +188,35 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return found
 
 
-class _Local:
-    """The state dict of this rank: what its tensors are, which are single numbers, and which are tied."""
+def _own(state: Mapping[str, Any], paths: Paths, source: str) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
+    """Return which tensors of a rank's state dict are of the model or the optimizer, and the latter's single numbers.
 
-    def __init__(self, planner: SavePlanner, source: str) -> None:
-        state: Mapping[str, Any] | None = getattr(planner, "state_dict", None)
-        look_up: Callable[[MetadataIndex], object] | None = getattr(planner, "lookup_object", None)
-        if state is None or look_up is None:
-            raise UnsupportedError(
-                f"the planner is a {type(planner).__name__}", path=source, expected="a DefaultSavePlanner"
-            )
-        self.look_up = look_up
-        paths: Mapping[str, Keys] = getattr(planner, "mappings", {})
-        values = Values()
-        found: dict[str, object] = {
-            key: Held(dtype_name(one.dtype), tuple(one.shape))
-            if isinstance(one, torch.Tensor)
-            else values.node(one, key)
-            for key, one in state.items()
-        }
-        self.numbers: dict[str, Any] = {key: as_stored(state[key]) for key in single_numbers(source, found, paths)}
-        for key, number in list(self.numbers.items()):
-            try:
+    Numbers are 0-d tensors, such as steps.
+    """
+    values = Values()
+    found: dict[str, object] = {
+        key: Held(dtype_name(one.dtype), tuple(one.shape)) if isinstance(one, torch.Tensor) else values.node(one, key)
+        for key, one in state.items()
+    }
+    numbers: dict[str, Any] = {}
+    for item in (item for part in find_optimizers(_tree(source, found, paths)) for item in leaves(part.node)):
+        if isinstance(item, TensorItem) and not item.shape:
+            number: Any = as_stored(state[item.key])
+            with suppress(UnsupportedError):  # of a kind that is none
                 encode(number)
-            except UnsupportedError:  # of a kind that is none
-                del self.numbers[key]
-        self.found: Contents = contents(source, {**found, **self.numbers}, paths)
-        self.tied: dict[str, str] = {}
-        """Keys of weights that have the memory of one before them; not of what a module counts."""
-        first: dict[tuple[object, ...], str] = {}
-        for key, (slot, _) in self.found.slots.items():
-            tensor = state[key]
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if slot == WEIGHT and tensor.dim() > 1 and is_floating(dtype_name(tensor.dtype)) and local.numel():
-                memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape)
-                owner = first.setdefault(memory, key)
-                if owner != key:
-                    self.tied[key] = owner
+                numbers[item.key] = number
+    return contents(source, {**found, **numbers}, paths).slots, numbers
+
+
+def _tied(state: Mapping[str, Any], slots: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    """Return keys of weights that have the memory of one before them, and its key; not of what a module counts."""
+    first: dict[tuple[object, ...], str] = {}
+    found: dict[str, str] = {}
+    for key, (slot, _) in slots.items():
+        tensor = state[key]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if slot == WEIGHT and tensor.dim() > 1 and is_floating(dtype_name(tensor.dtype)) and local.numel():
+            memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape)
+            if (owner := first.setdefault(memory, key)) != key:
+                found[key] = owner
+    return found

@@ -101,12 +101,9 @@ class Keys(dict[str, StorageEntry]):
         self.paths: dict[str, tuple[str | int, ...]] = {}
         self.names: dict[str, str] = {}
         """What the checkpoint calls the model's tensors that were asked for, by key."""
-        self._list()
-
-    def _list(self) -> None:
-        """List all that there is, under the keys that were told, or the most usual ones."""
+        # All that there is, under the keys that were told, or the most usual ones.
         roots = {"model": self._models[0], "optimizer": self._optimizers[0]}
-        for item in items(self.checkpoint):
+        for item in items(checkpoint):
             root = roots.get(str(item.path[0])) if len(item.path) > 1 else None
             key, path, value = item.key, item.path, item.value
             if root is not None:
@@ -117,10 +114,8 @@ class Keys(dict[str, StorageEntry]):
             else:
                 self._beside[key] = Elements((value.slot,)) if isinstance(value, SlotTensor) else Value(value)
             with suppress(UsageError):  # of parameters without names
-                entry = self.get(key)
-                if entry is not None:
-                    self[key] = entry
-                    self.paths[key] = path
+                if (entry := self.get(key)) is not None:
+                    self[key], self.paths[key] = entry, path
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__(key) or (isinstance(key, str) and self.get(key) is not None)

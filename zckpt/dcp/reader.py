@@ -175,7 +175,17 @@ class Reader(StorageReader):
 
         def read() -> None:
             with torch.no_grad(), watching(checks):
-                self._read_tensors(tensors, planner)
+                held = [planner.resolve_tensor(item) for item in tensors]
+                reads = [
+                    TensorRead(meaning.like(tensor.dtype), _extent(item), tensor, item.storage_index.fqn)
+                    for item, tensor in zip(tensors, held, strict=True)
+                    if isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
+                ]
+                lossy = "load a model in the types of the checkpoint, scales included"
+                refuse_lossy(self._opened().checkpoint, reads, lossy)
+                read_tensors(reads)
+                for item, tensor in zip(tensors, held, strict=True):
+                    planner.commit_tensor(item, tensor)
                 self._read_values([item for item in plan.items if item.type != LoadItemType.TENSOR], planner)
             check_unchanged()
 
@@ -194,18 +204,6 @@ class Reader(StorageReader):
             checkpoint = open_checkpoint(self.path, tag=self._tag, names=self._names)
             self._keys = Keys(checkpoint, self._model, self._optimizer)
         return self._keys
-
-    def _read_tensors(self, planned: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        tensors = [planner.resolve_tensor(item) for item in planned]
-        reads = [
-            TensorRead(meaning.like(tensor.dtype), _extent(item), tensor, item.storage_index.fqn)
-            for item, tensor in zip(planned, tensors, strict=True)
-            if isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
-        ]
-        refuse_lossy(self._opened().checkpoint, reads, "load a model in the types of the checkpoint, scales included")
-        read_tensors(reads)
-        for item, tensor in zip(planned, tensors, strict=True):
-            planner.commit_tensor(item, tensor)
 
     def _read_values(self, planned: Sequence[ReadItem], planner: LoadPlanner) -> None:
         """Give the state dict what is no tensor, and single numbers where the program has tensors of them."""

@@ -8,7 +8,7 @@ coordinator     writes the first file, which has tensors beside the model and th
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zckpt.dcp.contents import Contents, Held, Part, contents, part_of, tie
+from zckpt.dcp.contents import Held, Part, contents, part_of, tie
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED
 from zckpt.formats.suffixes import check_directory
@@ -25,20 +25,12 @@ from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values
-from zckpt.state import Topology
+from zckpt.state import Checkpoint, Topology
 from zckpt.training.directory import Where, new_identity, storage_entries, write_document, write_rank
 from zckpt.version import __version__
 
 _WRITING: WeakValueDictionary[Place, Writer] = WeakValueDictionary()
 """By target, who has a partial directory of it: DCP does not tell a coordinator that another rank has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Which file a rank writes, of how many."""
-
-    file: int
-    count: int
 
 
 class Writer(StorageWriter):
@@ -133,7 +125,7 @@ class Writer(StorageWriter):
         self._made = made
         _WRITING[target] = self
         count = len(plans) + 1
-        return [replace(plan, storage_data=_Place(rank + 1, count)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=(rank + 1, count)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
@@ -145,13 +137,12 @@ class Writer(StorageWriter):
         TargetError
             It cannot be written.
         """
-        place: _Place = plan.storage_data
-        target = self._target()
+        target, (file, count) = self._target(), plan.storage_data
         part, entries = part_of(plan, planner, str(self.path))
         shared = self._made or shared_target(target)
         error: BaseException | None = None
         try:
-            part.file = write_rank(shared.path, place.file, place.count, entries, shared.noted().decode())
+            part.file = write_rank(shared.path, file, count, entries, shared.noted().decode())
             part.sent = shared.sent()
         except BaseException as failure:
             error = failure
@@ -179,7 +170,18 @@ class Writer(StorageWriter):
         _WRITING.pop(self._target(), None)
         parts: list[Part] = [one.storage_data for of_rank in results for one in of_rank]
         try:
-            self._complete(made, metadata, parts)
+            directory, identity, values = made.path, made.noted().decode(), Values()
+            checkpoint = _whole(metadata, parts, values, str(self.path))
+            checkpoint.format_version = f"zckpt {__version__}"
+            checkpoint.world_size = len(parts)
+            checkpoint.topology = Topology(dp=len(parts))
+            stored = storage_entries(checkpoint, values)
+            files = [write_rank(directory, 0, len(parts) + 1, stored, identity), *(part.file for part in parts)]
+            where: Where = {}
+            for rank, part in enumerate(parts):
+                for key, piece in part.pieces.items():
+                    where.setdefault(key, []).append((rank + 1, piece))
+            write_document(checkpoint, where, identity, files, directory)
             made.commit([made.sent(), *(part.sent for part in parts)])
         except BaseException as error:
             _end(made, error)
@@ -196,23 +198,6 @@ class Writer(StorageWriter):
         if made is not None:
             _end(made, InterruptedError("another rank has failed"))
 
-    def _complete(self, made: SharedTarget, metadata: Metadata, parts: list[Part]) -> None:
-        """Write the first file and the document."""
-        directory, identity = made.path, made.noted().decode()
-        values = Values()
-        found = _whole(metadata, parts, values, str(self.path))
-        checkpoint = found.checkpoint
-        checkpoint.format_version = f"zckpt {__version__}"
-        checkpoint.world_size = len(parts)
-        checkpoint.topology = Topology(dp=len(parts))
-        stored = storage_entries(checkpoint, values)
-        files = [write_rank(directory, 0, len(parts) + 1, stored, identity), *(part.file for part in parts)]
-        where: Where = {}
-        for rank, part in enumerate(parts):
-            for key, piece in part.pieces.items():
-                where.setdefault(key, []).append((rank + 1, piece))
-        write_document(checkpoint, where, identity, files, directory)
-
 
 def _end(shared: SharedTarget, error: BaseException | None = None) -> None:
     """Let go of a directory; with an error, remove what has been written."""
@@ -221,7 +206,7 @@ def _end(shared: SharedTarget, error: BaseException | None = None) -> None:
     shared.close()
 
 
-def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -> Contents:
+def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -> Checkpoint:
     """Return the logical state of what all ranks have written."""
     found: dict[str, object] = {}
     tied: dict[str, str] = {}
@@ -241,4 +226,4 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
         names = [whole.slots[key][1] for key in (owner, alias)]
         if set(names) <= whole.checkpoint.parameters.keys():
             tie(whole.checkpoint, *names)
-    return whole
+    return whole.checkpoint

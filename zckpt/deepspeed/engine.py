@@ -17,7 +17,7 @@ from zckpt.engine.tensors import dtype_name
 from zckpt.errors import MissingPackageError, UnsupportedError, UsageError, about, listed
 from zckpt.formats.deepspeed.in_place import Pipeline, Training
 from zckpt.formats.deepspeed.target import Unpartitioned
-from zckpt.formats.deepspeed.trees import FUSED, PLAIN, UNFUSED
+from zckpt.formats.deepspeed.trees import PLAIN, form_of
 from zckpt.optim.states.by_parameter import owner_of
 from zckpt.optim.states.expected import check_keys
 from zckpt.state import MASTER, WEIGHT, Checkpoint, without
@@ -204,7 +204,11 @@ def training_of(engine: Any) -> Training:
     shapes = [{known[one]: tuple(getattr(one, "ds_shape", one.shape)) for one in group} for group in stored]
     group = getattr(optimizer, "dp_process_group", None) if stage else None
     ranks = engine.seq_dp_world_size if hasattr(engine, "seq_dp_world_size") else engine.dp_world_size
-    pipeline = _pipeline(engine)
+    pipeline = None
+    if getattr(engine, "pipeline_parallelism", False):
+        tied = [getattr(layer, "key", None) if hasattr(layer, "tied_weight_attr") else None
+                for layer in engine.module._layer_specs]  # fmt: skip
+        pipeline = Pipeline(tuple(int(bound) for bound in engine.module.parts), tied, int(engine.stage_id))
     return Training(
         world_size=int(ranks),
         rank=torch.distributed.get_rank(group) if group is not None else 0,
@@ -228,28 +232,17 @@ def training_of(engine: Any) -> Training:
     )  # fmt: skip
 
 
-def _pipeline(engine: Any) -> Pipeline | None:
-    if not getattr(engine, "pipeline_parallelism", False):
-        return None
-    tied = [getattr(layer, "key", None) if hasattr(layer, "tied_weight_attr") else None
-            for layer in engine.module._layer_specs]  # fmt: skip
-    return Pipeline(tuple(int(bound) for bound in engine.module.parts), tied, int(engine.stage_id))
-
-
 def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]]:
     """Return the form in which a stage-0 optimizer takes its state, its parameters, and its own loss scaling."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "fp32_groups_flat"):
-        form, numbered = FUSED, optimizer.fp16_groups
-    elif hasattr(optimizer, "fp32_groups"):
-        form, numbered = UNFUSED, optimizer.fp16_groups
-    elif isinstance(optimizer, torch.optim.Optimizer):
-        return PLAIN, [group["params"] for group in optimizer.param_groups], {}
-    else:
-        raise UnsupportedError(
-            "a stage-0 engine with this optimizer is not supported",
-            found=type(optimizer).__name__,
-            expected="one of torch, FP16_Optimizer or FP16_UnfusedOptimizer",
-        )
-    plain = (bool, int, float, type(None))
-    return form, numbered, {key: value for key, value in optimizer.state_dict().items() if isinstance(value, plain)}
+    form, plain = form_of(vars(optimizer)), (bool, int, float, type(None))  # whose attributes are called as keys are
+    if form != PLAIN:
+        scaling: dict[str, object] = {k: v for k, v in optimizer.state_dict().items() if isinstance(v, plain)}
+        return form, optimizer.fp16_groups, scaling
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return form, [group["params"] for group in optimizer.param_groups], {}
+    raise UnsupportedError(
+        "a stage-0 engine with this optimizer is not supported",
+        found=type(optimizer).__name__,
+        expected="one of torch, FP16_Optimizer or FP16_UnfusedOptimizer",
+    )

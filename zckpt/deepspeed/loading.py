@@ -387,20 +387,21 @@ def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iter
         yield
         return
     original = getattr(module, _CONSOLIDATE)
-    setattr(module, _CONSOLIDATE, lambda *_, **__: _whole_model(served.target.checkpoint, loading))
+
+    def whole_model(*_: object, **__: object) -> dict[str, torch.Tensor]:
+        """Return the model: masters of what is trained, all else as it is."""
+        checkpoint = served.target.checkpoint
+        tensors = trained_tensors(checkpoint)
+        absent = [one.name for one in checkpoint.tensors() if one.name not in tensors]
+        if absent:
+            raise UnsupportedError(f"no file holds the values of {listed(absent)}", path=checkpoint.source)
+        file = VirtualFile(lay_out("model.pt", model_tree(tensors)), threads=has_cores())
+        found: dict[str, torch.Tensor] = load_plain(file, source=checkpoint.source)
+        loading.read_nbytes += file.read_nbytes
+        return dict(found)
+
+    setattr(module, _CONSOLIDATE, whole_model)
     try:
         yield
     finally:
         setattr(module, _CONSOLIDATE, original)
-
-
-def _whole_model(checkpoint: Checkpoint, loading: Loading) -> dict[str, torch.Tensor]:
-    """Return the model: masters of what is trained, all else as it is."""
-    tensors = trained_tensors(checkpoint)
-    absent = [one.name for one in checkpoint.tensors() if one.name not in tensors]
-    if absent:
-        raise UnsupportedError(f"no file holds the values of {listed(absent)}", path=checkpoint.source)
-    file = VirtualFile(lay_out("model.pt", model_tree(tensors)), threads=has_cores())
-    found: dict[str, torch.Tensor] = load_plain(file, source=checkpoint.source)
-    loading.read_nbytes += file.read_nbytes
-    return dict(found)

@@ -53,13 +53,10 @@ def capture(name: str, root: object, staging: Staging | None) -> Captured:
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(root)
-    found = [_bytes_of(one) for one in pickler.storages.values()]
+    storages = pickler.storages.values()
+    found = [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in storages]  # their bytes
     contents = [memory_of(one.cpu()) for one in found] if staging is None else staging.copy(found)
     return Captured(name, file.getvalue(), contents)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Pickler(Pickler):

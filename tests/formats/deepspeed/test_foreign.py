@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,16 @@ def test_a_step_that_each_parameter_has_by_itself_is_one_for_zero_3(tmp_path):
     assert not [note for note in done.notes if "ZeRO-3 loader stops" in note]
     tree = torch.load(tmp_path / "u" / "zero" / "optimizer_state.pt", weights_only=False)["optimizer_state_dict"]
     assert tree["state"] == {0: {"step": torch.tensor(1.0)}}
+
+
+@pytest.mark.parametrize("tag", ["a\0b", "a/b", "..", ""])
+def test_tag_that_is_no_name_of_a_directory_is_not_taken(tag, tmp_path):
+    """Another format's files say what the source's tag was, whoever wrote them."""
+    zckpt.convert(run_of("s2_fp16_dp2"), tmp_path / "own", to="zckpt")
+    path = tmp_path / "own" / "checkpoint.json"
+    document = json.loads(path.read_text())
+    del document["crc32"]
+    document["origin"]["tag"] = tag
+    path.write_text(json.dumps(document))
+    zckpt.convert(tmp_path / "own", tmp_path / "out", to="deepspeed", world_size=1, stage=1)
+    assert tag_of(tmp_path / "out").name == f"global_step{zckpt.open(path.parent).step}"

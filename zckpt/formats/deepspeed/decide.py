@@ -10,13 +10,13 @@ from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer, auto_experts
 from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.axes.restage import is_staged, stage_states
 from zckpt.formats.deepspeed.axes.tensor_parallel import written_rules
-from zckpt.formats.deepspeed.hyperparameters import Group, configured, read_hyperparameters, with_hyperparameters
+from zckpt.formats.deepspeed.hyperparameters import Group, read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.rare import aliases
 from zckpt.formats.deepspeed.rare.muon import is_of_muon
 from zckpt.formats.deepspeed.rare.zenflow import DETAIL, keeps_zenflow
-from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.formats.deepspeed.shards import OptimizerShard, section
 from zckpt.formats.deepspeed.target import DEFAULT_SUB_GROUP_SIZE, Target
 from zckpt.formats.deepspeed.target_groups import target_groups
 from zckpt.formats.deepspeed.values import SUMS_IN_GROUPS
@@ -24,6 +24,7 @@ from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.partition import check_world_size
+from zckpt.torchfile import brief
 
 
 def decide(checkpoint: Checkpoint, options: RecutOptions, *, sub_group_size: int | None = None) -> Target:
@@ -134,9 +135,13 @@ def _refuse_form(target: Target, options: RecutOptions) -> None:
         )
     if is_bare(origin.members[0]) and options.hyperparameters is None and not target.elastic:
         needs = "ZeRO-3" if stage == 3 else "the rigid form"
+        # What the configuration says is told and not taken: an optimizer that is handed to DeepSpeed goes before it
+        # (`_configure_optimizer` of DeepSpeed 0.19).
+        params = section(origin.model.config, "optimizer").get("params")
+        told = f"only ds_config's, from which param groups and a scheduler may differ: {brief(params, 200)}"
         raise UnsupportedError(
             f"the elastic form holds no hyperparameters, but {needs} needs them",
-            found=configured(origin.model.config),
+            found=told if isinstance(params, dict) else None,
             advice="give --hyperparameters FILE, a JSON list with one object per param group",
         )
     if target.elastic and is_of_muon(target.checkpoint, origin.model.config):
@@ -246,11 +251,17 @@ def cut_rank_values(target: Target) -> None:
         return f"{count} rank{'s' if count > 1 else ''}{each} of ZeRO-{stage}{', elastic' if elastic else ''}"
 
     topology = checkpoint.topology
-    raise UnsupportedError(
+    expected = ranks(topology.dp, topology, first.stage, first.elastic)
+    raise of_other_ranks(checkpoint, expected, ranks(target.world_size, target, target.stage, target.elastic), advice)
+
+
+def of_other_ranks(checkpoint: Checkpoint, expected: str, found: object, advice: str | None = None) -> UnsupportedError:
+    """Return the error for state that is each rank's own, where a target has others."""
+    return UnsupportedError(
         f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, and they "
         "cannot be cut for other ranks",
-        expected=f"{ranks(topology.dp, topology, first.stage, first.elastic)}, with the same partition",
-        found=ranks(target.world_size, target, target.stage, target.elastic),
+        expected=f"{expected}, with the same partition",
+        found=found,
         advice=advice,
     )
 

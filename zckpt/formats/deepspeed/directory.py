@@ -128,11 +128,6 @@ class TagDirectory:
     shards: tuple[Shard, ...]
     further: tuple[Shard, ...] = ()
 
-    @property
-    def leftovers(self) -> dict[str, str]:
-        """The files that are not read, and why."""
-        return {shard.path: "another writer's, of the same as the first's" for shard in self.further}
-
     def of(self, role: str) -> list[Shard]:
         """Return the shards of one role."""
         return [shard for shard in self.shards if shard.role == role]

@@ -44,19 +44,19 @@ def documents(target: Target) -> list[Document]:
 def target_files(target: Target, folder: str) -> Lazily[TargetFile]:
     """Return the files laid out, one after the other; `folder` is what their names begin with."""
     found = documents(target)
-    return Lazily(lambda: _laid_out(found, folder), len(found))
 
+    def laid_out() -> Iterator[TargetFile]:
+        known: dict[object, torch_writer.Stencil] = {}
+        for one in found:
+            name = f"{folder}{one.name}"
+            file = known[one.kind].named(name) if one.kind in known else None
+            if file is None:
+                file = torch_writer.lay_out(name, one.tree())
+                if one.kind is not None and torch_writer.Stencil.fits(file):
+                    known[one.kind] = torch_writer.Stencil(file)  # of the names of this length
+            yield file
 
-def _laid_out(found: Sequence[Document], folder: str) -> Iterator[TargetFile]:
-    known: dict[object, torch_writer.Stencil] = {}
-    for one in found:
-        name = f"{folder}{one.name}"
-        file = known[one.kind].named(name) if one.kind in known else None
-        if file is None:
-            file = torch_writer.lay_out(name, one.tree())
-            if one.kind is not None and torch_writer.Stencil.fits(file):
-                known[one.kind] = torch_writer.Stencil(file)  # of the names of this length
-        yield file
+    return Lazily(laid_out, len(found))
 
 
 def _models(target: Target) -> Iterator[Document]:
@@ -176,11 +176,24 @@ def _lanes_of_rank(target: Target, expert_rank: int, group: TargetGroup) -> list
 
 
 def _layers(target: Target) -> Iterator[Document]:
-    """Yield the files of a pipeline's layers."""
+    """Yield the files of a pipeline's layers.
+
+    Of another format's, a tied layer has a file for each of its uses: DeepSpeed reads one where no function wraps the
+    layer, and elsewhere does not look for it.
+    """
     tp, source = target.checkpoint.topology.tp, target.origin.layers
     if is_filed(target) and not source:
+        uses = target.stages.uses if target.stages is not None else {}
         for rank in range(target.tp):
-            for number, its in _layers_made(target, rank).items():
+            found: dict[int, dict[str, Parameter]] = {}
+            named = [
+                item for mp in target.ranks[rank :: target.tp] for item in (*mp.parameters.items(), *mp.buffers.items())
+            ]
+            for name, one in named:
+                key = tied_key(name)
+                for number in (layer_number(name),) if key is None else uses[key]:
+                    found.setdefault(number, {}).setdefault(unwrapped(within(name)), one)
+            for number, its in sorted(found.items()):
                 yield Document(_layer_name(number, rank, sliced=target.tp > 1), partial(_made_tree, target, its))
     elif target.tp == tp and target.rules is None:
         yield from (Document(shard.name, partial(FromFile.of, file, file.root)) for shard, file in source)
@@ -202,22 +215,6 @@ def _layer_name(number: int, rank: int, *, sliced: bool) -> str:
 
 def _made_tree(target: Target, its: Mapping[str, Parameter]) -> object:
     return ordered((key, single(target, one)) for key, one in its.items())
-
-
-def _layers_made(target: Target, rank: int) -> dict[int, dict[str, Parameter]]:
-    """Return what a tensor-parallel rank has of each layer by its keys, of a checkpoint of another format.
-
-    A tied layer has a file for each of its uses: DeepSpeed reads one where no function wraps the layer, and elsewhere
-    does not look for it.
-    """
-    uses = target.stages.uses if target.stages is not None else {}
-    found: dict[int, dict[str, Parameter]] = {}
-    for mp in target.ranks[rank :: target.tp]:
-        for name, one in {**mp.parameters, **mp.buffers}.items():
-            key = tied_key(name)
-            for number in (layer_number(name),) if key is None else uses[key]:
-                found.setdefault(number, {}).setdefault(unwrapped(within(name)), one)
-    return dict(sorted(found.items()))
 
 
 def _layer_tree(target: Target, shard: Shard, file: TorchFile, own: Mapping[str, Parameter]) -> object:

@@ -29,6 +29,7 @@ from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
 from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
+from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
@@ -164,7 +165,7 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
 def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object], *, bf16: bool) -> Origin:
     """Return files as DeepSpeed would have written them, of which the writer takes all but what is cut."""
     tag = origin(checkpoint).get("tag")
-    name = tag if isinstance(tag, str) and tag not in ("", ".", "..") and Path(tag).name == tag else None
+    name = tag if isinstance(tag, str) and is_name(tag) else None
     directory = TagDirectory(Path(checkpoint.source), name or f"global_step{_steps(checkpoint)}", ())
     model = _model(checkpoint, layers)
     whole = Rank(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters, buffers=checkpoint.buffers,
@@ -248,7 +249,6 @@ def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool) -> OptimizerSh
     if stage != 3 and (clipping := checkpoint.optimizer_metadata.get("clip_grad")) is not None:
         content = {**content, "clip_grad": clipping}
     if bf16:
-        content = {key: value for key, value in content.items() if key != "clip_grad" or value is not None}
         content = {**content, "ds_version": VERSION}
     prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
     shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)

@@ -10,7 +10,6 @@ from pathlib import Path
 from zckpt.errors import UsageError
 from zckpt.state import ParamGroup
 from zckpt.storage.files import given_json
-from zckpt.torchfile.plain import brief
 
 TUPLES = frozenset({"betas", "etas", "step_sizes"})
 """What torch's optimizers have as tuples, and JSON as lists."""
@@ -41,18 +40,6 @@ def read_hyperparameters(path: str | os.PathLike[str], count: int, *, elastic: b
          if key != "params"}
         for one in found
     ]  # fmt: skip
-
-
-def configured(config: Mapping[str, object]) -> str | None:
-    """Return what DeepSpeed's configuration says of the optimizer, for who is to give what it had; None: nothing.
-
-    It is told and not taken: an optimizer that is handed to DeepSpeed goes before it, and param groups have values of
-    their own (`_configure_optimizer` of DeepSpeed 0.19); a scheduler has set others since.
-    """
-    found = config.get("optimizer")
-    if not isinstance(found, dict) or not isinstance(found.get("params"), dict):
-        return None
-    return f"only ds_config's, from which param groups and a scheduler may differ: {brief(found['params'], 200)}"
 
 
 def with_hyperparameters(

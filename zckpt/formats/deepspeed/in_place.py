@@ -18,7 +18,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.axes.stages import Layer, Stages, uses_of
-from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed.decide import decide, of_other_ranks
 from zckpt.formats.deepspeed.directory import OPTIMIZER, PIPELINE_LAYER, Shard, classify
 from zckpt.formats.deepspeed.documents import documents
 from zckpt.formats.deepspeed.hyperparameters import with_hyperparameters
@@ -30,7 +30,6 @@ from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.trees import form_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
-from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import as_filed
 
 
@@ -146,12 +145,7 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
             )
             raise _not_in_place(what, checkpoint, training)
         if checkpoint.per_rank and optimizer:
-            raise UnsupportedError(
-                f"{keys_listed(checkpoint.per_rank)}: each rank has its own, for the elements that it holds, and "
-                "they cannot be cut for other ranks",
-                expected=f"{checkpoint.topology.dp} ranks, with the same partition",
-                found=training,
-            )
+            raise of_other_ranks(checkpoint, f"{checkpoint.topology.dp} ranks", training)
         found = _like_the_engine(checkpoint, training, optimizer=optimizer)
         notes = foreign.notes(found, stage=options.stage or 1) if optimizer else ()
         if optimizer and found.is_bare:
@@ -281,7 +275,7 @@ def _group_of(names: Sequence[str], checkpoint: Checkpoint, training: Training) 
             return replace(group, parameters=list(names))
     raise _other_model(
         "has no param group of the parameters of one of the engine's",
-        expected=listed(list(names)),
+        expected=listed(names),
         found=" | ".join(listed(group.parameters) for group in checkpoint.param_groups) or "no optimizer",
     )
 
@@ -316,8 +310,8 @@ def _check(served: Served) -> None:
     for theirs, ours in (counts, (list(training.partitions), [part.numel for part in parts])):
         if theirs != ours:
             raise _other_model("would be cut otherwise than the engine's state is",
-                               expected=f"partitions of {listed([str(n) for n in theirs])}",
-                               found=listed([str(n) for n in ours]))  # fmt: skip
+                               expected=f"partitions of {listed(theirs)}",
+                               found=listed(ours))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,12 +139,6 @@ class Origin:
         """Whether there are no files, for the checkpoint is of another format."""
         return not self.model.file.path
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's optimizer steps by itself: stage 0 in float32, where it may have nothing in a stage."""
-        held = [rank.model.optimizer or {} for rank in self.ranks]
-        return not self.members and bool(held) and all("param_groups" in one for one in held)
-
 
 def origin_of(checkpoint: Checkpoint) -> Origin | None:
     """Return what is kept of the files; None for a checkpoint that was not read from DeepSpeed's."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.transformers_trainer.states import scheduler
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, dict_of
 from zckpt.torchfile import node_of
 
 LATEST = "latest"
@@ -121,15 +121,6 @@ def random_states(checkpoint: Checkpoint) -> set[str]:
     return {key for key in checkpoint.metadata if is_trainers_own(f"{key}.pth")}
 
 
-def _scheduler(job: Job, path: Path, notes: list[str]) -> TargetFile:
-    """Return the scheduler's state: a copy, or one for the param groups that there are now."""
-    known = node_of(job.checkpoint.metadata.get("scheduler"))
-    rates = known.get("base_lrs") if isinstance(known, Mapping) else None
-    if not isinstance(rates, list) or len(rates) in (0, len(job.checkpoint.param_groups)):
-        return copy_of(path, SCHEDULER)
-    return torch_writer.lay_out(SCHEDULER, scheduler(job.checkpoint, notes))
-
-
 def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes."""
     source = job.source
@@ -144,8 +135,12 @@ def _trainers(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
     for directory in (*job.roots, source):
         named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(directory.iterdir()) if path.is_file())
         states |= {int(match[1] or 0): path for match, path in named if match is not None}
+    rates = dict_of(node_of(job.checkpoint.metadata.get("scheduler"))).get("base_lrs")
+    regrouped = isinstance(rates, list) and len(rates) not in (0, len(job.checkpoint.param_groups))
     files = [
-        _scheduler(job, path, notes) if name == SCHEDULER else copy_of(path, name)
+        torch_writer.lay_out(name, scheduler(job.checkpoint, notes))  # for the param groups that there are now
+        if name == SCHEDULER and regrouped
+        else copy_of(path, name)
         for name, path in others
         if not is_trainers_own(name)
     ]

@@ -57,13 +57,9 @@ def listed_ranks(ranks: Sequence[int]) -> str:
 
 def data_parallel_size(models: Sequence[ModelShard], shards: Sequence[OptimizerShard]) -> int:
     """Return the number of ranks that share the state: what most optimizer files say, the model file breaking a tie."""
-    recorded = next((m.content["dp_world_size"] for m in models if type(m.content.get("dp_world_size")) is int), None)
-    counts = Counter(map(recorded_size, shards))
-    if not counts:
-        return recorded if isinstance(recorded, int) else 1
-    if isinstance(recorded, int) and recorded in counts:
-        return recorded
-    return max(counts, key=lambda size: (counts[size], size))
+    recorded = next((n for m in models if type(n := m.content.get("dp_world_size")) is int), None)
+    counts = Counter(map(recorded_size, shards)) or Counter([1 if recorded is None else recorded])
+    return max(counts, key=lambda size: (size == recorded, counts[size], size))
 
 
 def recorded_size(shard: OptimizerShard) -> int:

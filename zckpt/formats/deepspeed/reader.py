@@ -11,12 +11,12 @@ from itertools import repeat
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
-from zckpt.errors import ShardError, UnknownFormatError, about
+from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, about
 from zckpt.evidence import note_not_used
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import check_kind, common
 from zckpt.formats.deepspeed.axes.expert_ranks import expert_files, spread_over
-from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, check_empty, is_expert
+from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
 from zckpt.formats.deepspeed.axes.pipeline import degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, Rules, read_rules
 from zckpt.formats.deepspeed.directory import (
@@ -159,10 +159,17 @@ class _Files:
             [(shard, read_torchfile(shard.path)) for shard in directory.of(role)]
             for role in (EXPERT, PIPELINE_LAYER, EXPERT_OPTIMIZER)
         )
-        self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=directory.leftovers)
+        leftovers = {shard.path: "another writer's, of the same as the first's" for shard in directory.further}
+        self.checkpoint = Checkpoint(str(directory.path), "deepspeed", leftovers=leftovers)
         self.members: Sequence[OptimizerShard] = ()
-        if self.optimizers and self.of_experts:
-            check_empty(self.of_experts)
+        for shard, file in self.of_experts if self.optimizers else ():
+            if not isinstance(file.root, dict) or any(value is not None for value in file.root.values()):
+                raise UnsupportedError(
+                    "holds optimizer state although ZeRO's files have all of it",
+                    path=shard.path,
+                    expected="{'optimizer': None}",
+                    advice="if it is left over from a run without ZeRO, move it away",
+                )
         of_ranks = [(one.shard, one.file) for one in (*self.models, *self.optimizers)]
         describing = partial(describe, known={})
         for shard, file in (*of_ranks, *self.experts, *self.layers, *self.of_experts):

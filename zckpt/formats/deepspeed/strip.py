@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, 
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.other_files import LATEST, beside_tag
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
+from zckpt.formats.stripping import Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
@@ -63,99 +64,68 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     origin = origin_of(checkpoint)
     if origin is None:
         raise TypeError("not a checkpoint that was read from DeepSpeed's files")
-    directory = origin.directory
-    whole = source.resolve() != directory.path.resolve()
-    work = _Work(checkpoint, origin, request)
-    files = list(map(work.shard, directory.shards))
-    beside, left_out = beside_tag(source, directory.path) if whole else ([], [])
-    notes = list(work.notes)
+    directory, members, slots = origin.directory, origin.every_member, checkpoint.optimizer_slot_names()
+    without_files = (
+        request.optimizer
+        and any(member.stage != 3 for member in members)
+        and not directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
+        and all(WEIGHT in p.slots for p in checkpoint.owners)
+    )
+    layouts, lean, notes = dict[str, list[Padding]](), False, list[str]()
+    if without_files:
+        notes.append(
+            "the optimizer's files, with the masters, are removed: load this with load_optimizer_states=False, "
+            "and DeepSpeed starts from the weights (--keep-slots=master keeps a form that loads without that)"
+        )
+    elif request.padding:
+        layouts, lean, note = lean_layouts(origin)
+        notes += [note] if note else []
+    if request.slots and members and not without_files:
+        kept = ", ".join(name for name in slots if not request.drops(name))
+        notes.append(
+            f"an optimizer that needs more than {kept} loads this and then fails to step; "
+            f"load_optimizer_states=False lets it start afresh"
+            if kept
+            else "the masters stay; without slots the optimizer starts afresh"
+        )
+
+    def edit(shard: Shard, file: TorchFile) -> Edited:
+        if without_files and shard.role == OPTIMIZER:
+            return Edited(None, [
+                (str(path[-1]) if "base_optimizer_state" in path else MASTER, tensor)
+                for path, tensor in walk_tensors(file.root)
+            ])  # fmt: skip
+        if without_files and shard.role == MODEL:  # which announces the optimizer's files
+            root = dict_of(file.root)
+            announced = root.get("param_shapes") is not None
+            root |= {"param_shapes": None} if announced else {}  # as DeepSpeed writes it where there are none
+            return Edited(file.root, changed=announced)
+        edited = optimizer_edit(request, slots)(file)  # stage 0 has it in the model's file
+        if shard.role == OPTIMIZER:
+            states = optimizer_content(file).get("base_optimizer_state")
+            if request.slots and isinstance(states, list):  # the elastic form
+                drop_slots(states, request, slots, edited)
+            if shard.path in layouts:
+                drop_padding(file, layouts[shard.path], slots if lean else None, edited)
+        return edited
+
+    files: list[Rewritten] = []
+    trees = {file.path: id(file.tree) for file in checkpoint.files}
+    unchanged: set[int] = set()  # of files with one tree, as ZeRO-3's model files, one tells for all
+    for shard in directory.shards:
+        path, tree = Path(shard.path), trees.get(shard.path, 0)
+        if tree in unchanged:
+            files.append(as_it_is(path, shard.name))
+            continue
+        files.append(rewrite(path, shard.name, partial(edit, shard), unreferenced=request.unreferenced))
+        if (written := files[-1].file) is not None and not written.literals:
+            unchanged.add(tree)
+    beside, left_out = list[tuple[str, Path]](), list[str]()
+    if source.resolve() != directory.path.resolve():
+        beside, left_out = beside_tag(source, directory.path)
     if left_out:
         notes.append(f"other checkpoints of the run are not copied: {', '.join(left_out)}")
     return completed(source, directory.path, files, pointer=LATEST, beside=beside, notes=notes)
-
-
-class _Work:
-    """Knows for each shard what to do with it."""
-
-    def __init__(self, checkpoint: Checkpoint, origin: Origin, request: Request) -> None:
-        self.request = request
-        self.trees = {file.path: id(file.tree) for file in checkpoint.files}
-        self.whole: set[int] = set()
-        self.slots = checkpoint.optimizer_slot_names()
-        members = origin.every_member
-        flat = any(member.stage != 3 for member in members)
-        named = not origin.directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
-        whole = all(WEIGHT in p.slots for p in checkpoint.owners)
-        self.without_files = request.optimizer and flat and named and whole
-        self.layouts: dict[str, list[Padding]] = {}
-        self.notes: list[str] = []
-        if request.padding and not self.without_files:
-            self.layouts, self.lean, note = lean_layouts(origin)
-            self.notes += [note] if note else []
-        if self.without_files:
-            self.notes.append(
-                "the optimizer's files, with the masters, are removed: load this with load_optimizer_states=False, "
-                "and DeepSpeed starts from the weights (--keep-slots=master keeps a form that loads without that)"
-            )
-        elif request.slots and members:
-            self.notes.append(_about_slots(checkpoint, request))
-
-    def shard(self, shard: Shard) -> Rewritten:
-        """Return what becomes of one shard; of those with one tree, as ZeRO-3's model files, one tells for all."""
-        path, tree = Path(shard.path), self.trees.get(shard.path, 0)
-        if tree in self.whole:
-            return as_it_is(path, shard.name)
-        found = rewrite(path, shard.name, self._edit(shard), unreferenced=self.request.unreferenced)
-        if found.file is not None and not found.file.literals:
-            self.whole.add(tree)
-        return found
-
-    def _edit(self, shard: Shard) -> Edit:
-        if shard.role == MODEL and self.without_files:
-            return _model_alone
-        if shard.role != OPTIMIZER:
-            return optimizer_edit(self.request, self.slots)  # stage 0 has it in the model's file
-        if self.without_files:
-            return _gone
-
-        def edit(file: TorchFile) -> Edited:
-            edited = optimizer_edit(self.request, self.slots)(file)
-            states = optimizer_content(file).get("base_optimizer_state")
-            if self.request.slots and isinstance(states, list):  # the elastic form
-                drop_slots(states, self.request, self.slots, edited)
-            if shard.path in self.layouts:
-                drop_padding(file, self.layouts[shard.path], self.slots if self.lean else None, edited)
-            return edited
-
-        return edit
-
-
-def _about_slots(checkpoint: Checkpoint, request: Request) -> str:
-    kept = [name for name in checkpoint.optimizer_slot_names() if not request.drops(name)]
-    if not kept:
-        return "the masters stay; without slots the optimizer starts afresh"
-    return (
-        f"an optimizer that needs more than {', '.join(kept)} loads this and then fails to step; "
-        f"load_optimizer_states=False lets it start afresh"
-    )
-
-
-def _model_alone(file: TorchFile) -> Edited:
-    """Take from a model file what announces the optimizer's files."""
-    root = dict_of(file.root)
-    announced = root.get("param_shapes") is not None
-    if announced:
-        root["param_shapes"] = None  # as DeepSpeed writes it where there are none
-    return Edited(file.root, changed=announced)
-
-
-def _gone(file: TorchFile) -> Edited:
-    """Give up an optimizer file, saying of what kind its tensors were."""
-    edited = Edited(None)
-    for path, tensor in walk_tensors(file.root):
-        state = "base_optimizer_state" in path
-        edited.dropped.append((str(path[-1]) if state else MASTER, tensor))
-    return edited
 
 
 PARAM_GROUPS = "base_optimizer_param_groups"

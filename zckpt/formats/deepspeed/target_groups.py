@@ -28,7 +28,7 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.zenflow import transposed
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.state import Parameter, ParamGroup, without
+from zckpt.state import ParamGroup, without
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order
 from zckpt.torchfile import Digests
@@ -114,7 +114,13 @@ def dealt(
         They are in an order that does not tell how DeepSpeed would have them at another degree.
     """
     bundles = list(_bundles(_groups(state, auto, stage), apart=options.expert_parallel_size is None))
-    _refuse_mixture(bundles)
+    degrees: dict[object, frozenset[int | None]] = {}
+    for bundle in bundles:
+        own = frozenset(group.degree for group in bundle)
+        known = own if None in own else degrees.setdefault(bundle[0].kind, own)
+        if own != known and max(len(own), len(known)) > 1:
+            raise _refused("param groups have equal hyperparameters, but experts over different numbers of ranks: "
+                "it is unknown which of them form one group")  # fmt: skip
     count = 0
     for bundle in bundles:
         source, number = bundle[0].degree, bundle[0].number if stage == 3 else count
@@ -129,8 +135,15 @@ def dealt(
                     found=degree,
                     advice="choose another --expert-parallel-size",
                 )
-            if stage == 3 and degree != source:
-                _check_size(_numels(state, auto, bundle[0].values.parameters, min(degree, source)))
+            numels = _numels(state, auto, bundle[0].values.parameters, min(degree, source))
+            if stage == 3 and degree != source and sum(numels) > EXPERT_GROUP_NUMEL:  # with zero.Init it stays one
+                raise UnsupportedError(
+                    "at another expert-parallel size, a param group of experts this large may become several, "
+                    "depending on how the model was created",
+                    expected=f"at most {EXPERT_GROUP_NUMEL} elements of one rank, or no --expert-parallel-size",
+                    found=sum(numels),
+                    advice="`zckpt convert --to dcp` or zckpt keeps them whole",
+                )
         for values, ranks in _spread(bundle, degree, state, auto):
             yield number, values, ranks, degree
             number += 1
@@ -172,29 +185,6 @@ def _bundles(groups: Iterable[_Group], *, apart: bool) -> Iterator[list[_Group]]
         bundle.append(group)
     if bundle:
         yield bundle
-
-
-def _refuse_mixture(bundles: Sequence[Sequence[_Group]]) -> None:
-    """Raise where several groups of the user's are alike, and which experts belong to which of them is not known."""
-    degrees: dict[object, frozenset[int | None]] = {}
-    for bundle in bundles:
-        own = frozenset(group.degree for group in bundle)
-        known = own if None in own else degrees.setdefault(bundle[0].kind, own)
-        if own != known and max(len(own), len(known)) > 1:
-            raise _refused("param groups have equal hyperparameters, but experts over different numbers of ranks: "
-                "it is unknown which of them form one group")  # fmt: skip
-
-
-def _check_size(numels: Sequence[int]) -> None:
-    """Raise where a rank's experts are so large that they may make several groups: with zero.Init they do not."""
-    if sum(numels) > EXPERT_GROUP_NUMEL:
-        raise UnsupportedError(
-            "at another expert-parallel size, a param group of experts this large may become several, depending on "
-            "how the model was created",
-            expected=f"at most {EXPERT_GROUP_NUMEL} elements of one rank, or no --expert-parallel-size",
-            found=sum(numels),
-            advice="`zckpt convert --to dcp` or zckpt keeps them whole",
-        )
 
 
 def _spread(
@@ -270,13 +260,6 @@ def joined_experts(state: Rank) -> tuple[list[ParamGroup], list[int | None], boo
         found += values
         degrees += [degree] * len(values)
     return found, degrees, by_size
-
-
-def split_experts(names: Sequence[str], degree: int, parameters: Mapping[str, Parameter]) -> list[list[str]]:
-    """Return the groups that DeepSpeed makes of a stage's experts, which are given expert rank by expert rank."""
-    ranks = by_rank(names, degree)
-    cuts = expert_groups([parameters[name].numel for name in ranks[0]])
-    return [[rank[i] for rank in ranks for i in one] for one in cuts]
 
 
 def expert_groups(numels: Sequence[int]) -> list[list[int]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zckpt.formats.deepspeed.axes.auto_ep import Places, auto_experts, auto_layers, listed_layers
 from zckpt.formats.deepspeed.axes.experts import is_expert, numbers_of_experts
@@ -38,7 +38,7 @@ from zckpt.formats.torch_files.writer import (
     value_node,
     view,
 )
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot, dict_of, list_of
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot, dict_of, list_of, stated
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
@@ -51,9 +51,14 @@ _OF_ZERO = ("param_shapes", "shared_params", "frozen_param_shapes", "frozen_para
 def model_tree(target: Target, mp: Rank, rank: int) -> object:
     """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
     source = carried_from(mp, rank)
+    groups = [part.parameters for part in target.parts(mp)]  # under ZeRO-3 sub-groups
+    if target.stage != 3 and target.transposed:
+        groups = [[transposed(p) for p in parameters] for parameters in groups]
+    first = dict_of(next(iter(list_of(mp.model.content.get("param_shapes"))), None))
+    tuples = any(type(shape) is tuple for shape in first.values())  # where the source has plain ones
     written = {
         "module": None if is_filed(target) else _module(target, mp, source),
-        "param_shapes": _param_shapes(target, mp),
+        "param_shapes": [shapes_of(parameters, tuples=tuples) for parameters in groups],
         "shared_params": _shared(source, mp, rank),
         "dp_world_size": target.world_size,
         "mp_world_size": len(target.ranks),
@@ -151,17 +156,6 @@ def _shared(source: ModelShard, mp: Rank, rank: int) -> object:
     return listed if first or listed is None or source is not mp.model else {}
 
 
-def _param_shapes(target: Target, mp: Rank) -> list[OrderedMapping]:
-    """Return shapes by group, under ZeRO-3 by sub-group; plain tuples where the source has those."""
-    old = mp.model.content.get("param_shapes")
-    first = dict_of(next(iter(list_of(old)), None))
-    groups = [part.parameters for part in target.parts(mp)]
-    if target.stage != 3 and target.transposed:
-        groups = [[transposed(p) for p in parameters] for parameters in groups]
-    tuples = any(type(shape) is tuple for shape in first.values())
-    return [shapes_of(parameters, tuples=tuples) for parameters in groups]
-
-
 def shapes_of(parameters: Iterable[Parameter], *, tuples: bool = False) -> OrderedMapping:
     """Return the shapes of parameters by name, as model files list them."""
     return ordered((p.name, p.shape if tuples else Size(p.shape)) for p in parameters)
@@ -191,7 +185,10 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
         weights.update(_views(group, columns=target.transposed))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
         if name in mp.buffers:
-            slot = _buffer(target, mp, source, name)
+            slot, own = mp.buffers[name].slots[WEIGHT], source.module.get(name)
+            # Under ZeRO-3 every rank has written its own, and they may differ.
+            if target.stage == 3 and source is not mp.model and own is not None and own.shape == slot.shape:
+                slot = slot_of(WEIGHT, own, source.path)
             module[name] = SlotTensor(slot, slot.dtype, name)
         elif name in mp.parameters and (name in source.module or not (is_expert(name) or name in elsewhere)):
             owner = mp.owner(name)
@@ -209,15 +206,6 @@ def _module(target: Target, mp: Rank, source: ModelShard) -> object:
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
     return module
-
-
-def _buffer(target: Target, mp: Rank, source: ModelShard, name: str) -> Slot:
-    """Return a buffer; under ZeRO-3 every rank has written its own, and they may differ."""
-    slot = mp.buffers[name].slots[WEIGHT]
-    own = source.module.get(name)
-    if target.stage == 3 and source is not mp.model and own is not None and own.shape == slot.shape:
-        return slot_of(WEIGHT, own, source.path)
-    return slot
 
 
 def single(target: Target, parameter: Parameter) -> Tensor:
@@ -326,39 +314,9 @@ def batch_of(config: Mapping[object, object], world_size: int) -> dict[object, o
     return {}
 
 
-def _hyperparameters(
-    target: Target, mp: Rank, rank: int, group: TargetGroup, params: list[int]
-) -> dict[object, object]:
-    """Return a param group with the numbers of its partitions, and what the rank has of its own in it."""
-    own = {
-        one.key: one.value for one in target.own_values(mp.mp_rank, rank) if one.in_group and one.group == group.index
-    }
-    values = {**group.values.hyperparameters, **own}
-    kept = _ordered_like(values, mp.members[0].group(group.index) if own else ())
-    return {**{key: value_node(value) for key, value in kept.items()}, "params": params}
-
-
 def _ordered_like(values: Mapping[Key, object], keys: Iterable[Key]) -> dict[Key, object]:
     """Return values in the order of these keys, and then of their own."""
     return {key: values[key] for key in dict.fromkeys([*keys, *values]) if key in values}
-
-
-def _state(
-    target: Target, mp: Rank, rank: int, group: TargetGroup, number: int, tensors: dict[object, object]
-) -> dict[object, object]:
-    """Return the state of one of a rank's partitions: slots, single values, and what it has of its own, or cut for it.
-
-    Its keys are in the order that the source's have.
-    """
-    coded = target.coded.get((mp.mp_rank, group.index))
-    state: dict[object, object] = {key: value_node(value) for key, value in group.values.state.items()}
-    state |= tensors if coded is None else coded.of(tensors, group.position(rank), group.partition)
-    for one in target.own_values(mp.mp_rank, rank) if not target.coded else ():
-        if one.part == number and not one.in_group:
-            state[one.key] = value_node(one.value)
-    source = mp.members[0]
-    known = [key for one, more in zip(source.scalars, source.tensors, strict=True) for key in (*one, *more)]
-    return _ordered_like(state, known)
 
 
 def _dtype(parameters: Sequence[Parameter], key: str) -> str:
@@ -369,41 +327,40 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     """Return the keys of an optimizer file that depend on how it is cut."""
     source, flat, config = mp.members[0], target.stage != 3, target.origin.model.config
     known = source.masters if (source.stage != 3) == flat else []
+    own = target.own_values(mp.mp_rank, rank)
+    keys = [key for one, more in zip(source.scalars, source.tensors, strict=True) for key in (*one, *more)]
+    parts = [(group, group.position(rank), part) for group in mp.groups for part in group.parts(rank)]
     masters: list[object] = []
     states: list[dict[object, object]] = []
-    paddings: list[object] = []
-    mappings: list[object] = []
-    groups: dict[int, object] = {}
-    held: dict[int, list[int]] = {}
-    for group in mp.groups:
-        position, numbers = group.position(rank), held.setdefault(group.index, [])  # experts may be a part of a group
-        for part in group.parts(rank):
-            number = len(masters)
-            numbers.append(number)
-            padding = part.padding(position)
-            stripped = part.numel - padding
-            like = known[min(number, len(known) - 1)] if known else None
-            masters.append(_partition(part, MASTER, position, part.numel if target.bf16_optimizer else stripped, like))
-            length = stripped if target.elastic else part.numel
-            tensors: dict[object, object] = {key: _partition(part, key, position, length) for key in part.keys}
-            if MOMENTUM in tensors and keeps_whole_matrices(
-                group.values.hyperparameters, config, partition=target.bf16_optimizer or not flat
-            ):  # it would take a partition for some matrices
-                its = [part.parameters[share.index] for share in part.shares(position)]
-                tensors |= {MOMENTUM: whole(its, MOMENTUM)}
-                if not its:
-                    del tensors[MOMENTUM]
-            states.append(_state(target, mp, rank, group, number, tensors))
-            if flat:
-                last = group.shared_by * part.numel - part.total if position == group.shared_by - 1 else 0
-                paddings.append(last if target.bf16_optimizer else padding)
-                addresses = (
-                    (part.parameters[one.index].name, address_of(one.numel, one.position))
-                    for one in part.shares(position)
-                )
-                mappings.append(ordered(addresses))
-        groups[group.index] = _hyperparameters(target, mp, rank, group, numbers)
+    numbers: dict[int, list[int]] = {}  # of the parts of each group; experts may be some of a group
+    for number, (group, position, part) in enumerate(parts):
+        numbers.setdefault(group.index, []).append(number)
+        stripped = part.numel - part.padding(position)
+        like = known[min(number, len(known) - 1)] if known else None
+        masters.append(_partition(part, MASTER, position, part.numel if target.bf16_optimizer else stripped, like))
+        length = stripped if target.elastic else part.numel
+        tensors: dict[object, object] = {key: _partition(part, key, position, length) for key in part.keys}
+        if MOMENTUM in tensors and keeps_whole_matrices(
+            group.values.hyperparameters, config, partition=target.bf16_optimizer or not flat
+        ):  # it would take a partition for some matrices
+            its = [part.parameters[share.index] for share in part.shares(position)]
+            tensors |= {MOMENTUM: whole(its, MOMENTUM)}
+            if not its:
+                del tensors[MOMENTUM]
+        coded = target.coded.get((mp.mp_rank, group.index))
+        state: dict[object, object] = {key: value_node(value) for key, value in group.values.state.items()}
+        state |= tensors if coded is None else coded.of(tensors, position, group.partition)
+        of_part = [one for one in own if one.part == number and not (one.in_group or target.coded)]
+        state |= {one.key: value_node(one.value) for one in of_part}
+        states.append(_ordered_like(state, keys))
     joined(dict(enumerate(states)), aliases(source), len(source.masters), len(states))
+    groups: dict[int, object] = {}
+    for group in mp.groups:
+        of_group = {one.key: one.value for one in own if one.in_group and one.group == group.index}
+        values = {**group.values.hyperparameters, **of_group}
+        kept = _ordered_like(values, source.group(group.index) if of_group else ())
+        nodes = {key: value_node(value) for key, value in kept.items()}
+        groups[group.index] = {**nodes, "params": numbers.get(group.index, [])}
     base = {"state": {n: state for n, state in enumerate(states) if state}, "param_groups": [*groups.values()]}
     if not flat:
         cut = {"partition_count": target.world_size, "optimizer_state_dict": base, "fp32_flat_groups": masters}
@@ -412,22 +369,26 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
 
             cut[GROUPS_KEY] = partition_groups(target, mp.groups, rank)
         return cut
+    on_last = [group.shared_by * part.numel - part.total if position == group.shared_by - 1 else 0
+               for group, position, part in parts]  # fmt: skip
     cut = {
         "base_optimizer_state": states if target.elastic else base,
         "single_partition_of_fp32_groups": masters,
-        "group_paddings": paddings,
+        "group_paddings": on_last if target.bf16_optimizer else [part.padding(at) for _, at, part in parts],
         "partition_count": [group.shared_by for group in mp.groups],
-        "param_slice_mappings": mappings,
+        "param_slice_mappings": [
+            ordered((part.parameters[one.index].name, address_of(one.numel, one.position)) for one in part.shares(at))
+            for _, at, part in parts
+        ],
     }
-    if not target.bf16_optimizer:
-        clipping = target.origin.members[0].content.get("clip_grad")
-        if clipping is None:
-            clipping = config.get("gradient_clipping")
-        if clipping is not None:  # else the engine's own: what is usual depends on its version
-            cut["clip_grad"] = clipping
-        cut["ds_version"] = source.version
-    # The version that wrote the source may write alignment pads down, even if they are zero.
-    if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
+    if target.bf16_optimizer:
+        return cut
+    first = target.origin.members[0]
+    clipping = first.content.get("clip_grad")
+    # Where nothing says it, the engine's own stays: what is usual depends on its version.
+    cut |= stated({"clip_grad": config.get("gradient_clipping") if clipping is None else clipping})
+    cut["ds_version"] = source.version
+    if target.alignment or first.alignment_paddings is not None:  # some versions write pads down, even if all are zero
         cut["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
     return cut
 
@@ -473,8 +434,8 @@ def _contents(
 PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
 
 
-def form_of(held: Mapping[object, object]) -> str:
-    """Return the form of what a model file holds of an optimizer."""
+def form_of(held: Mapping[Any, object]) -> str:
+    """Return the form of what a model file holds of an optimizer, or of the attributes of an engine's."""
     return FUSED if "fp32_groups_flat" in held else UNFUSED if "fp32_groups" in held else PLAIN
 
 

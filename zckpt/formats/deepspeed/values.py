@@ -22,7 +22,7 @@ sampler's position), that is kept under the file's stem and the key: `zero_pp_ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -40,13 +40,12 @@ from zckpt.state import (
     Duplicate,
     Extent,
     Parameter,
-    Scalar,
     Shape,
     Slot,
     Span,
     dict_of,
+    number_of,
 )
-from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
@@ -70,10 +69,11 @@ MODEL_RULES = (
 """Of a model file: `module`, the shards of frozen parameters and the client's keys need no rule."""
 
 _Z = "optimizer_state_dict"
-_CUT = (
+CUT_KEYS = (
     "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings", "ds_version",
     "ds_zero_partition_groups", "fp32_flat_groups", "single_partition_of_fp32_groups",
 )  # fmt: skip
+"""Of an optimizer file: how its state is cut."""
 
 
 @cache
@@ -97,7 +97,7 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
         Rule((_Z, "base_optimizer_state", "#", "*", "**"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
         Rule((_Z, "optimizer_state_dict", "state", "#", "*", "**"), STATE, "single values of a group"),
-        *implied("how the state is cut", *_CUT, where=[_Z]),
+        *implied("how the state is cut", *CUT_KEYS, where=[_Z]),
         Rule(("ds_version",), IMPLIED, OF_THE_RUN),
         Rule(("ds_config", "**"), COPY, "the configuration, which the model file has"),
     )
@@ -109,17 +109,15 @@ FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
 OF_ONE_RANK = frozenset({"RMS", "trust_ratio", "weight_norm", "adam_norm"})
 """Single values that are each rank's own even where they happen to be equal."""
 
-OF_ONE_RANK_IN_GROUPS = frozenset({
-    "d", "d_max", "d_hat", "d_numerator", "d_denom", "d_de_nom", "numerator_weighted", "gsq_weighted", "sk_sq_weighted",
-    "sk_l1", "sksq_weighted", "skl1", "g0_norm",
-})  # fmt: skip
-"""Values in param groups that may be each rank's own: estimates of Prodigy and D-Adaptation (prodigyopt 1.1,
-pytorch_optimizer 4.1, dadaptation 3.2)."""
-
 SUMS_IN_GROUPS = frozenset({
     "d_numerator", "numerator_weighted", "gsq_weighted", "sk_sq_weighted", "sk_l1", "sksq_weighted", "skl1", "g0_norm",
 })  # fmt: skip
-"""Of these, sums over a rank's elements that grow from step to step, and norms: what they are of fewer is not known."""
+"""Values in param groups that may be each rank's own: estimates of Prodigy and D-Adaptation (prodigyopt 1.1,
+pytorch_optimizer 4.1, dadaptation 3.2). These are sums over a rank's elements that grow from step to step, and norms:
+what they are of fewer is not known."""
+
+OF_ONE_RANK_IN_GROUPS = SUMS_IN_GROUPS | {"d", "d_max", "d_hat", "d_denom", "d_de_nom"}
+"""All of them."""
 
 _QUANTISED = frozenset(
     {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2"}
@@ -149,7 +147,7 @@ def own_keys(members: Sequence[OptimizerShard], firsts: Sequence[OptimizerShard]
             sizes = {one.masters[index].numel for one in members if index < len(one.masters)} - {0, 1}
             for key in {key for state in states for key in state} - FOLLOWS_FROM_STEPS - found:
                 held = [state[key] for state in states if key in state]
-                values = [_plain(value) for value in held]
+                values = [plain(number_of(value)) for value in held]
                 told = values[0][0] if isinstance(values[0], (list, tuple)) and len(values[0]) == 1 else values[0]
                 if len({repr(value) for value in values}) > 1 or (files is members and (
                     key in OF_ONE_RANK
@@ -170,29 +168,14 @@ def own_hyperparameters(files: Sequence[OptimizerShard], index: int) -> frozense
         if _has_tensors(value):
             mine = FromFile.of(first.file, value)
             return not all(key in its and is_same(mine, FromFile.of(one.file, its[key])) for one, its in others)
-        kept = type(value), repr(_plain(value))
+        kept = type(value), repr(plain(number_of(value)))
         return key in OF_ONE_RANK_IN_GROUPS and any(
-            (type(its.get(key)), repr(_plain(its.get(key)))) != kept for _, its in others if its.get(key) is not value
+            (type(its.get(key)), repr(plain(number_of(its.get(key))))) != kept
+            for _, its in others
+            if its.get(key) is not value
         )
 
     return frozenset(key for key, value in first.groups[index].items() if differs(key, value))
-
-
-def group_values(members: Sequence[OptimizerShard], group: int, part: int, own: Collection[str]) -> Iterator[RankValue]:
-    """Yield what each rank has of its own in a param group.
-
-    Parameters
-    ----------
-    part : int
-        Of the group's partitions, the first.
-    own : collection of str
-        From `own_hyperparameters`.
-    """
-    for member in members:
-        for key, value in member.group(group).items():
-            if key in own:
-                kept = hyperparameter(member, value)
-                yield RankValue(key, group, part, member.rank, member.mp_rank, kept, in_group=True)
 
 
 def hyperparameter(member: OptimizerShard, value: object) -> object:
@@ -208,36 +191,6 @@ def _has_float(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_has_float, value.values()))
     return any(map(_has_float, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, float)
-
-
-def _plain(value: object) -> object:
-    return value.value if isinstance(value, Scalar) else plain(value)
-
-
-def rank_values(
-    members: Sequence[OptimizerShard],
-    partitions: Mapping[int, int],
-    own: Collection[str],
-    cut: Mapping[int, Collection[str]],
-) -> Iterator[RankValue]:
-    """Yield what is each rank's own.
-
-    Parameters
-    ----------
-    partitions : mapping of int to int
-        The param group of each partition in the files.
-    own : collection of str
-        From `own_keys`.
-    cut : mapping of int to collection of str
-        For each partition the keys of tensors that are read as slots.
-    """
-    for member in members:
-        for part, group in partitions.items():
-            values = [(key, value) for key, value in member.scalars[part].items() if key in own]
-            tensors = [(key, tensor) for key, tensor in member.tensors[part].items() if key not in cut[part]]
-            for key, value in [*values, *tensors]:
-                kept = value if isinstance(value, (*_PLAIN, Scalar)) else FromFile.of(member.file, value)
-                yield RankValue(key, group, part, member.rank, member.mp_rank, kept)
 
 
 def copies_of(
@@ -293,7 +246,7 @@ def viewed(parameter: Parameter, shape: Shape, view: Callable[[Slot], Slot]) -> 
 Slots = dict[str, dict[str, Slot]]
 """Slots by parameter name, then by slot name."""
 
-_PLAIN = (type(None), bool, int, float, str)
+PLAIN = (type(None), bool, int, float, str)
 
 COMPARED_NBYTES = 1 << 20
 """Bytes of tensors of one key that are compared: random states are a few kilobytes."""
@@ -362,7 +315,7 @@ def is_same(one: FromFile, other: FromFile) -> bool:
     """Tell whether what two files hold would be written alike, as far as `COMPARED_NBYTES`."""
     if one.node is other.node and not _has_tensors(one.node):
         return True  # files that are alike share a tree
-    if type(one.node) in _PLAIN and type(other.node) in _PLAIN and one.node == one.node:  # no NaN
+    if type(one.node) in PLAIN and type(other.node) in PLAIN and one.node == one.node:  # no NaN
         return type(one.node) is type(other.node) and repr(one.node) == repr(other.node)
     a, b = dump(one), dump(other)
     if a.data != b.data or [s.storage.nbytes for s in a.storages] != [s.storage.nbytes for s in b.storages]:

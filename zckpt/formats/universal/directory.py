@@ -36,8 +36,8 @@ STEP_STEM = "step"
 MAXIMUM_NAME_NBYTES = 255
 """What file systems allow for one name."""
 
-_CONTROLS = re.compile(f"[{''.join(map(chr, CONTROLS))}]")
-"""In the name of a folder they would drive the terminal of everyone who lists it."""
+_UNFIT = re.compile(f"[/\ud800-\udfff{''.join(map(chr, CONTROLS))}]")
+"""Controls in the name of a folder would drive the terminal of everyone who lists it; surrogates are no text."""
 
 
 def is_own(name: str) -> bool:
@@ -68,19 +68,13 @@ def parameter_file(parameter: str, stem: str) -> str:
         The name of the parameter or slot cannot be a file's.
     """
     for what, name in (("parameter", parameter), ("slot", stem + SUFFIX)):
-        if name in ("", ".", "..", OPTIMIZER_NAME) or "/" in name or not _fits(name):
+        nbytes = len(name.encode(errors="surrogatepass"))
+        if name in ("", ".", "..", OPTIMIZER_NAME) or nbytes > MAXIMUM_NAME_NBYTES or _UNFIT.search(name):
             raise UnsupportedError(
                 f"a universal checkpoint has a file for each slot, but the {what} {name[:80]!r} cannot be a file name",
                 advice="`zckpt convert --to zckpt` or `--to=dcp` keeps it",
             )
     return f"{FOLDER}/{parameter}/{stem}{SUFFIX}"
-
-
-def _fits(name: str) -> bool:
-    try:
-        return len(name.encode()) <= MAXIMUM_NAME_NBYTES and not _CONTROLS.search(name)
-    except UnicodeEncodeError:
-        return False
 
 
 def find(source: Path, *, tag: str | None = None) -> Path | None:

@@ -44,7 +44,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, S
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
 from zckpt.storage.files import entries_of
-from zckpt.torchfile import Global, Object, Tensor, TorchFile
+from zckpt.torchfile import Global, Object, Tensor
 
 EXPERT_KEY = "is_expert_param"
 COUNT_KEY = "ep_num_experts"
@@ -126,32 +126,26 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
         if shape is None:
             raise error
         found.tensors[MASTER] = Stored(tensor_of("float32", shape), stand_in(error, master), False, False)
-    for name in names:
-        file = reader.read(folder / name)
+    for stem in (name.removesuffix(SUFFIX) for name in names):
+        file = reader.read(folder / (stem + SUFFIX))
         found.files.append(describe(file, "optimizer", rules=_RULES, known=known))
-        _read_file(found, name.removesuffix(SUFFIX), file)
+        root, path, content = file.root, file.path, dict_of(file.root)
+        if stem in (WEIGHT, MASTER):
+            raise UnsupportedError(f"a slot is named {stem!r}, which has another meaning", path=path)
+        if stem == STEP_STEM and isinstance(root, (int, float)):
+            found.values[stem] = root
+            continue
+        tensor = root if isinstance(root, Tensor) else content.get("param")
+        if not isinstance(tensor, Tensor):
+            raise DamagedFileError("unexpected content", path=path, found=type(root).__name__,
+                                   expected="a tensor, or a dict that has one as `param`")  # fmt: skip
+        if stem == STEP_STEM and tensor.shape == ():
+            (found.values[stem],) = read_scalars(path, [tensor])
+            continue
+        stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor)
+        key = MASTER if stem == MASTER_STEM else stem
+        found.tensors[key] = Stored(tensor, path, isinstance(root, Tensor), stripped, experts)
     return found
-
-
-def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
-    root, path = file.root, file.path
-    if stem in (WEIGHT, MASTER):
-        raise UnsupportedError(f"a slot is named {stem!r}, which has another meaning", path=path)
-    if stem == STEP_STEM and isinstance(root, (int, float)):
-        found.values[stem] = root
-        return
-    flat = isinstance(root, Tensor)
-    tensor = root if isinstance(root, Tensor) else dict_of(root).get("param")
-    if not isinstance(tensor, Tensor):
-        raise DamagedFileError("unexpected content", path=path, expected="a tensor, or a dict that has one as `param`",
-                               found=type(root).__name__)  # fmt: skip
-    content = dict_of(root)
-    if stem == STEP_STEM and tensor.shape == ():
-        (found.values[stem],) = read_scalars(path, [tensor])
-        return
-    name = MASTER if stem == MASTER_STEM else stem
-    stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor)
-    found.tensors[name] = Stored(tensor, path, flat, stripped, experts)
 
 
 def _experts(content: Mapping[object, object], tensor: Tensor) -> int | None:
@@ -316,30 +310,19 @@ class Slices:
         """Return the values next to the tensor in each file of a parameter."""
         if parameter.name in self.experts:
             return {"cat_dim": 0, EXPERT_KEY: True, COUNT_KEY: self.experts[parameter.name]}
-        keys = self._cut(parameter)
-        if self.rules.is_vocabulary(parameter.name):
-            keys["vocab_tensor"] = True
-        return keys
-
-    def _cut(self, parameter: Parameter) -> dict[str, object]:
         kind, dim, pattern, sizes = self.rules.named(parameter.name)
+        keys: dict[str, object] = {"cat_dim": dim if kind == SLICED else 0}
         if self.rules.mapped(parameter.name) is not None or kind in (REPLICATED, AVERAGED):
-            return {}  # the training cuts by its own map
-        if kind == TWO:
-            return {"cat_dim": 0, "param_n_sub_params": 2}
-        if kind == SUB and dim < len(parameter.shape):
-            return {"sub_param_shape": self._sub_params(pattern, dim, sizes, parameter.shape)}
-        return {"cat_dim": dim if kind == SLICED else 0}
-
-    def _sub_params(self, pattern: str, dim: int, sizes: object, whole: Shape) -> Object:
-        """Return DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones."""
-        rule = next(one for one in self.info["parameter_with_sub_params"] if pattern in one["patterns"])
-        shape = [tuple(n) if isinstance(n, list) else n for n in rule["shape"]]
-        shape += whole[len(shape) :]  # DeepSpeed views the whole as it
-        shape[dim] = (whole[dim] // sizes,) * sizes if isinstance(sizes, int) and sizes > 0 else shape[dim]
-        state: dict[object, object] = {
-            "patterns": list(rule["patterns"]),
-            "shape": tuple(shape),
-            "partition_dim": dim,
-        }
-        return Object(_SUB_PARAM_SHAPE, how="newobj", state=state, has_state=True)
+            keys = {}  # the training cuts by its own map
+        elif kind == TWO:
+            keys["param_n_sub_params"] = 2
+        elif kind == SUB and dim < len(parameter.shape):
+            # DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones.
+            rule = next(one for one in self.info["parameter_with_sub_params"] if pattern in one["patterns"])
+            shape = [tuple(n) if isinstance(n, list) else n for n in rule["shape"]]
+            shape += parameter.shape[len(shape) :]  # DeepSpeed views the whole as it
+            if isinstance(sizes, int) and sizes > 0:
+                shape[dim] = (parameter.shape[dim] // sizes,) * sizes
+            state = {"patterns": list(rule["patterns"]), "shape": tuple(shape), "partition_dim": dim}
+            keys = {"sub_param_shape": Object(_SUB_PARAM_SHAPE, how="newobj", state=state, has_state=True)}
+        return keys | ({"vocab_tensor": True} if self.rules.is_vocabulary(parameter.name) else {})

@@ -28,6 +28,7 @@ from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
 from zckpt.formats.deepspeed.reader import keep_extra
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, Shapes, read_models, section
 from zckpt.formats.deepspeed.values import (
+    CUT_KEYS,
     MODEL_RULES,
     OF_THE_RUN,
     copies_of,
@@ -36,13 +37,14 @@ from zckpt.formats.deepspeed.values import (
     keep_others,
     weight_in,
 )
+from zckpt.formats.latest import is_name
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of, span_of, with_scalars
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, STEP_STEM, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder
-from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
+from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE, shared
 from zckpt.state import (
     MASTER,
     WEIGHT,
@@ -62,12 +64,7 @@ from zckpt.state import (
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.storage.files import entries_of
-from zckpt.torchfile import Digests, Object, Tensor, TorchFile, alike, plain, read_torchfile
-
-CUT_KEYS = OWN_KEYS | {
-    "group_paddings", "param_alignment_paddings", "partition_count", "fp32_flat_groups", "ds_zero_partition_groups",
-}  # fmt: skip
-"""Keys of DeepSpeed's optimizer file that say how the source was cut."""
+from zckpt.torchfile import Digests, Object, Tensor, TorchFile, plain, read_torchfile
 
 OPTIMIZER_RULES = (
     *optimizer_rules(),
@@ -78,7 +75,7 @@ OPTIMIZER_RULES = (
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
     *(Rule((*where, "**"), IMPLIED, "the first rank's share of the folders' contents", tensors=True)
       for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
-    *implied("how the state is cut", *sorted(CUT_KEYS - OWN_KEYS)),
+    *implied("how the state is cut", *(key for key in CUT_KEYS if key not in OWN_KEYS)),
     *implied(OF_THE_RUN, "zero_stage", "ds_version"),
 )  # fmt: skip
 """Of the values in `optimizer_state.pt`."""
@@ -267,18 +264,16 @@ class _Reading:
                 continue
             elif name in aliases and (aliases[name] in self.module or aliases[name] in trained):
                 checkpoint.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
-            elif not others and (slot := self._frozen(name, model, tensor)) is not None:
-                checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
             else:
-                lost.append(name)
+                slot = None if others or self.parameterwise else slot_of(WEIGHT, tensor, model.path)
+                if self.parameterwise and not others:
+                    slot = frozen_weight(name, tensor.dtype, next(its for its in self.ranks if its[0] is model))
+                if slot is None:
+                    lost.append(name)
+                else:
+                    checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
         if lost:
             checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; they are left out")
-
-    def _frozen(self, name: str, model: ModelShard, tensor: Tensor) -> Slot | None:
-        """Return the weight of a parameter that is not trained, which one file has; None if it has it not whole."""
-        if not self.parameterwise:
-            return slot_of(WEIGHT, tensor, model.path)
-        return frozen_weight(name, tensor.dtype, next(models for models in self.ranks if models[0] is model))
 
     def place_trained(self) -> None:
         """Place trained parameters with their slots, and note the single values of each."""
@@ -288,7 +283,7 @@ class _Reading:
         made, extra = (as_mapping(rest.get(key, {})) for key in ("made", "values"))
         without_master = set(as_names(rest.get("without_master", [])))
         for index, name in ((i, name) for i, group in enumerate(checkpoint.param_groups) for name in group.parameters):
-            if not _is_folder(name):
+            if not is_name(name):
                 raise DamagedFileError("a parameter's name leads elsewhere", found=repr(name[:80]))
             stored = self._stored(name)
             parameter = checkpoint.parameters[name] = self._trained(name, stored)
@@ -390,7 +385,7 @@ class _Reading:
                 ((model, tensor),) = holders
                 copy = weight_in(tensor, model.path)
                 checkpoint.duplicates += copies_of(name, copy, owner.slots, kind="tied", of=owner.name)
-            if one.group is not None or not _is_folder(name):
+            if one.group is not None or not is_name(name):
                 continue
             if not (self.folder / name / f"{MASTER_STEM}{SUFFIX}").is_file():
                 continue
@@ -419,10 +414,8 @@ class _Reading:
             members = [self.checkpoint.parameters[name] for name in group.parameters]
             slotted = [p for p in members if p.slots.keys() - {WEIGHT, MASTER}]
             present = [p for p in members if self.values[p.name] or p.slots.keys() - {WEIGHT, MASTER}]
-            common: dict[str, object] = {}
-            if present and (slotted or len(present) == len(members)):
-                first, *others = (self.values[p.name] for p in present)
-                common = {k: v for k, v in first.items() if all(k in one and alike(one[k], v) for one in others)}
+            whole = present and (slotted or len(present) == len(members))
+            common = shared([self.values[p.name] for p in present]) if whole else {}
             group.state |= common
             for parameter in present:
                 own = self.values[parameter.name]
@@ -449,7 +442,7 @@ class _Reading:
             if key not in STRUCTURE and key not in filled_in and (rest or value is not None or key not in MODEL_KEYS)
         }
         checkpoint.optimizer_metadata |= {
-            str(key): carried(file, value) for key, value in self.content.items() if key not in CUT_KEYS
+            str(key): carried(file, value) for key, value in without(self.content, *OWN_KEYS, *CUT_KEYS).items()
         }
 
     def warn(self) -> None:
@@ -465,7 +458,3 @@ class _Reading:
 
 _FILLED = tuple(Rule(where, IMPLIED, "filled in for DeepSpeed's loaders", tensors=True) for where in ((), ("param",)))
 """Of a file that DeepSpeed's loaders need and the source did not have: it means nothing."""
-
-
-def _is_folder(name: str) -> bool:
-    return not ("/" in name or "\0" in name or name in ("", ".", ".."))

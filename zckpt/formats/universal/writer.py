@@ -25,6 +25,7 @@ from zckpt.formats.deepspeed.axes.auto_ep import expert_counts
 from zckpt.formats.deepspeed.axes.experts import is_expert, of_auto_ep
 from zckpt.formats.deepspeed.axes.gpt_model import arguments_in, unknown_order
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.foreign import NONE_IF_ABSENT, VERSION
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.shards import STRUCTURE_KEYS, section
 from zckpt.formats.deepspeed.trees import shapes_of
@@ -43,12 +44,9 @@ from zckpt.formats.universal.directory import (
     parameter_file,
 )
 from zckpt.formats.universal.folders import Folders, Slices, folders
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Scalar, Slot, dict_of, without
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
-
-DEEPSPEED_VERSION = "0.19.8"
-"""The version whose form this is, where the source is not DeepSpeed's."""
 
 UNIVERSAL_VERSION = 0.2
 """Of `universal_checkpoint_info`, where the source has none: rules for equal slices, of which there are none."""
@@ -94,8 +92,14 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[Target
 
 def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Say what DeepSpeed's own loader will not take of the files, where that depends on the checkpoint."""
-    found = []
-    hindrance, single = zero3_hindrance(checkpoint, Folders.of(checkpoint)), single_values(checkpoint)
+    found, single = [], dict[str, None]()  # keys of which a file would hold one value for several elements
+    groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
+    for parameter in (one for group in groups for one in group):
+        for key, value in parameter_values(checkpoint, parameter).items():
+            numel = value.numel if isinstance(value, Slot) else 1 if isinstance(value, Scalar) else None
+            if key != STEP_STEM and numel not in (None, parameter.numel):
+                single[key] = None
+    hindrance = zero3_hindrance(checkpoint, Folders.of(checkpoint))
     if single:
         found.append(
             f"DeepSpeed's universal loader stops at {', '.join(single)}, with one value per parameter: it expects "
@@ -108,11 +112,12 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
             "DeepSpeed's universal loader at ZeRO-3 lets all sub-groups count up one step that is a tensor: give each "
             "a copy of it after loading (docs/formats.md), or use `zckpt convert --to deepspeed --stage 3`"
         )
-    starved = without_a_share(checkpoint)
+    ranks, numels = checkpoint.topology.dp, [sum(one.numel for one in group) for group in groups]
+    starved = [i for i, n in enumerate(numels) if (ranks - 1) * flat_partition_numel(n, ranks) >= n > 0]
     if starved:
         numbers = ", ".join(map(str, starved))
         found.append(
-            f"at {checkpoint.topology.dp} ranks some hold nothing of param group {numbers}, and DeepSpeed's universal "
+            f"at {ranks} ranks some hold nothing of param group {numbers}, and DeepSpeed's universal "
             f"loader at ZeRO-1 and 2 then stops with an IndexError"
         )
     untrained = [p for p in checkpoint.tensors() if p.group is None and p.tied_to is None]
@@ -137,26 +142,6 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(found)
 
 
-def single_values(checkpoint: Checkpoint) -> list[str]:
-    """Return the keys, but for the step, of which a file would hold one value for a parameter of several elements."""
-    found: dict[str, None] = {}
-    for group in checkpoint.param_groups:
-        for parameter in (checkpoint.parameters[name] for name in group.parameters):
-            for key, value in parameter_values(checkpoint, parameter).items():
-                numel = value.numel if isinstance(value, Slot) else 1 if isinstance(value, Scalar) else None
-                if key != STEP_STEM and numel not in (None, parameter.numel):
-                    found[key] = None
-    return list(found)
-
-
-def without_a_share(checkpoint: Checkpoint) -> list[int]:
-    """Return the param groups of which, at the source's number of ranks, some rank holds nothing under ZeRO-1 and 2."""
-    ranks = checkpoint.topology.dp
-    numels = [sum(checkpoint.parameters[name].numel for name in group.parameters) for group in checkpoint.param_groups]
-    parts = [flat_partition_numel(numel, ranks) for numel in numels]
-    return [i for i, (numel, part) in enumerate(zip(numels, parts, strict=True)) if (ranks - 1) * part >= numel > 0]
-
-
 def _refuse(checkpoint: Checkpoint) -> None:
     refuse_unnamed(checkpoint, "by which a universal checkpoint has a folder for each")
     refuse_several(checkpoint, "a universal checkpoint has")
@@ -170,9 +155,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
 def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what DeepSpeed's loaders look for and the source does not have."""
     needed: dict[str, object] = {
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
+        **dict.fromkeys(NONE_IF_ABSENT),
         "skipped_steps": 0,
         "global_steps": checkpoint.step or 0,
         "ds_config": {},
@@ -201,7 +184,7 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
         **without(checkpoint.metadata, *STRUCTURE),
         "dp_world_size": checkpoint.topology.dp,
         "mp_world_size": 1,
-        "ds_version": version or DEEPSPEED_VERSION,
+        "ds_version": version or VERSION,
     }
 
 
@@ -229,12 +212,26 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
     tree: dict[str, object] = {**carried}
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage
-    tree["ds_version"] = version or DEEPSPEED_VERSION
+    tree["ds_version"] = version or VERSION
     tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
     if zero3_hindrance(checkpoint, folders) is None:
         step = value_node(_one_step(checkpoint))
-        tree["optimizer_state_dict"] = {"state": {0: {STEP_STEM: step}}, "param_groups": [_group(_shared(groups), [])]}
-    tree[KEY] = _rest(checkpoint, folders)
+        tree["optimizer_state_dict"] = {
+            "state": {0: {STEP_STEM: step}},
+            "param_groups": [_group(shared([group.hyperparameters for group in groups]), [])],
+        }
+    trained = [p for p in checkpoint.parameters.values() if p.group is not None]
+    tree[KEY] = {  # what neither the folders nor the rest of DeepSpeed's files can hold
+        **remainder(checkpoint),
+        "metadata": {key: value for key, value in checkpoint.metadata.items() if key in STRUCTURE},
+        "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
+        "masters": False,
+        "without_master": [p.name for p in trained if MASTER not in p.slots],
+        "groups": [list(group.parameters) for group in groups],
+        "filled_in": list(filled_in(checkpoint)),
+        "made": folders.filled,
+        "values": folders.values,
+    }
     return tree
 
 
@@ -256,27 +253,10 @@ def _one_step(checkpoint: Checkpoint) -> object:
     return steps[0] if steps and all(step is not None and same(step, steps[0]) for step in steps) else None
 
 
-def _shared(groups: Sequence[ParamGroup]) -> dict[str, object]:
-    """Return the hyperparameters that are the same in all groups."""
-    first, *others = (group.hyperparameters for group in groups)
-    return {key: value for key, value in first.items() if all(key in o and alike(o[key], value) for o in others)}
+def shared(several: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the values that are the same in all of several."""
+    return {k: v for k, v in several[0].items() if all(k in one and alike(one[k], v) for one in several[1:])}
 
 
 def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str, object]:
     return {**{key: value_node(value) for key, value in hyperparameters.items()}, "params": params}
-
-
-def _rest(checkpoint: Checkpoint, folders: Folders) -> dict[str, object]:
-    """Return what neither the folders nor the rest of DeepSpeed's files can hold."""
-    trained = [p for p in checkpoint.parameters.values() if p.group is not None]
-    return {
-        **remainder(checkpoint),
-        "metadata": {key: value for key, value in checkpoint.metadata.items() if key in STRUCTURE},
-        "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
-        "masters": False,
-        "without_master": [p.name for p in trained if MASTER not in p.slots],
-        "groups": [list(group.parameters) for group in checkpoint.param_groups],
-        "filled_in": list(filled_in(checkpoint)),
-        "made": folders.filled,
-        "values": folders.values,
-    }

@@ -248,21 +248,21 @@ Places = Mapping[str, tuple[int, int, int]]
 one is, and which of those that have the same. By default as it was, the first."""
 
 
-def layers_for(listed: object, places: Places, world_size: int, *, sharded: bool = False) -> list[object]:
-    """Return `ds_autoep_layers` as a rank writes it over other ranks.
+def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded: bool = False) -> dict[str, object]:
+    """Return the keys of a model file that list AutoEP's layers as a rank writes them over other ranks; none without.
 
     Parameters
     ----------
-    listed : object
-        The source's.
     places : Places
     world_size : int
         Data-parallel ranks.
     sharded : bool
         Whether they are in the sub-groups of ZeRO-3.
     """
-    found: list[object] = []
-    for entry in list_of(listed):
+    if not model.content.get(KEY):
+        return {}
+    listed: list[object] = []
+    for entry in list_of(model.content[KEY]):
         degree, rank, position = places.get(entry["expert_key_prefix"], (entry["ep_size"], 0, 0))
         count, per = entry["num_experts"], entry["num_experts"] // degree
         changed = {
@@ -288,18 +288,8 @@ def layers_for(listed: object, places: Places, world_size: int, *, sharded: bool
                 params[name] = {**known, "ranks": entry_of["ranks"]}
             changed["affine_maps"] = {**maps, "params": params}
         more = changed if sharded else {}  # which DeepSpeed does not load without; some lists leave them out
-        found.append({key: changed.get(key, value) for key, value in {**entry, **more}.items()})
-    return found
-
-
-def listed_layers(model: ModelShard, places: Places, world_size: int, *, sharded: bool = False) -> dict[str, object]:
-    """Return the keys of a model file that list AutoEP's layers, for other ranks; none where it lists none.
-
-    Parameters are those of `layers_for`.
-    """
-    if not model.content.get(KEY):
-        return {}
-    found: dict[str, object] = {KEY: layers_for(model.content[KEY], places, world_size, sharded=sharded)}
+        listed.append({key: changed.get(key, value) for key, value in {**entry, **more}.items()})
+    found: dict[str, object] = {KEY: listed}
     info = model.content.get(INFO_KEY)
     kept = info if isinstance(info, FromFile) else FromFile.of(model.file, info)
     node = dict_of(kept.node)

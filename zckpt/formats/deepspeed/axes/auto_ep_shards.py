@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.axes.auto_ep import KEY, auto_experts, check_shapes, of_all
 from zckpt.formats.deepspeed.layouts.per_parameter import Cut, ShardedLayout, cut_parameters
-from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.shards import GROUPS_KEY, OptimizerShard, Shapes
 from zckpt.state import dict_of, list_of, without
 
 if TYPE_CHECKING:
@@ -44,7 +44,14 @@ class ExpertShardedLayout(ShardedLayout):
         layers = auto_experts(self.model)
         experts = {name: shape for name, shape in shapes.items() if name in layers}
         check_shapes(experts, layers, len(sharing))
-        _check_numbers(self.rank.model_files, sharing)
+        for expert_rank, rank in ((expert_rank, rank) for expert_rank, ranks in enumerate(sharing) for rank in ranks):
+            model = self.rank.model_files[rank]
+            said = {dict_of(one).get("ep_rank") for one in list_of(model.content.get(KEY))}
+            if said != {expert_rank}:
+                raise LayoutError(
+                    f"rank {rank} does not have the experts that its position implies",
+                    path=model.path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
+                )  # fmt: skip
         own = [_only(member, of_experts, wanted=False) for member in members]
         found = cut_parameters(without(shapes, *layers), own, keys)
         found.degree, found.shapes = len(sharing), dict(shapes)
@@ -94,18 +101,6 @@ def _sharing(members: Sequence[OptimizerShard]) -> tuple[list[bool], list[list[i
     if found and (held != every or len({len(ranks) for ranks in found}) != 1):
         raise LayoutError("ranks share experts in different ways", found=str(found)[:80])
     return kinds, sorted(found)
-
-
-def _check_numbers(models: Sequence[ModelShard], sharing: Sequence[Sequence[int]]) -> None:
-    """Raise LayoutError unless each rank's model file says that its experts are those of its expert rank."""
-    for expert_rank, ranks in enumerate(sharing):
-        for rank in ranks:
-            said = {dict_of(one).get("ep_rank") for one in list_of(models[rank].content.get(KEY))}
-            if said != {expert_rank}:
-                raise LayoutError(
-                    f"rank {rank} does not have the experts that its position implies",
-                    path=models[rank].path, expected=f"ep_rank {expert_rank}", found=str(said)[:80],
-                )  # fmt: skip
 
 
 def _only(member: OptimizerShard, of_experts: Sequence[bool], *, wanted: bool) -> OptimizerShard:

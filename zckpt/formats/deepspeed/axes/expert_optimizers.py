@@ -210,8 +210,7 @@ class _Optimizer(Numbered):
             possible = known  # what is one layer's is no other's
         if len(degrees) > 1 and (unnamed or any(len(its) > 1 for its in told.values())):
             raise UnsupportedError(
-                f"experts are spread over {listed([str(d) for d in degrees])} ranks, but it is uncertain which "
-                "layers over how many",
+                f"experts are spread over {listed(degrees)} ranks, but it is uncertain which layers over how many",
                 path=self.file.path,
                 advice=NAMES_OF_RANK_ADVICE,
             )

@@ -242,5 +242,5 @@ def _check_order(spread: Spread, degree: int, local: Mapping[str, int], files: E
                 f"the weights of expert {number} are not in its rank's file, if tensor-parallel ranks are numbered "
                 "consecutively",
                 expected=f"mp_rank {writer}",
-                found=f"mp_rank {listed([str(one) for one in sorted(found)])}",
+                found=f"mp_rank {listed(sorted(found))}",
             )

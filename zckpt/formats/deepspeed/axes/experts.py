@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.formats.deepspeed.shards import Files
 from zckpt.state import Checkpoint, ParamGroup
 
 SLICED_EXPERTS = "sliced_experts"
@@ -147,18 +146,6 @@ def _dealt(names: Iterable[str], degree: int, totals: Mapping[str, int]) -> list
         for number in sorted(numbers):  # one that is none of so many is of no such rank
             ranks.setdefault(number // max(totals[layer] // degree, 1), []).extend(numbers[number])
     return [ranks[rank] for rank in sorted(ranks)]
-
-
-def check_empty(files: Files) -> None:
-    """Raise UnsupportedError unless these files, which lie next to those of ZeRO, hold nothing."""
-    for shard, file in files:
-        if not isinstance(file.root, dict) or any(value is not None for value in file.root.values()):
-            raise UnsupportedError(
-                "holds optimizer state although ZeRO's files have all of it",
-                path=shard.path,
-                expected="{'optimizer': None}",
-                advice="if it is left over from a run without ZeRO, move it away",
-            )
 
 
 def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:

@@ -53,8 +53,6 @@ _WHOLE = (
 _HEADS = re.compile(rf"{_BLOCK}self_attention\.(query_key_value|query)\.weight$")
 _WIDE = re.compile(rf"{_BLOCK}mlp\.dense_h_to_4h\.weight$")
 
-_TIED = "tied_modules.embed."
-
 SHARED = "word_embeddings.weight"
 """What of a tied embedding all its stages train (`tied_weight_attr`); nothing uses the rest of its later uses."""
 
@@ -63,11 +61,6 @@ def is_gpt(names: Iterable[str]) -> bool:
     """Tell whether parameters have the names of these models."""
     every = list(names)
     return any(map(_HEADS.match, every)) and any(map(_WIDE.match, every))
-
-
-def shared_by_stages(name: str) -> bool:
-    """Tell whether a parameter of a tied layer is trained by all stages that use it."""
-    return not name.startswith(_TIED) or name.endswith(f".{SHARED}")
 
 
 def arguments_in(content: Mapping[str, object]) -> Mapping[object, object] | None:
@@ -104,7 +97,7 @@ def known_rules(
     if info is None and not all(any(re.match(one, name) for one in every) for name in free):
         return None
     if sliced:
-        _refuse_unknown_order(content, info, shapes, path)
+        check_degree(content, info, shapes, 1, path)
     if arguments is None:
         return info
     found: dict[str, object] = dict(info or {})
@@ -112,7 +105,13 @@ def known_rules(
         rows = arguments.get("padded_vocab_size")
         found = {"universal_checkpoint_version": 0.2, "parameter_with_2_sub_params_cat_dim_0": []}
         found |= {key: rows for key in ("original_vocab_size", "padded_vocab_size") if type(rows) is int}
-    halves = [_GATED] if _is_gated(shapes) else []
+    ratios = {  # of the rows that a block's first layer has and the second's columns: twice as many with a gate
+        shape[0] / down[1]
+        for name, shape in shapes.items()
+        if name.endswith(_UP) and len(shape) == 2
+        and len(down := shapes.get(name.removesuffix(_UP) + _DOWN, ())) == 2 and down[1]
+    }  # fmt: skip
+    halves = [_GATED] if ratios == {2.0} else []
     joined = []
     if JOINED in arguments and not _shares_keys(arguments):
         joined = [{"patterns": [_ATTENTION], "shape": (3,), "partition_dim": 0}]
@@ -135,16 +134,6 @@ def _shares_keys(arguments: Mapping[object, object]) -> bool:
     return JOINED in arguments and arguments.get("num_key_value_heads", heads) not in (None, heads)
 
 
-def _is_gated(shapes: Mapping[str, Shape]) -> bool:
-    """Tell by the shapes whether feed-forward layers have a gate, which is the first half of a rank's rows."""
-    found = set()
-    for name, shape in shapes.items():
-        down = shapes.get(name.removesuffix(_UP) + _DOWN) if name.endswith(_UP) else None
-        if down is not None and len(shape) == len(down) == 2 and down[1]:
-            found.add(shape[0] / down[1])
-    return found == {2.0}
-
-
 def _without_rule(info: Mapping[str, object] | None, names: Iterable[str], path: str) -> list[str]:
     """Return the names that no rule for slices is about."""
     said = Rules(info or {}, path)
@@ -162,18 +151,6 @@ def unknown_order(
     if not is_gpt(every) or (arguments is not None and not _shares_keys(arguments)):
         return None
     return next((name for name in _without_rule(info, every, path) if re.match(_ATTENTION, name)), None)
-
-
-def _refuse_unknown_order(
-    content: Mapping[str, object], info: Mapping[str, object] | None, names: Iterable[str], path: str
-) -> None:
-    first = unknown_order(content, info, names, path)
-    if first is not None:
-        raise UnsupportedError(
-            f"the order of queries, keys and values in the slices of {first} is unknown",
-            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file",
-            advice="give --tp-rules FILE: parameter_with_sub_params, if each rank has them end to end",
-        )
 
 
 def check_degree(
@@ -194,7 +171,13 @@ def check_degree(
         It is not known, or a head would be on two ranks.
     """
     every, known = list(names), arguments_in(content)
-    _refuse_unknown_order(content, info, every, path)
+    first = unknown_order(content, info, every, path)
+    if first is not None:
+        raise UnsupportedError(
+            f"the order of queries, keys and values in the slices of {first} is unknown",
+            expected=f"the program's arguments, `{ARGUMENTS}`, in the model file",
+            advice="give --tp-rules FILE: parameter_with_sub_params, if each rank has them end to end",
+        )
     if known is None or _shares_keys(known) or not is_gpt(every):
         return
     for key in ("num_attention_heads", "num_key_value_heads"):

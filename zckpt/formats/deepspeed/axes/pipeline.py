@@ -13,7 +13,7 @@ and numbers the layers of experts by itself. Every stage has such layers: DeepSp
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import ATTRIBUTE, unwrapped
 from zckpt.formats.deepspeed.origin import Rank, gathered
 from zckpt.formats.deepspeed.ranks import check_stages_alike
-from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, mapped_numels, weights_of
+from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Shapes, Weights, mapped_numels, weights_of
 from zckpt.formats.deepspeed.values import copies_of
 from zckpt.state import ParamGroup, Shape, Slot
 from zckpt.torchfile import Digests, TorchFile
@@ -188,27 +188,24 @@ def with_shapes(
                 if (shard.mp_rank or 0) == model.mp_rank % tp
                 for key, slot in weights_of(file).items()
             }
-            shapes = [
-                {name: _shape_of(name, numel, weights) for name, numel in mapped_numels(members, index).items()}
-                for index in range(len(members[0].masters))
-            ]
+            shapes: list[Shapes] = []
+            for index in range(len(members[0].masters)):
+                shapes.append({})
+                for name, numel in mapped_numels(members, index).items():
+                    fitting, key = {weights[name]} if name in weights else set[Shape](), within(name)
+                    if not fitting:
+                        of_key = {shape for n, shape in weights.items() if n.partition(".")[2] == key}
+                        fitting = {shape for shape in of_key if math.prod(shape) == numel}
+                    if len(fitting) != 1:
+                        raise UnsupportedError(
+                            f"the shape of {name} is unknown",
+                            expected=f"one weight {key} of {numel} elements in the layer files",
+                            found=", ".join(map(str, sorted(fitting))) or "none",
+                        )
+                    (shapes[-1][name],) = fitting
             model = replace(model, param_shapes=shapes)  # noqa: PLW2901
         found.append(model)
     return found
-
-
-def _shape_of(name: str, numel: int, weights: Mapping[str, Shape]) -> Shape:
-    if name in weights:
-        return weights[name]
-    key = within(name)
-    fitting = {shape for n, shape in weights.items() if n.partition(".")[2] == key and math.prod(shape) == numel}
-    if len(fitting) != 1:
-        raise UnsupportedError(
-            f"the shape of {name} is unknown",
-            expected=f"one weight {key} of {numel} elements in the layer files",
-            found=", ".join(map(str, sorted(fitting))) or "none",
-        )
-    return fitting.pop()
 
 
 def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> dict[str, str]:
@@ -227,28 +224,23 @@ def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> 
     known: dict[str, Shape | None] = {}
     for model in models:
         known.update(_names(model))
-    return {key: _full_name(shard, key, slot.shape, known) for key, slot in weights_of(file).items()}
+    found = {}
+    for key, slot in weights_of(file).items():
+        name = f"{shard.layer}.{key}"
+        names = [name] if name in known else [n for n in known if ATTRIBUTE in n and unwrapped(n) == name]
+        if not names:  # tied_modules.<layer's key>.<key>
+            of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == slot.shape)
+            names = [n for n in of_shape if key in (rest := within(n), unwrapped(rest))]
+            if len(names) > 1:
+                raise UnsupportedError(
+                    f"{key} could be the weight of several tied layers", path=shard.path, found=", ".join(sorted(names))
+                )
+        found[key] = names[0] if names else name
+    return found
 
 
 def _names(model: ModelShard) -> dict[str, Shape | None]:
     return {**dict.fromkeys(model.buffer_names), **model.trained}
-
-
-def _full_name(shard: Shard, key: str, own: Shape, known: Mapping[str, Shape | None]) -> str:
-    """Return the model's name for a key of a layer file."""
-    name = f"{shard.layer}.{key}"
-    if name in known:
-        return name
-    listed = [one for one in known if ATTRIBUTE in one and unwrapped(one) == name]
-    if listed:
-        return listed[0]
-    of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == own)
-    tied = [n for n in of_shape if key in (rest := within(n), unwrapped(rest))]  # tied_modules.<layer's key>.<key>
-    if len(tied) > 1:
-        raise UnsupportedError(
-            f"{key} could be the weight of several tied layers", path=shard.path, found=", ".join(sorted(tied))
-        )
-    return tied[0] if tied else name
 
 
 def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup | None]]:
@@ -274,14 +266,6 @@ def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup
     return rows
 
 
-def _names_in_order(groups: Sequence[ParamGroup], degrees: Mapping[int, int | None]) -> list[str]:
-    """Return the parameters of a group, stage by stage; of experts, expert rank by expert rank, as in one stage."""
-    known = {degrees.get(id(group)) or 1 for group in groups}
-    count = known.pop() if len(known) == 1 else 1
-    of_ranks = zip(*(by_rank(group.parameters, count) for group in groups), strict=True)
-    return list(dict.fromkeys(name for of_rank in of_ranks for names in of_rank for name in names))
-
-
 def join(stages: Sequence[Rank]) -> Rank:
     """Return one state for all stages; of a tied layer, the first stage's.
 
@@ -292,7 +276,7 @@ def join(stages: Sequence[Rank]) -> Rank:
     ShardError
         Stages have taken other steps.
     """
-    from zckpt.formats.deepspeed.axes.gpt_model import is_gpt, shared_by_stages
+    from zckpt.formats.deepspeed.axes.gpt_model import SHARED, is_gpt
 
     joined = gathered(stages)
     is_of_gpt = is_gpt(name for stage in stages for name in stage.parameters)
@@ -305,7 +289,9 @@ def join(stages: Sequence[Rank]) -> Rank:
         for name in [name for name in stage.parameters if name in joined.parameters]:
             held = stage.parameters[name].slots
             for one in copies_of(name, held, joined.parameters[name].slots, stage.mp_rank):
-                shared = not is_of_gpt or shared_by_stages(name)  # else it is held against itself
+                shared = (
+                    not is_of_gpt or not name.startswith(f"{TIED}embed.") or name.endswith(f".{SHARED}")
+                )  # else against itself
                 joined.duplicates.append(one if shared else replace(one, original=one.slot))
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)
@@ -314,7 +300,10 @@ def join(stages: Sequence[Rank]) -> Rank:
     check_stages_alike(stages, rows)
     for row, groups in enumerate(rows):
         own = [group for group in groups if group is not None]
-        names = _names_in_order(own, degrees)
+        known = {degrees.get(id(group)) or 1 for group in own}
+        count = known.pop() if len(known) == 1 else 1  # of experts, expert rank by expert rank, as in one stage
+        of_ranks = zip(*(by_rank(group.parameters, count) for group in own), strict=True)
+        names = list(dict.fromkeys(name for of_rank in of_ranks for its in of_rank for name in its))
         joined.param_groups.append(ParamGroup(own[0].hyperparameters, names, own[0].state))
         for name in names:
             if joined.parameters[name].group != row:

@@ -12,16 +12,16 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, is_expert
+from zckpt.formats.deepspeed.axes.experts import SLICED_EXPERTS, by_rank, is_expert
 from zckpt.formats.deepspeed.axes.experts import layer_of as expert_layer_of
 from zckpt.formats.deepspeed.axes.gpt_model import padded_rows
-from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, layer_of, tied_key
+from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, are_stages, tied_key
 from zckpt.formats.deepspeed.axes.stage_order import Orders, is_ordered, known_orders, untold_orders
 from zckpt.formats.deepspeed.axes.stages import Stages, parse_layers, stages_of, uses_of
 from zckpt.formats.deepspeed.axes.tensor_parallel import local_states
 from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage
-from zckpt.formats.deepspeed.target_groups import joined_experts, split_experts
+from zckpt.formats.deepspeed.target_groups import expert_groups, joined_experts
 from zckpt.formats.remainder import origin as origin_of_state
 from zckpt.state import Checkpoint, ParamGroup
 from zckpt.state.names import renamed
@@ -48,8 +48,8 @@ def stage_states(
     if degree < 1:
         raise UsageError("unusable --tensor-parallel-size", expected="at least 1", found=degree)
     as_slices = options.sliced_experts
-    if as_slices is None and isinstance(known := origin_of_state(checkpoint).get(SLICED_EXPERTS), bool):
-        as_slices = known
+    if as_slices is None and isinstance(said := origin_of_state(checkpoint).get(SLICED_EXPERTS), bool):
+        as_slices = said
     rows = options.padded_vocab_size
     if rows is None and degree != checkpoint.topology.tp and origin.rules_path is None:
         parameters = checkpoint.parameters if origin.is_foreign else {}
@@ -61,7 +61,13 @@ def stage_states(
     orders: Orders = []
     if elsewhere and staged:
         orders = known_orders(checkpoint)
-        _check_order(checkpoint, orders)
+        for known, group in zip_longest(orders, checkpoint.param_groups):
+            if known is None and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
+                raise UnsupportedError(
+                    "a param group is not in the order of the pipeline's modules (tied layers, then the others by "
+                    "number), and nothing says what each stage had",
+                    found=", ".join(group.parameters[:8]),
+                )
     source = by_stage(origin.ranks, tp)
     sliced = [local_states(checkpoint, origin, degree, rows, ranks, sliced_experts=as_slices) for ranks in source]
     if not staged:
@@ -71,10 +77,10 @@ def stage_states(
     if stages is None and degree == tp:
         return sliced, None
     if stages is not None:
-        by_rank = list(map(list, zip(*sliced, strict=True)))
-        slices = [_dealt(origin, states, stages, orders, elsewhere=elsewhere) for states in by_rank]
+        lanes = list(map(list, zip(*sliced, strict=True)))
+        slices = [_dealt(origin, states, stages, orders, elsewhere=elsewhere) for states in lanes]
         sliced = list(map(list, zip(*slices, strict=True)))
-        stages = replace(stages, untold=tuple(untold_orders(by_rank[0], slices[0], orders)))
+        stages = replace(stages, untold=tuple(untold_orders(lanes[0], slices[0], orders)))
     held = [any(map(is_expert, states[0].parameters)) for states in sliced]
     if any(held) and not all(held):
         raise UnsupportedError(
@@ -169,7 +175,9 @@ def _dealt(
                     members = [_in_order(its, groups, dict(enumerate(orders)).get(number), stages, stage, places)]
                 else:
                     ordered = _experts_in_order(its, degree, stages, stage)
-                    members = split_experts(ordered, degree, parameters) if by_size else [ordered]
+                    ranks = by_rank(ordered, degree)
+                    cuts = expert_groups([parameters[name].numel for name in ranks[0]])
+                    members = [[own[i] for own in ranks for i in one] for one in cuts] if by_size else [ordered]
                 for one in members:
                     state.param_groups.append(ParamGroup(groups[0].hyperparameters, one, groups[0].state))
                     state.degrees.append(degree)
@@ -217,20 +225,6 @@ def _in_order(
             advice="keep the source's stages",
         )
     return sorted(names, key=lambda name: stages.order(name, stage))
-
-
-def _check_order(checkpoint: Checkpoint, orders: Orders) -> None:
-    """Raise where a checkpoint of another format cannot be dealt to stages as DeepSpeed's PipelineModule has them."""
-    for name in (*checkpoint.parameters, *checkpoint.buffers):
-        if tied_key(name) is None:
-            layer_of(name)
-    for known, group in zip_longest(orders, checkpoint.param_groups):
-        if known is None and not any(map(is_expert, group.parameters)) and not is_ordered(group.parameters, {}):
-            raise UnsupportedError(
-                "a param group is not in the order of the pipeline's modules (tied layers, then the others by "
-                "number), and nothing says what each stage had",
-                found=", ".join(group.parameters[:8]),
-            )
 
 
 def _experts_in_order(names: Sequence[str], degree: int, stages: Stages, stage: int) -> list[str]:

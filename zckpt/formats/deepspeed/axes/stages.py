@@ -164,18 +164,6 @@ def parse_layers(text: str | None) -> list[Layer]:
     return found
 
 
-def _parse_bounds(text: str) -> Numbers:
-    items = [item.strip() for item in text.split(",")]
-    found = tuple(int(item) for item in items if re.fullmatch(r"\d{1,4}", item))
-    rising = all(low < high for low, high in itertools.pairwise(found))
-    if len(found) != len(items) or len(found) < 2 or found[0] != 0 or not rising:
-        raise UsageError(
-            "unusable stage bounds", expected="0, the first layer of each further stage, then the number of layers",
-            found=text[:80],
-        )  # fmt: skip
-    return found
-
-
 def uses_of(layers: Iterable[Layer]) -> dict[str, Numbers]:
     """Return which layers use each tied one, by its key."""
     found: dict[str, Numbers] = {}
@@ -337,7 +325,9 @@ def stages_of(
     (stages,) = found.values()
     trained = (f"{TIED}{layer}." if isinstance(layer, str) else f"{layer}." for layer in seen.weights)
     empty = sorted(set(range(len(stages.bounds) - 1)).difference(*map(stages.of, trained)))
-    if empty and not origin.is_plain:
+    # Torch's optimizer steps by itself, in float32 and without ZeRO: it may have nothing in a stage.
+    is_plain = not origin.members and all("param_groups" in (one.model.optimizer or {}) for one in origin.ranks)
+    if empty and not is_plain:
         raise UsageError(
             f"stage {empty[0]} would have nothing to train, and DeepSpeed's ZeRO and 16-bit optimizers then raise",
             expected="parameters in each stage", found=str(stages),
@@ -355,14 +345,21 @@ def _asked(options: RecutOptions, stages: int) -> tuple[int, Numbers | None]:
         raise UsageError("unknown partition method", expected=METHODS, found=method)
     if method is not None and text is not None:
         raise UsageError("a partition method and stage bounds exclude each other", expected="one of them", found=method)
-    bounds = None if text is None else _parse_bounds(text)
-    if bounds is not None and len(bounds) - 1 != count:
-        if options.pipeline_parallel_size is not None:
-            raise UsageError(
-                "stage bounds for another number of stages", expected=f"{count + 1} numbers", found=len(bounds)
-            )
-        count = len(bounds) - 1
-    return count, bounds
+    if text is None:
+        return count, None
+    items = [item.strip() for item in text.split(",")]
+    bounds = tuple(int(item) for item in items if re.fullmatch(r"\d{1,4}", item))
+    rising = all(low < high for low, high in itertools.pairwise(bounds))
+    if len(bounds) != len(items) or len(bounds) < 2 or bounds[0] != 0 or not rising:
+        raise UsageError(
+            "unusable stage bounds", expected="0, the first layer of each further stage, then the number of layers",
+            found=text[:80],
+        )  # fmt: skip
+    if len(bounds) - 1 != count and options.pipeline_parallel_size is not None:
+        raise UsageError(
+            "stage bounds for another number of stages", expected=f"{count + 1} numbers", found=len(bounds)
+        )
+    return len(bounds) - 1, bounds
 
 
 def _layers(

@@ -33,19 +33,17 @@ from zckpt.formats.deepspeed.axes.tp_rules import (
     SLICED,
     Rule,
     Rules,
-    info_for,
 )
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases
 from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices
 from zckpt.formats.deepspeed.values import copies_of, viewed
-from zckpt.state import MASTER, Checkpoint, Duplicate, PaddingSpan, Parameter, Slot
+from zckpt.state import MASTER, Checkpoint, Duplicate, PaddingSpan, Parameter, Slot, list_of
 from zckpt.state.views import concat, narrow, placed
 from zckpt.torchfile import plain
 
 if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
     from zckpt.engine.targets import Hole
     from zckpt.formats.deepspeed.target import Target
 
@@ -245,23 +243,18 @@ def check_slices(target: Target) -> int:
         values = [sampled(slot, SAMPLED_EXTENTS, reads) for slot in masters]
         read_all(reads)
         compared += sum(map(len, values))
-        _check_sample(name, rule, values)
+        same = len({sample.tobytes() for sample in values}) == 1
+        if rule == REPLICATED and not same:
+            raise WeightMismatchError(
+                f"{name} differs between tensor-parallel ranks, although a rule says that each has the whole",
+                advice="if it should be averaged, say so with --tp-rules; --no-weight-check uses the first rank's",
+            )
+        if rule is None and same and (values[0] != values[0][0]).any():  # else a bias that was never trained
+            raise WeightMismatchError(
+                f"{name} is the same on all tensor-parallel ranks, although no rule says that each has the whole",
+                advice="say so with --tp-rules; --no-weight-check treats it as slices",
+            )
     return compared
-
-
-def _check_sample(name: str, rule: str | None, values: Sequence[Array]) -> None:
-    """Hold the sampled elements of each rank against those of the others."""
-    same = len({sample.tobytes() for sample in values}) == 1
-    if rule == REPLICATED and not same:
-        raise WeightMismatchError(
-            f"{name} differs between tensor-parallel ranks, although a rule says that each has the whole",
-            advice="if it should be averaged, say so with --tp-rules; --no-weight-check uses the first rank's",
-        )
-    if rule is None and same and (values[0] != values[0][0]).any():  # else a bias that was never trained
-        raise WeightMismatchError(
-            f"{name} is the same on all tensor-parallel ranks, although no rule says that each has the whole",
-            advice="say so with --tp-rules; --no-weight-check treats it as slices",
-        )
 
 
 def local_states(
@@ -362,24 +355,20 @@ def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> l
     if parameter.tied_to is not None:
         return [replace(parameter) for _ in range(degree)]
     if rules.is_vocabulary(parameter.name):
-        parameter = _padded(parameter, rules, degree, rows)
+        present = parameter.shape[0] if parameter.shape else 0
+        padded = -(-present // degree) * degree if rows is None else rows
+        least = min(rules.vocabulary_size or 0, present)
+        if padded < least or padded % degree:
+            raise UsageError(
+                f"unusable padded size for the vocabulary {parameter.name}",
+                expected=f"at least {least} rows and a multiple of {degree}",
+                found=padded,
+            )
+        # Rows that the source does not have are in no slot.
+        shape = (padded, *parameter.shape[1:])
+        parameter = viewed(parameter, shape, lambda slot: narrow(slot, 0, 0, min(padded, present)))
     rule = rules.cut(parameter.name, parameter.shape, degree)
     return [cut(parameter, rule, rank) for rank in range(degree)]
-
-
-def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> Parameter:
-    """Return a vocabulary with as many rows as the target has; rows that the source does not have are in no slot."""
-    present = parameter.shape[0] if parameter.shape else 0
-    padded = -(-present // degree) * degree if rows is None else rows
-    least = min(rules.vocabulary_size or 0, present)
-    if padded < least or padded % degree:
-        raise UsageError(
-            f"unusable padded size for the vocabulary {parameter.name}",
-            expected=f"at least {least} rows and a multiple of {degree}",
-            found=padded,
-        )
-    kept = min(padded, present)
-    return viewed(parameter, (padded, *parameter.shape[1:]), lambda slot: narrow(slot, 0, 0, kept))
 
 
 def written_rules(
@@ -403,20 +392,30 @@ def written_rules(
         return None
     own = origin.model.content.get(INFO_KEY)
     node = own if not given and isinstance(own, dict) and plain(own) == origin.rules else origin.rules
-    written = info_for(node, _rows(origin, stages), degree)
+    of_vocabulary = Rules.of_vocabulary(origin.rules, "")
+    rows = {  # of the vocabularies, padding included
+        sum(files.parameters[name].shape[0] for files in of_stage)
+        for of_stage in stages
+        for name, p in of_stage[0].parameters.items()
+        if of_vocabulary.is_vocabulary(name) and p.shape
+    }
+    written = {**node}
+    if len(rows) == 1 and "padded_vocab_size" in node:
+        written["padded_vocab_size"] = rows.pop()
+    if isinstance(widths := node.get("sub_param_shard_widths"), Mapping):  # an equal share for each rank
+        written["sub_param_shard_widths"] = {
+            pattern: [[sum(n for n in list_of(sub) if type(n) is int) // degree] * degree for sub in list_of(subs)]
+            for pattern, subs in widths.items()
+        }
+    subs_of = node.get("parameter_with_sub_params")
+    if isinstance(subs_of, (list, tuple)):  # DeepSpeed reads sizes that are tuples, which JSON does not have
+        written["parameter_with_sub_params"] = [
+            {**rule, "shape": tuple(tuple(n) if isinstance(n, list) else n for n in rule["shape"])}
+            if isinstance(rule, Mapping) and isinstance(rule.get("shape"), (list, tuple))
+            else rule
+            for rule in subs_of
+        ]
     if AFFINE_KEY in written:
         names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].parameters)
         written[AFFINE_KEY] = origin.slicing.maps_for(list(names), degree)
     return written
-
-
-def _rows(origin: Origin, stages: Sequence[Sequence[Rank]]) -> int | None:
-    """Return the padded size of the vocabularies; None where they do not have the same."""
-    rules = Rules.of_vocabulary(origin.rules or {}, "")
-    found = {
-        sum(files.parameters[name].shape[0] for files in of_stage)
-        for of_stage in stages
-        for name, p in of_stage[0].parameters.items()
-        if rules.is_vocabulary(name) and p.shape
-    }
-    return found.pop() if len(found) == 1 else None

@@ -44,6 +44,7 @@ from typing import NamedTuple
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
 from zckpt.state import Shape, dict_of, list_of
 from zckpt.state.boxes import row_major
+from zckpt.state.ranges import merge, without
 from zckpt.storage.files import given_json
 from zckpt.torchfile import brief
 
@@ -110,17 +111,9 @@ class Share(NamedTuple):
 
     def without(self, others: Sequence[Share]) -> list[Share]:
         """Return what is left of it without what others have of the whole."""
-        left = [self]
-        for _, low, size in others:
-            rest = []
-            for source, target, count in left:
-                before, after = min(low - target, count), min(target + count - (low + size), count)
-                if before > 0:
-                    rest.append(Share(source, target, before))
-                if after > 0:
-                    rest.append(Share(source + count - after, target + count - after, after))
-            left = rest
-        return left
+        theirs = merge((one.target, one.target + one.size) for one in others)
+        left = without([(self.target, self.target + self.size)], theirs)
+        return [Share(self.source + low - self.target, low, high - low) for low, high in left]
 
 
 Shares = tuple[tuple[Share, ...], ...]
@@ -200,9 +193,9 @@ class Rules:
         self._mapped: dict[str, Rule | None] = {}
         self._by_name: dict[str, object] = {}
         self._by_pattern: list[tuple[re.Pattern[str], object]] = []
-        maps = {"params": {}} if info.get(AFFINE_KEY) is None else info[AFFINE_KEY]
-        known = {"version": AFFINE_VERSION, "params": {}, **maps} if isinstance(maps, dict) else {"version": 0}
-        version, params = known["version"], known.get("params")
+        maps = {} if info.get(AFFINE_KEY) is None else info[AFFINE_KEY]
+        known = {"version": AFFINE_VERSION, "params": {}, **(maps if isinstance(maps, dict) else {"version": 0})}
+        version, params = known["version"], known["params"]
         if version != AFFINE_VERSION or not isinstance(params, dict) or not all(isinstance(key, str) for key in params):
             raise self._unusable(f"an affine map of slices of version {brief(version)}", brief(maps))
         for pattern, entry in params.items():
@@ -603,32 +596,3 @@ def check_rules(info: Mapping[str, object], path: str) -> None:
         Rules(info, path)
     except SourceError as error:
         raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
-
-
-def info_for(info: Mapping[str, object], rows: int | None, degree: int) -> dict[str, object]:
-    """Return rules that are true of another tensor-parallel degree.
-
-    Parameters
-    ----------
-    info : mapping
-        `universal_checkpoint_info`, as a file's tree or a JSON document has it.
-    rows : int or None
-        Rows of the vocabularies with their padding, if all have the same number.
-    """
-    changed = {**info}
-    if rows is not None and "padded_vocab_size" in info:
-        changed["padded_vocab_size"] = rows
-    if isinstance(widths := info.get("sub_param_shard_widths"), Mapping):  # an equal share for each rank
-        changed["sub_param_shard_widths"] = {
-            pattern: [[sum(n for n in list_of(sub) if type(n) is int) // degree] * degree for sub in list_of(subs)]
-            for pattern, subs in widths.items()
-        }
-    rules = info.get("parameter_with_sub_params")
-    if isinstance(rules, (list, tuple)):  # DeepSpeed reads sizes that are tuples, which JSON does not have
-        changed["parameter_with_sub_params"] = [
-            {**rule, "shape": tuple(tuple(n) if isinstance(n, list) else n for n in rule["shape"])}
-            if isinstance(rule, Mapping) and isinstance(rule.get("shape"), (list, tuple))
-            else rule
-            for rule in rules
-        ]
-    return changed

@@ -26,6 +26,7 @@ from zckpt.formats.deepspeed.values import Case, Line, Slots, element_slots, qua
 from zckpt.formats.lost import is_lost
 from zckpt.state import MASTER, Duplicate, Padding, PaddingSpan, Parameter, Shape, Slot, Topology
 from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts
+from zckpt.state.ranges import without
 from zckpt.torchfile import Tensor
 
 ZERO_WITHOUT_GRADIENTS = frozenset(
@@ -264,10 +265,8 @@ class Partitions:
         without gradients, it is zero.
         Source: flat buffers of DeepSpeed 0.14.5 to 0.19.8, which flattens with zeros and gives padding zero gradients.
         """
-        shares = self.shares[position]
-        ends = [0, *(one.position + one.numel for one in shares)]
-        gaps = [gap for gap in zip(ends, [*(one.position for one in shares), self.partition], strict=True)
-                if gap[0] < gap[1]]  # fmt: skip
+        held = [(one.position, one.position + one.numel) for one in self.shares[position]]
+        gaps = without([(0, self.partition)], held)
         for key, tensor in tensors.items():
             limit = tensor.storage.offset + tensor.storage.nbytes
             for start, end in gaps:

@@ -93,8 +93,22 @@ def in_one_order(optimizers: Sequence[OptimizerShard]) -> list[OptimizerShard]:
 
     Those whose groups are others stay as they are, and are found to be different later.
     """
-    first: dict[int | None, OptimizerShard] = {}
-    return [_like(one, first.setdefault(one.mp_rank, one)) for one in optimizers]
+    firsts: dict[int | None, OptimizerShard] = {}
+    found: list[OptimizerShard] = []
+    for one in optimizers:
+        first, order = firsts.setdefault(one.mp_rank, one), None
+        several = {group.get("name") for group in one.groups if group.get("moe") is True}
+        if one is not first and len(several) > 1 and len(one.groups) == len(one.masters):
+            order = order_like(first.groups, one.groups)
+        if order is None or order == sorted(order):
+            found.append(one)
+            continue
+        by_group = ("masters", "tensors", "scalars", "partition_count", "paddings", "alignment_paddings", "mappings")
+        held: dict[str, Any] = {name: getattr(one, name) for name in by_group}
+        moved: dict[str, Any] = {name: its and [its[at] for at in order] for name, its in held.items()}
+        groups = [{**one.groups[at], "params": first.groups[index].get("params")} for index, at in enumerate(order)]
+        found.append(replace(one, **moved, groups=groups, order=tuple(order)))
+    return found
 
 
 def order_like(wanted: Sequence[dict[str, object]], own: Sequence[dict[str, object]]) -> list[int] | None:
@@ -111,17 +125,3 @@ def order_like(wanted: Sequence[dict[str, object]], own: Sequence[dict[str, obje
             return None
         found.append(at)
     return found if len(found) == len(own) else None
-
-
-def _like(one: OptimizerShard, first: OptimizerShard) -> OptimizerShard:
-    several = {group.get("name") for group in one.groups if group.get("moe") is True}
-    if one is first or len(several) < 2 or len(one.groups) != len(one.masters):
-        return one
-    order = order_like(first.groups, one.groups)
-    if order is None or order == list(range(len(order))):
-        return one
-    by_group = ("masters", "tensors", "scalars", "partition_count", "paddings", "alignment_paddings", "mappings")
-    held: dict[str, Any] = {name: getattr(one, name) for name in by_group}
-    moved: dict[str, Any] = {name: None if its is None else [its[at] for at in order] for name, its in held.items()}
-    groups = [{**one.groups[at], "params": first.groups[index].get("params")} for index, at in enumerate(order)]
-    return replace(one, **moved, groups=groups, order=tuple(order))

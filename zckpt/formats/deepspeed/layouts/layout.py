@@ -20,16 +20,17 @@ from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.aliases import notes
 from zckpt.formats.deepspeed.shards import OptimizerShard, Weights
 from zckpt.formats.deepspeed.values import (
+    PLAIN,
     copies_of,
-    group_values,
     hyperparameter,
     own_hyperparameters,
     own_keys,
-    rank_values,
     weight_in,
 )
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state.checkpoint import RankValue
+from zckpt.torchfile import FromFile
 
 
 class Layout:
@@ -154,8 +155,14 @@ class Layout:
                 rank.duplicates += copies_of(name, weight_in(tensor, model.path), rank.parameters[name].slots)
 
     def add_values(self, partitions: Mapping[int, int], read: Mapping[int, Collection[str]]) -> None:
-        """Add what each rank has of its own in the partitions of these groups, but for the keys that are read."""
-        self.rank.per_rank += rank_values(self.members, partitions, self.own, read)
+        """Add what each rank has of its own in these partitions, given their groups, but for the keys that are read."""
+        for member in self.members:
+            for part, group in partitions.items():
+                values = [(key, value) for key, value in member.scalars[part].items() if key in self.own]
+                tensors = [(key, tensor) for key, tensor in member.tensors[part].items() if key not in read[part]]
+                for key, value in [*values, *tensors]:
+                    kept = value if isinstance(value, (*PLAIN, Scalar)) else FromFile.of(member.file, value)
+                    self.rank.per_rank.append(RankValue(key, group, part, member.rank, member.mp_rank, kept))
         self.rank.warnings += notes(self.members, {value.key for value in self.rank.per_rank})
 
     def add_group(self, index: int, partitions: Sequence[int], names: list[str]) -> None:
@@ -165,7 +172,13 @@ class Layout:
             apart = own_hyperparameters([*members, *(one for one in self.firsts if one.group(index))], index)
             kept = {k: v for k, v in own.items() if k != "params" and k not in apart}
             hyperparameters = {k: hyperparameter(members[0], v) for k, v in kept.items()}
-            self.rank.per_rank += group_values(members, index, min(partitions, default=index), apart)
+            part = min(partitions, default=index)
+            self.rank.per_rank += [
+                RankValue(key, index, part, one.rank, one.mp_rank, hyperparameter(one, value), in_group=True)
+                for one in members
+                for key, value in one.group(index).items()
+                if key in apart
+            ]
         held = [member.scalars[partition] for member in members for partition in partitions]
         values = {k: v for scalars in reversed(held) for k, v in scalars.items() if k not in self.own}
         self.rank.param_groups.append(ParamGroup(hyperparameters, names, values))

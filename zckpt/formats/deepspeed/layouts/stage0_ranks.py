@@ -102,7 +102,8 @@ def attach_to_ranks(
     for number, one in enumerate(found if several else ()):
         own = one.grouped
         known = (own and one.parameters.keys() >= set(own)) or _is_idle(one)
-        alike = _members(one) == _members(found[number // tp * tp])
+        groups, firsts = ([group.parameters for group in its.param_groups] for its in (one, found[number // tp * tp]))
+        alike = groups == firsts
         if not (known and alike and (not layers or _follow(own, found[number % tp : number : tp]))):
             reasons = [
                 f"{(held[one.mp_rank][0][1].path if of_experts else one.model.path)}: which parameters the "
@@ -170,10 +171,6 @@ def layer_numbers(names: Sequence[str] | None, files: Rank) -> tuple[Sequence[st
     whole = [f"{numbers[tied_key(n) or '']}.{within(n)}" if n.startswith(TIED) else n
              for n in names or ()]  # fmt: skip
     return (None if names is None else whole), {layer: key for key, layer in numbers.items()}
-
-
-def _members(checkpoint: Checkpoint) -> list[list[str]]:
-    return [group.parameters for group in checkpoint.param_groups]
 
 
 def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: int) -> list[set[str]]:

@@ -98,7 +98,7 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     )
     if any(topology.ep % degree for degree in degrees):
         raise UnsupportedError(
-            f"experts over {listed([str(degree) for degree in degrees])} ranks, which DeepSpeed loads wrongly "
+            f"experts over {listed(degrees)} ranks, which DeepSpeed loads wrongly "
             f"without ZeRO: each rank takes the file of its number among {topology.ep}, which has other experts",
             advice="`zckpt convert --to deepspeed --stage` writes it for ZeRO, with a file for each rank",
         )
@@ -144,8 +144,14 @@ def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
             advice=AS_ZERO,
         )
     ranks = _ranks(checkpoint, origin, options)
-    if degree != checkpoint.topology.tp:
-        _check_slots(ranks)
+    for parameter in (p for files in ranks for p in files.parameters.values() if degree != checkpoint.topology.tp):
+        odd = [key for key, slot in parameter.slots.items() if slot.shape not in (parameter.shape, ())]
+        odd += [key for key, value in parameter.state.items() if holds_tensors(value)]
+        if odd:
+            raise UnsupportedError(
+                f"{odd[0]} of {parameter.name} does not have one value per element, so it cannot be cut for other "
+                "tensor-parallel ranks",
+            )
     model = origin.model
     target = with_ranks(
         Target(
@@ -172,18 +178,6 @@ def _ranks(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Seq
         own = replace(origin.ranks[0], parameters=checkpoint.parameters, param_groups=checkpoint.param_groups)
         return with_tied_names([own], keys)
     return with_tied_names(origin.ranks, keys)
-
-
-def _check_slots(ranks: Sequence[Rank]) -> None:
-    """Raise where an optimizer has state that is not one value for each element, nor one number."""
-    for parameter in (p for files in ranks for p in files.parameters.values()):
-        odd = [key for key, slot in parameter.slots.items() if slot.shape not in (parameter.shape, ())]
-        odd += [key for key, value in parameter.state.items() if holds_tensors(value)]
-        if odd:
-            raise UnsupportedError(
-                f"{odd[0]} of {parameter.name} does not have one value per element, so it cannot be cut for other "
-                "tensor-parallel ranks",
-            )
 
 
 def names_in(target: Target) -> list[str]:

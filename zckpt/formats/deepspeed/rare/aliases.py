@@ -63,18 +63,13 @@ def joined(
     partitions, count : int
         How many the source's file has, and the target's. Where these differ, keys of one partition are still one.
     """
-    if partitions == count:
-        for (index, key), (owner, its) in found.items():
-            _join(states.get(index, {}), key, states.get(owner, {}), its)
-        return
-    for key, its in {(key, its) for (index, key), (owner, its) in found.items() if index == owner}:
-        for state in states.values():
-            _join(state, key, state, its)
-
-
-def _join(state: dict[object, object], key: str, other: Mapping[object, object], its: str) -> None:
-    if key in state and its in other and not isinstance(state[key], FromFile):
-        state[key] = other[its]
+    pairs = [(states.get(index, {}), key, states.get(owner, {}), its) for (index, key), (owner, its) in found.items()]
+    if partitions != count:
+        within = {(key, its) for (index, key), (owner, its) in found.items() if index == owner}
+        pairs = [(state, key, state, its) for key, its in within for state in states.values()]
+    for state, key, other, its in pairs:
+        if key in state and its in other and not isinstance(state[key], FromFile):
+            state[key] = other[its]
 
 
 def check(found: Mapping[Place, Place], partitions: int, count: int, own: Collection[str]) -> None:

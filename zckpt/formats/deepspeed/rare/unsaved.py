@@ -27,19 +27,16 @@ VERSIONS = ("0.17.6", "0.18.0")
 
 def is_unsaved(models: Sequence[ModelShard], optimizers: Collection[object]) -> bool:
     """Tell whether a checkpoint has no optimizer because DeepSpeed wrote none."""
-    return not optimizers and all(map(_is_of, models))
-
-
-def _is_of(model: ModelShard) -> bool:
-    content, config = model.content, model.config
-    stage = model.zero.get("stage", 0)
-    summed = section(config, "data_types").get("grad_accum_dtype") in ("fp32", "float32")
-    return (
-        content.get("ds_version") in VERSIONS
-        and content.get("optimizer") is None
-        and bool(content.get("param_shapes"))
+    return not optimizers and all(
+        model.content.get("ds_version") in VERSIONS
+        and model.content.get("optimizer") is None
+        and model.content.get("param_shapes")
         and model.dtype == "bfloat16"
-        and (stage == 0 or (stage == 1 and summed))
+        and (
+            (stage := model.zero.get("stage", 0)) == 0
+            or (stage == 1 and section(model.config, "data_types").get("grad_accum_dtype") in ("fp32", "float32"))
+        )
+        for model in models
     )
 
 
