@@ -19,6 +19,7 @@ from zckpt.formats.low_bit import codes_in
 from zckpt.formats.remainder import RANDOM as RANDOM_STATES
 from zckpt.formats.remainder import are_of_save
 from zckpt.operations.resume_check.parts import (
+    BUFFERS,
     CUSTOM,
     DATA,
     FROZEN,
@@ -41,7 +42,7 @@ Need = Callable[[Facts], str | None]
 """Returns why a checkpoint does not do; None if it does."""
 
 ANY = ".*"
-CORE = {WEIGHTS: ANY, FROZEN: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP: ANY}
+CORE = {WEIGHTS: ANY, FROZEN: ANY, BUFFERS: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP: ANY}
 """What every load of a model and its optimizer takes."""
 
 
@@ -240,8 +241,8 @@ def _groups_of_first(facts: Facts) -> str | None:
     return None if one.zero_stage != 3 or alike else "each param group gets the settings of the first"
 
 
-_frozen_universal = unless(
-    lambda _: False, "DeepSpeed loads no frozen weights from universal form: they stay as the model was made"
+_beside_universal = unless(
+    lambda _: False, "DeepSpeed loads only what is trained from universal form: these stay as the model was made"
 )
 
 
@@ -275,7 +276,7 @@ DEEPSPEED = Program(
             doubts=(_universal_experts,),
             takes=_ENGINE["takes"],
             returns="client_state",
-            lacks=((FROZEN, _frozen_universal), (SETTINGS, _groups_of_first)),
+            lacks=((FROZEN, _beside_universal), (BUFFERS, _beside_universal), (SETTINGS, _groups_of_first)),
         ),
     ),
     holds=(has_optimizer, _lacks_frozen),
