@@ -115,6 +115,18 @@ def test_codes_of_a_frozen_weight_are_not_cast(tmp_path):
     assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tag).text
 
 
+@pytest.mark.parametrize("name", ["s1_fp32_dp2", "s2_fp32_dp2"])
+def test_a_buffer_under_a_second_name_that_no_list_has_is_a_buffer(name, tmp_path):
+    """DeepSpeed lists one name of a buffer that a module has under two; under ZeRO-3 its module would be empty."""
+    tag = copy(name, tmp_path)
+    edit(model_file(tag), lambda content: content["module"].update(again=content["module"]["pos"]))
+    assert "again" in zckpt.open(tag).buffers
+    zckpt.convert(tag, tmp_path / "cut", to="deepspeed", world_size=2, stage=3, verify=True)
+    for path in (tmp_path / "cut").rglob("*model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        assert torch.equal(content["module"]["again"], content["module"]["pos"])
+
+
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])
 def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name, tmp_path):
     """DeepSpeed's own writer in Python leaves the list empty."""
