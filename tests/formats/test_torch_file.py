@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 import zckpt
 from tests.formats.some_tensors import assert_same
 from tests.refusals import refusing
-from zckpt.errors import SourceError, UnsupportedError, UsageError
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError
 from zckpt.formats.torch_files.reader import read
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import WEIGHT, Checkpoint, Scalar
@@ -307,6 +308,45 @@ def test_factors_of_adafactor_tell_a_shape(tmp_path):
     model = {name: torch.ones(shape) for name, shape in shapes.items()}
     checkpoint = read(saved(tmp_path / "c.pt", {"model": model, "optimizer": optimizer}))
     assert [group.parameters for group in checkpoint.param_groups] == [["c"], ["b"]]
+
+
+def named_state(**changes: torch.Tensor) -> dict[str, Any]:
+    """A model of three parameters, and an optimizer that keeps a vector and factors beside a moment, by name."""
+    model = {"a": torch.ones(3), "b": torch.ones(2), "c": torch.ones(4, 6)}
+    state = {name: {"moment": torch.ones_like(p), "window": torch.arange(3.0)} for name, p in model.items()}
+    state["c"] = {**state["c"], "left": torch.ones(4, 4), "moment": changes.get("moment", state["c"]["moment"])}
+    return {"model": model, "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [*model]}]}}
+
+
+def test_state_of_any_shape_is_read_where_the_file_names_parameters(tmp_path):
+    path = saved(tmp_path / "c.pt", named_state())
+    assert zckpt.open(path).read("b", "window").tolist() == [0, 1, 2]
+    assert zckpt.open(path).read("c", "left").shape == (4, 4)
+    assert zckpt.verify(path, deep=True).sound
+    zckpt.convert(path, tmp_path / "dcp", to="dcp", verify=True)
+    wrong = saved(tmp_path / "w.pt", named_state(moment=torch.ones(4, 5)))
+    with refusing(DamagedFileError, "the optimizer's state of c does not match the model's parameter"):
+        read(wrong)
+
+
+def test_tensors_of_a_param_group_go_along(tmp_path):
+    """D-Adaptation keeps one of one element there."""
+    content = named_state()
+    content["optimizer"]["param_groups"][0]["weighted"] = torch.tensor([0.5])
+    content["optimizer"]["state"] = {name: {"moment": torch.ones_like(p)} for name, p in content["model"].items()}
+    path = saved(tmp_path / "c.pt", content)
+    for to in ("zckpt", "dcp", "consolidated"):
+        zckpt.convert(path, tmp_path / to, to=to, verify=True)
+        assert zckpt.diff(path, tmp_path / to).equal
+
+
+def test_a_moment_of_adafactor_does_not_make_factors_missing(tmp_path):
+    """With a first moment, matrices have that and factors, and vectors that and the second moment."""
+    content = named_state()
+    for name, state in content["optimizer"]["state"].items():
+        own = {"row": torch.ones(4), "column": torch.ones(6)} if name == "c" else {"second": 2 * state["moment"]}
+        content["optimizer"]["state"][name] = {"moment": state["moment"], **own}
+    assert zckpt.verify(saved(tmp_path / "c.pt", content), deep=True).findings == []
 
 
 def test_tied_parameter_has_its_state_under_the_owners_name(tmp_path):

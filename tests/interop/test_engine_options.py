@@ -31,8 +31,9 @@ HPZ = {"zero_hpz_partition_size": 2}
         {"stage": 3, "config": STATES},
         {"stage": 2, "config": NODE_LOCAL},
         {"stage": 3, "zero": HPZ},
+        {"stage": 1, "named": True},
     ],
-    ids=["autocast1", "autocast3", "states_in_bf16", "node_local", "hpz"],
+    ids=["autocast1", "autocast3", "states_in_bf16", "node_local", "hpz", "named"],
 )
 def test_deepspeed_resumes_it(changes, tmp_path):
     spec = Spec("options", groups=2, steps=2, steps_after=2, **changes)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import rpc
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,6 +78,34 @@ def of_the_first(rank, world_size, directory: Path) -> tuple[float, float, Any]:
 
 def test_buffers_and_extra_are_those_of_the_first_rank(tmp_path):
     assert run(of_the_first, 3, tmp_path) == [(5.0, 5.0, ({"start": 5}, {"rank": 0}))] * 3
+
+
+class Scaled(Counting):
+    """Keeps a tensor, as Transformer Engine's modules do."""
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor([self.more["start"]])
+
+    def set_extra_state(self, state: Any) -> None:
+        self.more = {"start": state.item()}
+
+
+@pytest.mark.parametrize("program", ["torch.save", "dcp", "zckpt"])
+def test_what_modules_keep_comes_back_from_any_programs_file(program, tmp_path):
+    saved, model = (nn.ModuleDict({"a": Counting(start), "b": Scaled(start + 1)}) for start in (3, 50))
+    if program == "torch.save":
+        torch.save({"model": saved.state_dict(), "epoch": 1}, tmp_path / "c")
+    elif program == "dcp":
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "c", no_dist=True)
+    else:
+        zckpt.save(tmp_path / "c", model=saved)
+    with pytest.raises(zckpt.NotRestoredError) as error:
+        zckpt.assert_restored(tmp_path / "c", model=model)
+    assert sum("the state that modules keep" in one for one in error.value.differences) == 2
+    restored = zckpt.load(tmp_path / "c", model=model)
+    assert (restored.missing, restored.unexpected) == ([], [])
+    assert (model["a"].more, model["b"].more) == ({"start": 3}, {"start": 4})
+    zckpt.assert_restored(tmp_path / "c", model=model)
 
 
 # --- beside

@@ -180,6 +180,8 @@ def shown_shape(state: Mapping[str, Iterable[Shape]]) -> Shape | None:
     shapes = {slot: list(its) for slot, its in state.items() if slot not in ("step", "RMS")}
     if shapes.get(MASTER):
         return shapes[MASTER][0]
+    if shapes.get("row_var") and shapes.get("col_var"):
+        return tuple(map(max, shapes["row_var"][0], shapes["col_var"][0]))
     if shapes.get(ROW) and shapes.get(COLUMN):
         return (*shapes[ROW][0], *shapes[COLUMN][0][-1:])
     return max((one for its in shapes.values() for one in its), key=lambda shape: (len(shape), shape), default=None)

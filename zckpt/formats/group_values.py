@@ -46,7 +46,7 @@ def group_values(checkpoint: Checkpoint, group: ParamGroup, keys: Collection[str
     shared = {
         key: value
         for key, value in (present[0] if present else {}).items()
-        if (isinstance(value, (bool, int, float, str, Scalar)) or _is_plain(value))
+        if (value is None or isinstance(value, (bool, int, float, str, Scalar)) or _is_plain(value))
         and all(key in values and same(values[key], value) for values in present)
     }
     return {**shared, **group.state}

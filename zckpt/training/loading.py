@@ -184,7 +184,7 @@ def load(
             loading.match()
         loading.states = loading.live.optimizers.restore(loading.source, loading.everywhere.optimizers)
         of_rank = ranks.rank if random_states else None
-        loading.prepare(read_other_state(loading.source.checkpoint, scheduler, grad_scaler, of_rank))
+        loading.prepare(loading.read_others(scheduler, grad_scaler, of_rank))
 
     with ExitStack() as stack:
         loading = _Loading(stack, ranks, place, model, optimizer, tp_rules, broadcast=broadcast)
@@ -255,9 +255,14 @@ class Meeting:
                 report.reshaped.append(name)
             else:
                 found[name] = its
-        ours = set(self.known)
+        ours = {*self.known, *live.tensors.extra}
         report.unexpected = [one.name for one in checkpoint.tensors() if one.name not in ours]
         return found
+
+    def read_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> OtherState:
+        """Read what the checkpoint has besides the model's tensors and the optimizers."""
+        kept = self.live.tensors.extra
+        return read_other_state(self.source.checkpoint, scheduler, grad_scaler, rank, kept)
 
     def check_sums(self, *, spoiled: str | None = None) -> None:
         """Hold what all ranks have read against the checksums of the files; see `check_together`."""

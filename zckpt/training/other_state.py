@@ -8,19 +8,20 @@ Everything is read and checked before anything is changed.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
 from zckpt.formats.remainder import BESIDE, OPTIMIZERS, RANDOM, are_of_save
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
-from zckpt.state import Checkpoint, without
+from zckpt.state import WEIGHT, Checkpoint, Extent, without
 from zckpt.torchfile import FromFile
 
 SCHEDULER, GRAD_SCALER, EXTRA = "lr_scheduler", "grad_scaler", "extra"
@@ -29,6 +30,9 @@ EXTRA_STATE = "extra_state"
 
 SAVED_BY, SELF = "saved_by", "zckpt.save"
 """How a checkpoint's origin says that these keys are ours: others may write a file with keys of the same names."""
+
+PLAIN = (type(None), bool, int, float, str, bytes, list, tuple, Mapping, torch.Tensor)
+"""What modules keep, as far as it is data; an object of another class is not made."""
 
 IN_MEMORY = ""
 """The path of what is in no file yet."""
@@ -105,7 +109,11 @@ class OtherState:
 
 
 def read_other_state(
-    checkpoint: Checkpoint, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None
+    checkpoint: Checkpoint,
+    scheduler: Stateful | None,
+    grad_scaler: Stateful | None,
+    rank: int | None,
+    modules: Collection[str] = (),
 ) -> OtherState:
     """Read what a checkpoint has besides the model and the optimizer.
 
@@ -116,6 +124,8 @@ def read_other_state(
         They get their state.
     rank : int or None
         Whose random states are read.
+    modules : collection of str
+        Keys of what the model's modules keep besides tensors.
 
     Raises
     ------
@@ -143,6 +153,7 @@ def read_other_state(
         by = find_format(checkpoint.format)
         taken |= by.own_metadata if by is not None else set()
         found.extra = without(values, *taken)
+        found.modules = _of_modules(checkpoint, values, modules)
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)
     found.modules = _mapping(values, EXTRA_STATE, checkpoint)
@@ -174,6 +185,23 @@ def saved_by_us(checkpoint: Checkpoint) -> bool:
     if SAVED_BY in origin or origin.get("format") == "zero-redundancy":
         return bool(origin.get(SAVED_BY, SELF) == SELF)
     return are_of_save(checkpoint.metadata.get(RANDOM))  # by a version that did not say so, or in DeepSpeed's files
+
+
+def _of_modules(checkpoint: Checkpoint, values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return what modules keep, from another program's file: a tensor of the model, or a value by its key."""
+    found: dict[str, Any] = {}
+    beside = [*values.items(), *(item for one in values.values() if isinstance(one, Mapping) for item in one.items())]
+    for key in keys:
+        its = checkpoint.buffers.get(key)
+        if its is not None:
+            slot = its.slots[WEIGHT]
+            found[key] = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
+            read_tensors([TensorRead(slot, Extent.whole(slot.shape), found[key])])
+            continue
+        [first, *others] = [one for name, one in beside if f".{name}".endswith(f".{key}")] or [Ellipsis]
+        if not others and isinstance(first, PLAIN):
+            found[key] = first
+    return found
 
 
 def _mapping(values: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> dict[str, Any]:

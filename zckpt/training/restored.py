@@ -30,7 +30,6 @@ from zckpt.optim.values import read_numbers, refuse_lossy
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
 from zckpt.training.live import TpRules
 from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
-from zckpt.training.other_state import read_other_state
 
 TOGETHER_NUMEL = 1 << 22
 """Elements that are compared at once."""
@@ -299,7 +298,7 @@ class _Held(Meeting):
 
     def hold_others(self, scheduler: Stateful | None, grad_scaler: Stateful | None) -> None:
         """Compare what goes with a model and an optimizer."""
-        other = read_other_state(self.source.checkpoint, scheduler, grad_scaler, None)
+        other = self.read_others(scheduler, grad_scaler, None)
         self.differences += [one.partition(":")[0] for one in other.missing]
         for target, state in other.states:
             self._compare("grad_scaler" if target is grad_scaler else "scheduler", state, target.state_dict())

@@ -35,6 +35,7 @@ def with_quantisation(tag: Path) -> None:
         module.clear()
         module.update((name, values[name]) for name in order)
         module["conv._extra_state"] = None
+        module["ln1._extra_state"] = {"scale": torch.arange(3.0), "steps": 5}
 
     for path in tag.glob("*model_states.pt"):
         edit(path, add)
@@ -47,6 +48,10 @@ def assert_has_quantisation(source: Path) -> None:
     for name, value in BESIDE.items():
         assert name in found.buffers, name
         assert torch.equal(found.read(name, "weight"), value), name
+    for path in source.glob("*model_states.pt"):
+        module = torch.load(path, weights_only=False)["module"]
+        assert module["conv._extra_state"] is None
+        assert module["ln1._extra_state"]["scale"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("name", "stage"), each(["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp3"], [3, 1, 2]))
@@ -60,7 +65,6 @@ def test_quantisation_of_frozen_weights_goes_along(name, stage, tmp_path):
     for path in (tmp_path / "cut").glob("*model_states.pt"):
         content = content_of(path)
         assert set(BESIDE) <= set(content["module"])
-        assert content["module"]["conv._extra_state"] is None
         assert not set(BESIDE) & set(content["frozen_param_shapes"] or {})
     zckpt.consolidate(tmp_path / "cut", tmp_path / "model.safetensors")
     consolidated = zckpt.open(tmp_path / "model.safetensors")
@@ -109,6 +113,18 @@ def test_codes_of_a_frozen_weight_are_not_cast(tmp_path):
     found = zckpt.open(tmp_path / "out")
     assert torch.equal(found.read("frozen_odd", "weight"), codes)
     assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tag).text
+
+
+@pytest.mark.parametrize("name", ["s1_fp32_dp2", "s2_fp32_dp2"])
+def test_a_buffer_under_a_second_name_that_no_list_has_is_a_buffer(name, tmp_path):
+    """DeepSpeed lists one name of a buffer that a module has under two; under ZeRO-3 its module would be empty."""
+    tag = copy(name, tmp_path)
+    edit(model_file(tag), lambda content: content["module"].update(again=content["module"]["pos"]))
+    assert "again" in zckpt.open(tag).buffers
+    zckpt.convert(tag, tmp_path / "cut", to="deepspeed", world_size=2, stage=3, verify=True)
+    for path in (tmp_path / "cut").rglob("*model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        assert torch.equal(content["module"]["again"], content["module"]["pos"])
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])

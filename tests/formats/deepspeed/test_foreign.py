@@ -171,6 +171,19 @@ def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form, 
         assert zckpt.diff(source, tmp_path / f"{stage}").as_dict()["different"] == []
 
 
+def test_none_that_all_parameters_have_is_one_for_a_group(tmp_path):
+    """SGD without momentum keeps one."""
+    path = model_and_optimizer(tmp_path / "x.pt")
+    content = torch.load(path, weights_only=False)
+    for state in content["optimizer"]["state"].values():
+        state["momentum_buffer"] = None
+    torch.save(content, path)
+    zckpt.convert(path, tmp_path / "out", to="deepspeed", world_size=2, stage=2, verify=True)
+    (first, *_) = sorted(tag_of(tmp_path / "out").glob("zero_pp_rank_0_*optim_states.pt"))
+    state = torch.load(first, weights_only=False)["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    assert state["momentum_buffer"] is None
+
+
 def states_of(source: Path) -> list[dict[str, Any]]:
     found = zckpt.open(source)
     return [{key: single(v) for key, v in parameter_values(found, one).items()} for one in found.parameters.values()]

@@ -25,15 +25,16 @@ from zckpt.formats.deepspeed.axes.gpt_model import known_rules
 from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
 from zckpt.formats.deepspeed.loss_scaling import scaling
+from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
+from zckpt.formats.deepspeed.shards import EXTRA_STATE_KEY, MODEL_KEYS, ModelShard, OptimizerShard, model_of
 from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
-from zckpt.torchfile import OrderedMapping, TorchFile, node_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, dict_of, without
+from zckpt.torchfile import TorchFile, node_of, put_back
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -188,9 +189,9 @@ def _file(root: object) -> TorchFile:
 def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
     """Return a model file of which the keys are those of DeepSpeed and then the client's own."""
     metadata = checkpoint.metadata
-    step = _steps(checkpoint)
+    step, kept = _steps(checkpoint), metadata.get(EXTRA_STATE_KEY)
     content: dict[str, object] = {
-        "module": OrderedMapping(),
+        "module": ordered((name, put_back(kept, one)) for name, one in dict_of(node_of(kept)).items()),
         "buffer_names": list(checkpoint.buffers),
         "optimizer": None,
         "param_shapes": None,
@@ -212,7 +213,8 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
         content |= {"num_experts": metadata.get("num_experts"), "ds_autoep_layers": layers}
     elif experts:
         content |= {"num_experts": experts, "ds_autoep_layers": None}
-    content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS and not is_counted(key)}
+    own = {*MODEL_KEYS, EXTRA_STATE_KEY}
+    content |= {key: value for key, value in metadata.items() if key not in own and not is_counted(key)}
     shard = Shard(checkpoint.source, MODEL, mp_rank=0)
     return model_of(shard, _file(content))
 

@@ -43,6 +43,7 @@ from zckpt.formats.deepspeed.ranks import (
 )
 from zckpt.formats.deepspeed.rare.unsaved import base_shards, is_unsaved, note_unsaved
 from zckpt.formats.deepspeed.shards import (
+    EXTRA_STATE_KEY,
     GROUPS_KEY,
     KEPT_KEYS,
     MODEL_KEYS,
@@ -63,9 +64,6 @@ from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
 from zckpt.state import WEIGHT, Checkpoint, Topology, as_float, dict_of
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, read_torchfile
-
-EXTRA_STATE_KEY = "module_extra_state"
-"""Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
 
 OPTIMIZER_METADATA_KEYS = (*SCALING_KEYS, "clip_grad")
 """What an optimizer file holds besides the optimizer's state and how it is cut."""

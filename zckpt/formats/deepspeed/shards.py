@@ -53,6 +53,9 @@ MODEL_KEYS = STRUCTURE_KEYS.union(KEPT_KEYS, ["ds_version"])
 GROUPS_KEY = "ds_zero_partition_groups"
 """In an optimizer file: which ranks share a sub-group, where not all do, see `auto_ep_shards`."""
 
+EXTRA_STATE_KEY = "module_extra_state"
+"""Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
+
 BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}
 """Those that are about the run's files and counters, which another program has no need of."""
 

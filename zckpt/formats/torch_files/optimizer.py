@@ -26,8 +26,8 @@ from typing import Any, TypeGuard
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
-from zckpt.evidence import Evidence, Orders, in_order_or_sorted, keep_number, note_numbers, shown_shape
-from zckpt.formats.torch_files.tensors import TensorItem, scalars_in, slot_of, with_scalars
+from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers, shown_shape
+from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
 from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
@@ -363,7 +363,8 @@ def attach(
             members.append(name)
         of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
         gone = known if of is None else (*known, OPTIMIZER)
-        hyperparameters = without(group, *gone)
+        own = without(group, *gone)
+        hyperparameters = {key: FromFile(one, path) if holds_tensors(one) else one for key, one in own.items()}
         common = _common(optimizer, numbers, path)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
@@ -432,12 +433,22 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     own = said.known(list(optimizer.names.values()))
     found = {number: name for number, name in zip(optimizer.names, own, strict=True) if name in said.candidates}
     uses = Counter(found.values())
-    for number, name in found.items():
-        if uses[name] > 1 or not said.fits(number, name):
+    every, same = Counter[object](), Counter[object]()  # per key, of which those of most parameters have their shape
+    shown = [
+        (name, key, shape)
+        for number, name in found.items()
+        for key, value in optimizer.state.get(number, {}).items()
+        for shape in _shapes(value)
+    ]
+    for name, key, shape in shown:
+        every[key] += 1
+        same[key] += shape == said.candidates[name]
+    for name, key, shape in shown:
+        if uses[name] > 1 or (2 * same[key] > every[key] and not agree(shape, said.candidates[name])):
             raise DamagedFileError(
                 f"the optimizer's state of {name} does not match the model's parameter",
                 expected=f"shape {said.candidates[name]}, once",
-                found=said.shapes[number],
+                found=shape,
             )
     return found
 

@@ -20,6 +20,7 @@ from zckpt.torchfile import FromFile
 
 WEIGHTS = "weights"
 FROZEN = "frozen weights"
+BUFFERS = "buffers"
 MASTERS = "master weights"
 STATE = "optimizer state"
 SETTINGS = "param groups"
@@ -31,7 +32,7 @@ DATA = "data position"
 CUSTOM = "custom objects"
 OTHER = "other values"
 
-PARTS = (WEIGHTS, FROZEN, MASTERS, STATE, SETTINGS, STEP, SCHEDULER, SCALE, RANDOM, DATA, CUSTOM, OTHER)
+PARTS = (WEIGHTS, FROZEN, BUFFERS, MASTERS, STATE, SETTINGS, STEP, SCHEDULER, SCALE, RANDOM, DATA, CUSTOM, OTHER)
 
 TRAINING = (WEIGHTS, STATE, SETTINGS)
 """Without which no training goes on."""
@@ -161,6 +162,8 @@ class Facts:
             yield WEIGHTS, WEIGHT if WEIGHT in slots else MASTER
         if any(parameter.frozen for parameter in one.owners) and one.param_groups:
             yield FROZEN, WEIGHT
+        if one.buffers and one.param_groups:
+            yield BUFFERS, WEIGHT
         if MASTER in slots:
             yield MASTERS, MASTER
         yield from ((STATE, name) for name in one.optimizer_slot_names() if name != "step")

@@ -20,6 +20,7 @@ from zckpt.formats.low_bit import codes_in
 from zckpt.formats.remainder import RANDOM as RANDOM_STATES
 from zckpt.formats.remainder import are_of_save
 from zckpt.operations.resume_check.parts import (
+    BUFFERS,
     CUSTOM,
     DATA,
     FROZEN,
@@ -42,7 +43,7 @@ Need = Callable[[Facts], str | None]
 """Returns why a checkpoint does not do; None if it does."""
 
 ANY = ".*"
-CORE = {WEIGHTS: ANY, FROZEN: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP: ANY}
+CORE = {WEIGHTS: ANY, FROZEN: ANY, BUFFERS: ANY, MASTERS: ANY, STATE: ANY, SETTINGS: ANY, STEP: ANY}
 """What every load of a model and its optimizer takes."""
 
 
@@ -268,8 +269,8 @@ DEEPSPEED = Program(
             takes=_ENGINE["takes"],
             returns="client_state",
             lacks=(
-                (FROZEN, lambda _: "DeepSpeed loads no frozen weights from universal form: they stay as the model was "
-                                   "made"),
+                *((part, lambda _: "DeepSpeed loads only what is trained from universal form: these stay as the model "
+                                   "was made") for part in (FROZEN, BUFFERS)),
                 (SETTINGS, unless(lambda facts: facts.checkpoint.zero_stage != 3 or _alike_groups(facts),
                                   "each param group gets the settings of the first")),
             ),

@@ -130,9 +130,10 @@ def _uneven(checkpoint: Checkpoint) -> Iterator[Finding]:
         if len(usual) < 2:
             continue
         most = max(usual, key=lambda keys: (usual[keys], len(keys)))
+        full = {key for p in members if kept.get(p.name) == most for key in p.optimizer_slots}
         for parameter in members:
             own = kept.get(parameter.name, frozenset())
-            if own and own < most:
+            if own and own < most and parameter.optimizer_slots.keys() <= full:
                 path = next((span.path for key in sorted(own) for span in parameter.slots[key].spans), None)
                 for key in sorted(most - own - parameter.slots.keys() - parameter.state.keys()):
                     lacking.setdefault(key, []).append((parameter.name, path))

@@ -482,7 +482,7 @@ class OptimizerState:
             self.notes.append(f"hyperparameters are not changed: {error}")
             return [{} for _ in names]
         return [
-            {key: like(number_of(value), ours.get(key)) for key, value in its.hyperparameters.items()}
+            {key: like(number_of(value), ours.get(key)) for key, value in hyperparameters(its.hyperparameters).items()}
             for its, ours in zip(self.source.param_groups, self.optimizer.param_groups, strict=True)
         ]
 

@@ -108,6 +108,8 @@ class Layout:
             aliases = {**router_names(self.model, parameterwise=self.parameterwise), **aliases}
             held = from_files(held, () if self.parameterwise else dict.fromkeys(self.auto.values()), trained)
         lost = []
+        # DeepSpeed lists one name of a buffer that a module has under two, or of a module that another has twice.
+        of_buffers = {module[name].storage for name in self.model.buffer_names if name in module}
         for name, slot in held.items():
             if name in self.model.buffer_names:
                 rank.buffers[name] = Parameter.of(name, slot)
@@ -120,7 +122,7 @@ class Layout:
                     expected = f"{own.shape} as in param_shapes"
                     raise LayoutError(f"{name} has two shapes", path=path, expected=expected, found=slot.shape)
                 rank.parameters[name] = replace(own, dtype=slot.dtype, slots={**weight, **own.slots})
-            elif name in module and self.is_beside(name, slot):
+            elif name in module and (module[name].storage in of_buffers or self.is_beside(name, slot)):
                 rank.buffers[name] = Parameter.of(name, slot)
             elif (frozen := self.frozen(name, slot)) is not None:
                 rank.parameters[name] = Parameter(
