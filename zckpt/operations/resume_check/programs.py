@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zckpt.errors import listed
 from zckpt.formats.fsdp_rank_files import directory as rank_files
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.remainder import RANDOM as RANDOM_STATES
 from zckpt.formats.remainder import are_of_save
+from zckpt.formats.transformers_trainer.directory import APART
 from zckpt.operations.resume_check.parts import (
     CUSTOM,
     DATA,
@@ -317,6 +319,14 @@ def _pair(facts: Facts) -> str | None:
     return f"{gone[0]} is not there, and the Trainer then loads neither an optimizer nor a scheduler" if gone else None
 
 
+def _apart(facts: Facts) -> str | None:
+    """Say which files with some of the model's tensors the Trainer does not look for."""
+    found = sorted(name for name in facts.names if APART.fullmatch(name))
+    return (
+        f"the Trainer does not read {listed(found)}: your program must give the model what is in it" if found else None
+    )
+
+
 _CONVERTED = (
     "transformers has other names for this model in memory than in its files, and the Trainer's resuming converts "
     "none: such tensors stay as the model was made, unless from_pretrained has loaded them"
@@ -374,8 +384,8 @@ TRAINER = Program(
             needs=(_ACCOUNT,),
             doubts=(_maybe_in_files,),
             takes=CORE | _TRAINER_REST,
-            lacks=((WEIGHTS, _in_files), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair),
-                   (RANDOM, _rng), (DATA, _batches)),
+            lacks=((WEIGHTS, _in_files), (WEIGHTS, _apart), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair),
+                   (SCHEDULER, _pair), (RANDOM, _rng), (DATA, _batches)),
             keeps=_TRAINER_KEEPS,
             strict=False,
         ),
