@@ -585,10 +585,24 @@ def _data_elsewhere(facts: Facts) -> str | None:
     return None if is_there else "data.pt is not in the folder of the step, global_step_N"
 
 
+def _is_of_skyrl(facts: Facts) -> bool:
+    step = step_folder(facts)
+    return step is not None and step != Path(facts.checkpoint.source) and is_file(step / "trainer_state.pt")
+
+
 VERL = Program(
     title="verl with FSDP",
     looks_for="model_world_size_W_rank_R.pt, optim_... and extra_state_... of each rank",
     ways=(
+        Way(
+            mark=_is_of_skyrl,
+            call='trainer.resume_mode=from_path trainer.resume_path="{step}"',
+            given="SkyRL, whose run it is, and not verl; {ranks} ranks{with_torch}",
+            needs=(same_ranks, _rank_files),
+            takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data|trainer_state",
+                          OTHER: "client_state|fsdp_strategy|tag"},
+            keeps=(RANDOM,),
+        ),
         Way(
             mark=lambda facts: facts.checkpoint.format == "fsdp-rank-files",
             call='trainer.resume_mode=resume_path trainer.resume_from_path="{step}"',
@@ -601,7 +615,7 @@ VERL = Program(
     ),
     holds=(has_optimizer,),
     makes=(Make(to="fsdp-rank-files", sized=True),),
-)
+)  # fmt: skip
 
 # zckpt
 
