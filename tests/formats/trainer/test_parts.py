@@ -165,3 +165,20 @@ def test_a_lora_of_diffusers_is_a_model_beside_its_optimizer(tmp_path):
     checkpoint = zckpt.open(tmp_path)
     for name, one in model.named_parameters():
         assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+
+
+@pytest.mark.parametrize(("apart", "name"), [("vit", f"{PEFT}visual.weight"), ("value_head", "v_head.weight")])
+def test_what_lies_beside_an_adapter_is_merged_or_told_of(apart, name, tmp_path):
+    """What ms-swift trains whole takes the place of the base's own; a head is of no tensor of it."""
+    save(tmp_path / "base" / "model.safetensors", {"visual.weight": torch.zeros(2, 2), "q.weight": torch.zeros(2, 2)})
+    factors = {f"{PEFT}q.lora_A.weight": torch.ones(1, 2), f"{PEFT}q.lora_B.weight": torch.ones(2, 1)}
+    save(tmp_path / "a" / "adapter_model.safetensors", factors)
+    save(tmp_path / "a" / f"{apart}.safetensors", {name: torch.full((2, 2), 7.0)})
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    done = zckpt.merge_adapter(tmp_path / "base", tmp_path / "a", tmp_path / "m.safetensors")
+    merged = zckpt.open(tmp_path / "m.safetensors").state_dict()
+    assert {*merged} == {"visual.weight", "q.weight"}
+    assert torch.equal(merged["q.weight"], torch.ones(2, 2))
+    assert torch.equal(merged["visual.weight"], torch.full((2, 2), 7.0 if apart == "vit" else 0.0))
+    assert any("value_head.safetensors" in one for one in done.warnings) == (apart == "value_head")
