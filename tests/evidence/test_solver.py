@@ -253,7 +253,7 @@ def test_factored_state_is_of_parameters_with_its_dimensions_only_where_that_is_
 def test_shape_is_that_of_the_largest_tensor_and_of_adafactors_two_together():
     assert shown_shape({"step": [()], "exp_avg": [(2, 3)], "norm": [(7,)]}) == (2, 3)
     assert shown_shape({"exp_avg_sq_row": [(4, 2)], "exp_avg_sq_col": [(4, 3)], "RMS": [()]}) == (4, 2, 3)
-    assert shown_shape({"step": [()], "row_var": [(4, 2, 1)], "col_var": [(4, 1, 3)]}) == (4, 2, 3)  # torch's
+    assert shown_shape({"step": [()], "row_var": [(4, 2, 1)], "col_var": [(4, 1, 3)]}) == (4, 2, 3)
     assert shown_shape({"exp_avg": [(9, 9)], "master": [(2,)]}) == (2,)
     assert shown_shape({"step": [()]}) is None
 

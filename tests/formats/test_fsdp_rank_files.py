@@ -257,6 +257,19 @@ def test_a_schedule_goes_on_at_the_step_of_a_source_without_one(groups, tmp_path
     assert zckpt.diff(source, tmp_path / "t").equal == (groups == "keep")
 
 
+def test_resume_check_knows_a_run_of_skyrl(written, tmp_path):
+    """As SkyRL 0.3: its trainer is given another option, and reads its own state beside the policy's folder."""
+    copied(written(LLAMA, world_size=2), tmp_path / "global_step_5" / "policy")
+    torch.save({"position": 5}, tmp_path / "global_step_5" / "data.pt")
+    torch.save({"global_step": 5, "config": {}}, tmp_path / "global_step_5" / "trainer_state.pt")
+    found = zckpt.resume_check(tmp_path, program="verl")
+    assert found.call == f'trainer.resume_mode=from_path trainer.resume_path="{tmp_path / "global_step_5"}"'
+    assert "SkyRL" in (found.given or "")
+    assert "data position" in {one["part"] for one in found.comes_back}
+    assert "data position" not in {one["part"] for one in found.not_back}
+    assert zckpt.resume_check(tmp_path, program="verl", world_size=3).verdict == "no"
+
+
 @pytest.mark.parametrize("place", ["global_step_4", "global_step_4/actor", "elsewhere"])
 @pytest.mark.parametrize("data", [None, "data.pt", "data_0.pt"])
 def test_resume_check_says_how_verl_is_called_and_whether_it_finds_the_data(place, data, written, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, copy, refused, run
@@ -124,6 +125,17 @@ def test_parent_of_megatron_names_the_iteration_that_its_file_says(tmp_path):
         (tmp_path / f"iter_{number:07d}" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     refused(3, "inspect", tmp_path, words=(f"did you mean {tmp_path / 'iter_0000100'}?",))
+
+
+@pytest.mark.parametrize("given", ["", "checkpoint_000001"])
+def test_a_checkpoint_that_is_in_a_folder_of_a_step_is_meant(given, tmp_path):
+    """As Ray Train keeps what a Trainer has saved."""
+    inner = tmp_path / "checkpoint_000001" / "checkpoint"
+    inner.mkdir(parents=True)
+    save_file({"w": torch.ones(2)}, inner / "model.safetensors")
+    (inner.parent / ".metadata.json").write_text("{}")
+    refused(3, "inspect", tmp_path / given, words=(f"did you mean {inner}?",))
+    assert zckpt.open(inner).parameters
 
 
 def test_file_of_torch_without_a_state_dict_is_intact_and_not_supported(tmp_path):

@@ -349,6 +349,20 @@ def test_a_moment_of_adafactor_does_not_make_factors_missing(tmp_path):
     assert zckpt.verify(saved(tmp_path / "c.pt", content), deep=True).findings == []
 
 
+def test_state_of_torchs_adafactor_has_names(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4), torch.nn.Conv1d(4, 6, 2))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for number, one in enumerate(model.parameters()):
+        one.grad = torch.full_like(one, 0.1 * (number + 1))
+    optimizer.step()
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = zckpt.open(path)
+    assert not checkpoint.unnamed
+    for name, one in model.named_parameters():
+        for slot, value in optimizer.state[one].items():
+            assert torch.equal(checkpoint.read(name, slot), value)
+
+
 def test_tied_parameter_has_its_state_under_the_owners_name(tmp_path):
     model = torch.nn.Module()
     model.wte, model.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)

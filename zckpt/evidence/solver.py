@@ -18,8 +18,9 @@ from zckpt.state.names import aligned
 
 Number = TypeVar("Number", bound=Hashable)
 
-ROW, COLUMN = "exp_avg_sq_row", "exp_avg_sq_col"
-"""Slots of Adafactor: the shape of the parameter without its last dimension, and without the one before."""
+FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
+"""Slots of Adafactor, transformers' and torch's: the shape of the parameter without its last dimension, and without the
+one before; and how many dimensions of 1 are in their place."""
 
 
 Orders = Callable[[int, Sequence[str]], Sequence[Sequence[str]]]
@@ -180,10 +181,10 @@ def shown_shape(state: Mapping[str, Iterable[Shape]]) -> Shape | None:
     shapes = {slot: list(its) for slot, its in state.items() if slot not in ("step", "RMS")}
     if shapes.get(MASTER):
         return shapes[MASTER][0]
-    if shapes.get("row_var") and shapes.get("col_var"):
-        return tuple(map(max, shapes["row_var"][0], shapes["col_var"][0]))
-    if shapes.get(ROW) and shapes.get(COLUMN):
-        return (*shapes[ROW][0], *shapes[COLUMN][0][-1:])
+    for row, column, spare in FACTORED:
+        if shapes.get(row) and shapes.get(column):
+            first = shapes[row][0]
+            return (*first[: len(first) - spare], *shapes[column][0][-1:])
     return max((one for its in shapes.values() for one in its), key=lambda shape: (len(shape), shape), default=None)
 
 

@@ -39,6 +39,12 @@ from zckpt.torchfile import brief
 CONFIG_NAME = "adapter_config.json"
 VERL_NAME = "lora_train_meta.json"
 MODEL_NAMES = ("adapter_model.safetensors", "adapter_model.bin")
+VISION = "vit.safetensors"
+"""What ms-swift trains whole beside an adapter, under PEFT's names."""
+
+VALUE_HEADS = ("value_head.safetensors", "value_head.bin", "scoring_head.safetensors")
+"""What LLaMA-Factory and ms-swift add to a model that has an adapter."""
+
 MAXIMUM_CONFIG_NBYTES = 1 << 24
 
 UNNAMED = "one without a name"
@@ -212,7 +218,12 @@ def read_adapter(path: Path, opened: Callable[[Path], Checkpoint], config: Path 
                              advice=f"select one: --adapter={next(iter(several))}")  # fmt: skip
         path = several.get(name or "", path if name or own else next(iter(several.values()), path))
     file = next((path / one for one in MODEL_NAMES if (path / one).is_file()), None)
-    checkpoint = opened(file or path)
+    apart = [one for one in VALUE_HEADS if (path / one).is_file()]
+    checkpoint = opened(path if file is None or (path / VISION).is_file() else file)
+    if apart:
+        checkpoint.warnings.append(
+            f"{apart[0]} is of no tensor of the base, and is not merged: keep it beside the model"
+        )
     where = config or (path if path.is_dir() else path.parent)
     if config is None and not holds_adapter(where):
         where = Path(checkpoint.source) if Path(checkpoint.source).is_dir() else where  # a run's last step

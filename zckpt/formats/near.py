@@ -198,11 +198,11 @@ def _unknown(path: Path) -> SourceError:
 
 def _parent(path: Path) -> str | None:
     """Name the latest checkpoint below, where a run's or a Trainer's output directory has them."""
-    inside = [one for one in units(path, depth=BELOW, files=False) if one.path != path]
+    inside = [one for one in units(path, depth=BELOW, files=False) if one.opened != path]
     said = latest_of(path).values()
     named = [one for one in inside if any(is_named(one.path, path, text) for text in said)]
     latest = max(named or inside, key=lambda one: (one.number is not None, numbered(one.path.name)), default=None)
-    return f"did you mean {latest.path}?" if latest is not None else None
+    return f"did you mean {latest.opened}?" if latest is not None else None
 
 
 def _file_in(path: Path) -> str | None:

@@ -55,6 +55,11 @@ class Unit:
         return called(self.path.name)
 
     @property
+    def opened(self) -> Path:
+        """What to open: itself, or the first place in it where a format finds its state."""
+        return self.states[0] if self.states and not isinstance(_seen(self.path), Path) else self.path
+
+    @property
     def series(self) -> tuple[Path, str]:
         """What those have in common that lie in one directory, and whose names differ in numbers only."""
         return self.path.parent, _pattern(self.path)

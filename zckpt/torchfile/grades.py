@@ -64,12 +64,16 @@ _CLASSES = {
     "torch.distributed": r"torch\.distributed\.(_shard|tensor|_tensor|device_mesh|_mesh_layout|remote_device|fsdp"
     r"|_composable)(\.\w+)*",
     "torch": r"torch\.(nn\.(modules|utils\.parametri[sz]e|parallel)|optim|ao\.nn|(cuda\.)?amp\.grad_scaler"
-    r"|utils\.data\.(sampler|distributed))(\.\w+)*",
+    r"|utils\.data\.(sampler|distributed)|torch_version)(\.\w+)*",
     "transformers": r"transformers\.(training_args(_seq2seq)?|trainer_utils|trainer_pt_utils|trainer_callback"
     r"|debug_utils|integrations\.deepspeed|deepspeed|generation\.configuration_utils|configuration_utils|tokenization_utils_base"
     r"|modeling_outputs|models(\.\w+)+\.(configuration|modeling)_\w+|utils\.generic)",
     "Accelerate": r"accelerate\.(state|utils\.(dataclasses|fsdp_utils|deepspeed)|optimizer|scheduler)",
     "PEFT": r"peft\.(config|utils\.peft_types|tuners(\.\w+)+)",
+    "sentence-transformers": r"sentence_transformers\.((\w+\.)?training_args|base\.sampler)",
+    "LLaMA-Factory": r"llamafactory\.hparams\.training_args",
+    "ms-swift": r"swift\.trainers\.arguments",
+    "axolotl": r"axolotl\.core\.training_args(_base)?",
     "TRL": r"trl\.(trainer|experimental)(\.\w+)*_config",
     "Lightning": r"(lightning|pytorch_lightning|lightning_fabric)(\.\w+)*\.(parsing|callbacks|callbacks\.\w+|states"
     r"|utilities\.data|progress|loops\.\w+)",

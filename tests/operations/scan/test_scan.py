@@ -79,6 +79,28 @@ def test_names_and_calls_are_counted(tmp_path):
     assert found == {"a.b.C": (2, 1, "unknown"), "a.b.d": (1, 0, "unknown")}
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "program"),
+    [
+        ("torch.torch_version", "TorchVersion", "torch"),
+        ("sentence_transformers.sentence_transformer.training_args", "SentenceTransformerTrainingArguments",
+         "sentence-transformers"),
+        ("sentence_transformers.training_args", "SentenceTransformerTrainingArguments", "sentence-transformers"),
+        ("sentence_transformers.base.sampler", "BatchSamplers", "sentence-transformers"),
+        ("llamafactory.hparams.training_args", "TrainingArguments", "LLaMA-Factory"),
+        ("swift.trainers.arguments", "Seq2SeqTrainingArguments", "ms-swift"),
+        ("axolotl.core.training_args", "AxolotlTrainingArguments", "axolotl"),
+        ("trl.trainer.grpo_config", "GRPOConfig", "TRL"),
+    ],
+)  # fmt: skip
+def test_what_programs_put_into_every_checkpoint_is_known(module, name, program, tmp_path):
+    (tmp_path / "training_args.bin").write_bytes(called(named(f"{module}:{name}")) + b".")
+    (found,) = zckpt.scan(tmp_path).findings
+    assert (found["grade"], found["program"]) == ("known", program)
+    (tmp_path / "training_args.bin").write_bytes(called(named(f"{module}:{name.lower()}")) + b".")
+    assert zckpt.scan(tmp_path).grade == "unknown"
+
+
 def test_attributes_of_classes_are_classes_and_getattr_says_nothing(tmp_path):
     inner = called(named("__builtin__:getattr"), named("torch.distributed._shard.sharded_tensor.api:ShardedTensor"),
                    text("ProcessGroupState"))  # fmt: skip

@@ -4,6 +4,9 @@ DIR/model.safetensors, or model-0000I-of-0000N.safetensors with model.safetensor
 DIR/pytorch_model.bin, or its shards with pytorch_model.bin.index.json; diffusion_pytorch_model.*
 DIR/adapter_model.safetensors or .bin, adapter_config.json         PEFT: what it adds to a model
 DIR/model_index.json, unet/, vae/, text_encoder/ ...               diffusers: a pipeline of models, each in its folder
+DIR/unet/, unet_ema/, optimizer.bin, random_states_0.pkl           diffusers: what Accelerate's hooks keep of a training
+DIR/value_head.*, vit.*, scoring_head.*                            LLaMA-Factory, ms-swift: the rest of a model
+DIR/modules.json, 2_Dense/ ...                                     sentence-transformers: what comes after a model
 DIR/pytorch_model_fsdp.bin                                         FSDP, FULL_STATE_DICT
 DIR/model_1.safetensors, optimizer_1.bin ...                       Accelerate: further models and optimizers
 DIR/optimizer.pt, optimizer.bin                                    {state, param_groups} of torch.optim
@@ -58,7 +61,10 @@ class TransformersTrainer(TorchDirectory):
             "Hugging Face's Trainer, Accelerate",
             "one or several models (safetensors or torch files) and optimizers; FSDP's full state dicts",
         ),
-        ("PEFT, diffusers", "adapters, alone or in a Trainer's directory; pipelines, whole or one model of them"),
+        (
+            "PEFT, diffusers",
+            "adapters, alone or in a Trainer's directory; pipelines, whole or one model of them; training states",
+        ),
     )
     writes = "for Hugging Face's Trainer without DeepSpeed"
     options = Options

@@ -30,6 +30,8 @@ _STEMS = (
     ("diffusion_pytorch_model", ".bin"),
     (ADAPTER_STEM, ".safetensors"),
     (ADAPTER_STEM, ".bin"),
+    ("pytorch_lora_weights", ".safetensors"),
+    ("pytorch_lora_weights", ".bin"),
 )
 """What programs call the file of a model, that which is read first."""
 
@@ -37,6 +39,13 @@ _BESIDE_OPTIMIZER = tuple(
     (stem, end) for stem in ("model", "weights") for end in (".safetensors", ".pt", ".pth", ".bin")
 )
 """What loops of their own call it, where the optimizer's file is beside it."""
+
+APART = re.compile(r"(value_head|scoring_head|vit)\.(?:safetensors|bin)")
+"""What LLaMA-Factory (a reward's or a critic's head) and ms-swift keep of a model in a file beside its own."""
+
+MODULES_NAME = "modules.json"
+_MODULE = re.compile(r"([0-9]+)_\w+")
+"""A folder of what sentence-transformers puts behind a model, which lies in the directory itself: `2_Dense`."""
 
 _OPTIMIZER = re.compile(r"optimizer(?:_([1-9][0-9]{0,3}))?\.(pt|bin)")
 _OF_A_LOOP = re.compile(r"optim(?:izer)?\.(?:pt|pth|bin)")
@@ -62,6 +71,18 @@ class ModelFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A file with some of a model's tensors, beside its own.
+
+    `prefix`: before their names in the model; `is_last`: whether the model has them after all others.
+    """
+
+    path: Path
+    prefix: str = ""
+    is_last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Directory:
     """What a directory holds.
 
@@ -72,12 +93,21 @@ class Directory:
         In the order of their numbers.
     own : Path or None
         What zckpt wrote besides.
+    parts : tuple
+        Of the first model.
     """
 
     path: Path
     models: tuple[ModelFiles, ...]
     optimizers: tuple[Path, ...] = ()
     own: Path | None = None
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def averages(self) -> tuple[bool, ...]:
+        """Of each model whether it is the average of another, which diffusers keeps beside it: no optimizer has it."""
+        stems = {one.stem for one in self.models}
+        return tuple(one.stem.endswith("_ema") and one.stem[:-4] in stems for one in self.models)
 
     @property
     def is_adapter(self) -> bool:
@@ -94,11 +124,6 @@ def find(path: Path) -> Directory | NearMiss | None:
     if _is_anothers(path, names, entries):
         return None
     first = _first(path, names)
-    if first is None and PIPELINE_NAME in names:  # of diffusers, whose models are called as their folders
-        folders = {entry.name: Path(entry.path) for entry in entries if entry.is_dir()}
-        found = {name: _first(folder, _files(folder)) for name, folder in folders.items()}
-        if any(found.values()):
-            return Directory(path, tuple(ModelFiles(name, one.path) for name, one in found.items() if one is not None))
     numbered = {int(match[1] or 0): path / name for name in sorted(names) if (match := _OPTIMIZER.fullmatch(name))}
     optimizers = tuple(numbered[number] for number in sorted(numbered))  # `.bin` before `.pt`, which is the Trainer's
     beside = [path / name for name in names if _OF_A_LOOP.fullmatch(name)]
@@ -106,15 +131,23 @@ def find(path: Path) -> Directory | NearMiss | None:
         pairs = [ModelFiles(stem, path / f"{stem}{end}") for stem, end in _BESIDE_OPTIMIZER if f"{stem}{end}" in names]
         first = first or (pairs[0] if len(pairs) == 1 else None)
         optimizers = tuple(beside)
+    own = path / OWN_NAME if OWN_NAME in names else None
+    is_state = "random_states_0.pkl" in names and bool(optimizers)
+    if first is None and (PIPELINE_NAME in names or is_state):  # of diffusers, whose models are called as their folders
+        folders = {entry.name: Path(entry.path) for entry in entries if entry.is_dir()}
+        found = {name: _first(folder, _files(folder)) for name, folder in folders.items()}
+        models = tuple(ModelFiles(name, one.path) for name, one in sorted(found.items()) if one is not None)
+        if models:
+            return Directory(path, models, optimizers if is_state else (), own)
     if first is None:
         return _near(path, names, entries, has_optimizer=bool(optimizers))
     others = {int(m[2]): m[0] for name in names if (m := _FURTHER.fullmatch(name)) and m[1] == first.stem}
     further = [ModelFiles(f"{first.stem}_{number}", path / others[number]) for number in sorted(others)]
-    own = path / OWN_NAME if OWN_NAME in names else None
     plain = first.path.name in ("model.safetensors", "model.safetensors.index.json")
-    if plain and not further and not optimizers and STATE_NAME not in names and own is None:
+    parts = () if further else _parts(path, names, entries)
+    if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:
         return None
-    return Directory(path, (first, *further), optimizers, own)
+    return Directory(path, (first, *further), optimizers, own, parts)
 
 
 def _is_anothers(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]]) -> bool:
@@ -131,6 +164,16 @@ def _first(path: Path, names: set[str]) -> ModelFiles | None:
             if name in names:
                 return ModelFiles(stem, path / name)
     return None
+
+
+def _parts(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]]) -> tuple[Part, ...]:
+    apart = {match[1]: name for name in sorted(names, reverse=True) if (match := APART.fullmatch(name))}
+    found = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
+    if MODULES_NAME in names:
+        folders = {int(m[1]): Path(one.path) for one in entries if one.is_dir() and (m := _MODULE.fullmatch(one.name))}
+        files = {number: _first(folder, _files(folder)) for number, folder in sorted(folders.items())}
+        found += [Part(one.path, f"{number}.") for number, one in files.items() if one is not None]
+    return tuple(found)
 
 
 def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:

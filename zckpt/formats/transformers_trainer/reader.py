@@ -23,7 +23,7 @@ from zckpt.formats.safetensors.file import add_file, aliases_in, indexed_files, 
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
-from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles
+from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles, Part
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
@@ -58,6 +58,23 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
     checkpoint.parameters |= one.parameters
     checkpoint.buffers |= one.buffers
     return weights
+
+
+def _with_part(checkpoint: Checkpoint, weights: Weights, part: Part, directory: Directory) -> Weights:
+    """Give a checkpoint what one more file has of its model, and return what both tell; a copy is left to others."""
+    found = Checkpoint(checkpoint.source, "")
+    own = read_model(found, ModelFiles(part.path.stem, part.path), part.prefix, directory)
+    if found.parameters.keys() & checkpoint.parameters.keys() or found.buffers.keys() & checkpoint.buffers.keys():
+        return weights
+    checkpoint.files += found.files
+    checkpoint.claims |= found.claims
+    checkpoint.metadata |= found.metadata
+    checkpoint.parameters |= found.parameters
+    checkpoint.buffers |= found.buffers
+    if part.is_last:
+        both = _joined([weights, own])
+        return replace(weights, shapes=both.shapes, places=both.places, is_ordered=both.is_ordered)
+    return replace(weights, shapes=weights.shapes | own.shapes, is_ordered=False)
 
 
 def _weights(one: Checkpoint, place_of: Mapping[str, int], paths: list[Path]) -> Weights:
@@ -128,6 +145,8 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     weights: list[Weights] = []
     for files, prefix in zip(directory.models, prefixes, strict=True):
         weights.append(read_model(checkpoint, files, prefix, directory))
+    for part in directory.parts:
+        weights = [_with_part(checkpoint, weights[0], part, directory)]
     if directory.is_adapter:  # what says how it is added to its model, as far as it is not the default of nothing
         config = read_json(directory.path / ADAPTER_CONFIG) or {}
         told = {key: value for key, value in config.items() if value not in (None, {}, [], False, "")}
@@ -159,12 +178,18 @@ def _read_optimizers(
 ) -> None:
     """Read all optimizers, and give the models' parameters their state."""
     paths = directory.optimizers
+    if any(directory.averages):
+        pairs = zip(weights, prefixes, directory.averages, strict=True)
+        kept = [(one, prefix) for one, prefix, is_average in pairs if not is_average]
+        weights, prefixes = [one for one, _ in kept], [prefix for _, prefix in kept]
     states = [read_optimizer(checkpoint, path) for path in paths]
     counts = [len(state.every_number) for state in states]
     is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
     is_open = False
     for number, (state, path) in enumerate(zip(states, paths, strict=True)):
         model = _joined(weights) if is_cut or len(states) == 1 else None
+        if model is not None and directory.models[0].path.parent != directory.path:
+            model.places = {}  # folders have no order
         if not is_cut and len(states) == len(weights):
             model = weights[number]
         given = names

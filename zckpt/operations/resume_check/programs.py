@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zckpt.errors import listed
 from zckpt.formats.fsdp_rank_files import directory as rank_files
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.remainder import RANDOM as RANDOM_STATES
 from zckpt.formats.remainder import are_of_save
+from zckpt.formats.transformers_trainer.directory import APART
 from zckpt.operations.resume_check.parts import (
     BUFFERS,
     CUSTOM,
@@ -315,6 +317,14 @@ def _pair(facts: Facts) -> str | None:
     return f"{gone[0]} is not there, and the Trainer then loads neither an optimizer nor a scheduler" if gone else None
 
 
+def _apart(facts: Facts) -> str | None:
+    """Say which files with some of the model's tensors the Trainer does not look for."""
+    found = sorted(name for name in facts.names if APART.fullmatch(name))
+    return (
+        f"the Trainer does not read {listed(found)}: your program must give the model what is in it" if found else None
+    )
+
+
 _CONVERTED = (
     "transformers has other names for this model in memory than in its files, and the Trainer's resuming converts "
     "none: such tensors stay as the model was made, unless from_pretrained has loaded them"
@@ -365,8 +375,8 @@ TRAINER = Program(
             needs=(_ACCOUNT,),
             doubts=(_maybe_in_files,),
             takes=CORE | _TRAINER_REST,
-            lacks=((WEIGHTS, _in_files), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair), (SCHEDULER, _pair),
-                   (RANDOM, _rng), (DATA, _batches)),
+            lacks=((WEIGHTS, _in_files), (WEIGHTS, _apart), BESIDE, (STATE, _pair), (SETTINGS, _pair), (STEP, _pair),
+                   (SCHEDULER, _pair), (RANDOM, _rng), (DATA, _batches)),
             strict=False,
         ),
     ),
@@ -540,10 +550,24 @@ def _has_data(facts: Facts) -> bool:
     return any(map(rank_files.OF_TRAINING.fullmatch, there))
 
 
+def _is_of_skyrl(facts: Facts) -> bool:
+    step = step_folder(facts)
+    return step is not None and step != Path(facts.checkpoint.source) and is_file(step / "trainer_state.pt")
+
+
 VERL = Program(
     title="verl with FSDP",
     looks_for="model_world_size_W_rank_R.pt, optim_... and extra_state_... of each rank",
     ways=(
+        Way(
+            mark=_is_of_skyrl,
+            call='trainer.resume_mode=from_path trainer.resume_path="{step}"',
+            given="SkyRL, whose run it is, and not verl; {ranks} ranks{with_torch}",
+            needs=(same_ranks, _rank_files),
+            takes=CORE | {SCHEDULER: "lr_scheduler", RANDOM: ".*rng", DATA: "data|trainer_state",
+                          OTHER: "client_state|fsdp_strategy|tag"},
+            keeps=(RANDOM,),
+        ),
         Way(
             mark=lambda facts: facts.checkpoint.format == "fsdp-rank-files",
             call='trainer.resume_mode=resume_path trainer.resume_from_path="{step}"',
@@ -556,7 +580,7 @@ VERL = Program(
     ),
     holds=(has_optimizer,),
     makes=(Make(to="fsdp-rank-files", sized=True),),
-)
+)  # fmt: skip
 
 # zckpt
 

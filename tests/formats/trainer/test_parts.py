@@ -1,0 +1,184 @@
+"""Models in several files or folders of a training state, as programs around the Trainer and Accelerate leave them."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import zckpt
+from tests.refusals import refusing
+from zckpt.errors import LeftOutError
+from zckpt.formats.account import take_inventory
+
+PEFT = "base_model.model."
+
+KINDS = {
+    "LLaMA-Factory's reward model": (
+        {"model": nn.Linear(4, 4), "v_head": nn.Linear(4, 1)},
+        {"model.safetensors": ("model.", "model.", ""), "value_head.safetensors": ("v_head.", "v_head.", "")},
+    ),
+    "the same in torch files": (
+        {"model": nn.Linear(4, 4), "v_head": nn.Linear(4, 1)},
+        {"pytorch_model.bin": ("model.", "model.", ""), "value_head.bin": ("v_head.", "v_head.", "")},
+    ),
+    "the same of an adapter": (
+        {"model": nn.Linear(4, 4), "v_head": nn.Linear(4, 1)},
+        {
+            "adapter_model.safetensors": ("model.", f"{PEFT}model.", ""),
+            "value_head.safetensors": ("v_head.", "v_head.", ""),
+        },
+    ),
+    "ms-swift's vision tower, beside an adapter": (
+        {"visual": nn.Linear(4, 3), "model": nn.Linear(4, 4)},
+        {
+            "adapter_model.safetensors": ("model.", f"{PEFT}model.", ""),
+            "vit.safetensors": ("visual.", f"{PEFT}visual.", ""),
+        },
+    ),
+    "sentence-transformers' layers, of the same shape": (
+        {"0": nn.Linear(4, 4), "1": nn.Identity(), "2": nn.Linear(4, 4), "3": nn.Linear(4, 4)},
+        {
+            "model.safetensors": ("0.", "zz.", ""),
+            "2_Dense/model.safetensors": ("2.", "linear.", "2."),
+            "3_Dense/pytorch_model.bin": ("3.", "linear.", "3."),
+        },
+    ),
+}
+"""By who saves it: modules, and how names of each file begin in memory, in the file, and before that in zckpt."""
+
+
+def trained(modules):
+    torch.manual_seed(0)
+    model = nn.ModuleDict(deepcopy(modules))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number, one in enumerate(model.parameters()):
+        one.grad = torch.full_like(one, 0.1 * (number + 1))
+    optimizer.step()
+    return model, optimizer
+
+
+def save(path, tensors):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, path) if path.suffix == ".bin" else save_file(tensors, path)
+
+
+def saved(folder, kind):
+    """Save a model in its files; return it, its optimizer, and zckpt's name of each parameter."""
+    modules, files = KINDS[kind]
+    model, optimizer = trained(modules)
+    names = {}
+    for file, (own, in_file, front) in files.items():
+        found = {n: n.replace(own, in_file, 1) for n, _ in model.named_parameters() if n.startswith(own)}
+        save(folder / file, {in_file: model.get_parameter(n).detach().clone() for n, in_file in found.items()})
+        names |= {n: f"{front}{in_file}" for n, in_file in found.items()}
+    if any(name.startswith("adapter") for name in files):
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1}))
+    if "sentence" in kind:
+        (folder / "modules.json").write_text(json.dumps([{"idx": 0, "path": ""}, {"idx": 2, "path": "2_Dense"}]))
+    return model, optimizer, names
+
+
+def save_state(folder, optimizer):
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save({"last_epoch": 1}, folder / "scheduler.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_files_of_a_model_are_read_with_its_optimizer(kind, tmp_path):
+    model, optimizer, names = saved(tmp_path / "c", kind)
+    save_state(tmp_path / "c", optimizer)
+    zckpt.convert(tmp_path / "c", tmp_path / "z", to="zckpt")
+    for source in (tmp_path / "c", tmp_path / "z"):
+        checkpoint = zckpt.open(source)
+        assert {*checkpoint.parameters} == {*names.values()}
+        assert not checkpoint.unnamed
+        for name, one in model.named_parameters():
+            assert torch.equal(checkpoint.read(names[name], "weight"), one)
+            for slot in ("exp_avg", "exp_avg_sq"):
+                assert torch.equal(checkpoint.read(names[name], slot), optimizer.state[one][slot])
+    assert not take_inventory(zckpt.open(tmp_path / "c")).left_out
+    assert zckpt.verify(tmp_path / "c", deep=True).sound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_an_optimizer_has_all_of_its_files(kind, tmp_path):
+    model, _, names = saved(tmp_path / "c", kind)
+    zckpt.consolidate(tmp_path / "c", tmp_path / "m.safetensors")
+    found = zckpt.open(tmp_path / "m.safetensors")
+    assert {*found.parameters} == {*names.values()}
+    assert all(torch.equal(found.read(names[name], "weight"), one) for name, one in model.named_parameters())
+
+
+def test_a_head_that_the_models_own_file_has_too_is_not_read_twice(tmp_path):
+    save(tmp_path / "model.safetensors", {"a.weight": torch.ones(2, 2), "v_head.weight": torch.ones(2)})
+    save(tmp_path / "value_head.safetensors", {"v_head.weight": torch.zeros(2)})
+    assert torch.equal(zckpt.open(tmp_path).read("v_head.weight", "weight"), torch.ones(2))
+    with refusing(LeftOutError, "value_head.safetensors"):
+        zckpt.consolidate(tmp_path, tmp_path / "m.safetensors")
+
+
+def test_the_trainer_does_not_read_a_head_from_its_own_file(tmp_path):
+    _, optimizer, _ = saved(tmp_path / "c", "LLaMA-Factory's reward model")
+    save_state(tmp_path / "c", optimizer)
+    answer = zckpt.resume_check(tmp_path / "c", program="trainer")
+    assert answer.verdict == "partly"
+    assert "value_head.safetensors" in str(answer.not_back)
+
+
+@pytest.mark.parametrize("has_average", [False, True])
+@pytest.mark.parametrize("is_several", [False, True])
+def test_diffusers_folders_are_models_beside_their_optimizer(has_average, is_several, tmp_path):
+    """Of several trained together the optimizer has them in an order of its own, here not that of their names."""
+    model, optimizer = trained({"unet": nn.Linear(4, 3), **({"text_encoder": nn.Linear(5, 2)} if is_several else {})})
+    for folder, own in model.items():
+        values = {name: one.detach().clone() for name, one in own.named_parameters()}
+        stem = "model" if folder == "text_encoder" else "diffusion_pytorch_model"
+        save(tmp_path / "c" / folder / f"{stem}.safetensors", values)
+    if has_average:
+        average = {name: one.detach() / 2 for name, one in model["unet"].named_parameters()}
+        save(tmp_path / "c" / "unet_ema" / "diffusion_pytorch_model.safetensors", average)
+    torch.save(optimizer.state_dict(), tmp_path / "c" / "optimizer.bin")
+    torch.save({"step": 1}, tmp_path / "c" / "random_states_0.pkl")
+    checkpoint = zckpt.open(tmp_path / "c")
+    is_fronted = has_average or is_several
+    assert not checkpoint.unnamed
+    for name, one in model.named_parameters():
+        known = name if is_fronted else name.removeprefix("unet.")
+        assert torch.equal(checkpoint.read(known, "weight"), one)
+        assert torch.equal(checkpoint.read(known, "exp_avg"), optimizer.state[one]["exp_avg"])
+    if has_average:
+        assert torch.equal(checkpoint.read("unet_ema.weight", "weight"), average["weight"])
+        assert {*checkpoint.parameters["unet_ema.weight"].slots} == {"weight"}
+    assert zckpt.verify(tmp_path / "c", deep=True).sound
+    zckpt.convert(tmp_path / "c", tmp_path / "z", to="zckpt")
+    assert zckpt.diff(tmp_path / "c", tmp_path / "z").equal
+
+
+def test_a_lora_of_diffusers_is_a_model_beside_its_optimizer(tmp_path):
+    model, optimizer = trained({"lora": nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 3, bias=False))})
+    save(tmp_path / "pytorch_lora_weights.safetensors", {n: p.detach() for n, p in model.named_parameters()})
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    checkpoint = zckpt.open(tmp_path)
+    for name, one in model.named_parameters():
+        assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+
+
+@pytest.mark.parametrize(("apart", "name"), [("vit", f"{PEFT}visual.weight"), ("value_head", "v_head.weight")])
+def test_what_lies_beside_an_adapter_is_merged_or_told_of(apart, name, tmp_path):
+    """What ms-swift trains whole takes the place of the base's own; a head is of no tensor of it."""
+    save(tmp_path / "base" / "model.safetensors", {"visual.weight": torch.zeros(2, 2), "q.weight": torch.zeros(2, 2)})
+    factors = {f"{PEFT}q.lora_A.weight": torch.ones(1, 2), f"{PEFT}q.lora_B.weight": torch.ones(2, 1)}
+    save(tmp_path / "a" / "adapter_model.safetensors", factors)
+    save(tmp_path / "a" / f"{apart}.safetensors", {name: torch.full((2, 2), 7.0)})
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q"]}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    done = zckpt.merge_adapter(tmp_path / "base", tmp_path / "a", tmp_path / "m.safetensors")
+    merged = zckpt.open(tmp_path / "m.safetensors").state_dict()
+    assert {*merged} == {"visual.weight", "q.weight"}
+    assert torch.equal(merged["q.weight"], torch.ones(2, 2))
+    assert torch.equal(merged["visual.weight"], torch.full((2, 2), 7.0 if apart == "vit" else 0.0))
+    assert any("value_head.safetensors" in one for one in done.warnings) == (apart == "value_head")
