@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import venv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,7 @@ print(json.dumps(said))
 """
 
 
-@pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment without torch."""
-    directory = tmp_path_factory.mktemp("tools")
+def install(directory: Path) -> Path:
     venv.create(directory, symlinks=True)
     [site] = directory.glob("lib/python*/site-packages")
     (site / "zckpt").symlink_to(ROOT / "zckpt")
@@ -130,6 +128,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bin" / "python"
 
 
+@pytest.fixture
+def python(shared) -> Path:
+    """The interpreter of an environment without torch."""
+    return shared("without-torch", install)
+
+
 def run(python: Path, *arguments: object, given: str = "") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -144,10 +148,7 @@ def arguments_of(verb: str, directory: Path) -> list[object]:
     return [verb.split(maxsplit=1)[0], SOURCE, *before, directory / target, *options]
 
 
-@pytest.fixture(scope="module")
-def without(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
-    """Where each verb has written, and what the verbs that read, and then these, have said, all in one process."""
-    directory = tmp_path_factory.mktemp("without")
+def write(python: Path, directory: Path) -> tuple[Path, list[list[Any]]]:
     for verb in TARGETS:
         (directory / verb).mkdir()
     commands = [*READ, *(arguments_of(verb, directory / verb) for verb in TARGETS)]
@@ -155,6 +156,12 @@ def without(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     done = run(python, "-c", COMMANDS, given=listed)
     assert done.returncode == 0, done.stderr
     return directory, json.loads(done.stdout)
+
+
+@pytest.fixture
+def without(python, shared) -> tuple[Path, list[list[Any]]]:
+    """Where each verb has written, and what the verbs that read, and then these, have said, all in one process."""
+    return shared("written-without-torch", partial(write, python))
 
 
 def test_torch_is_not_there(python):
