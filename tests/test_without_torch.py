@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 import zckpt
 from tests.cli import console
 from tests.cli.console import FIXTURES, ROOT
+from tests.folders import contents
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -178,11 +179,7 @@ def test_verbs_that_write_write_the_same_without_torch(verb, without, tmp_path):
         target = TARGETS[verb][0]
         assert zckpt.diff(tmp_path / target, directory / verb / target).equal
         return
-    here, there = (
-        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-        for root in (tmp_path, directory / verb)
-    )
-    assert here == there
+    assert contents(tmp_path) == contents(directory / verb)
 
 
 def test_verbs_that_read_say_the_same_without_torch(without):
