@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,12 @@ def step(model: nn.Module, optimizer: Any, shape: tuple[int, ...]) -> None:
     optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def save_both(model: nn.Module, optimizer: Any, path: Path) -> Path:
+    """Save both as most programs do, in one file."""
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,30 @@ import torch
 import zckpt
 from tests.truth import bits
 from zckpt.compare.logical import parameter_values
-from zckpt.state import Parameter, Scalar, Slot
+from zckpt.state import Checkpoint, Parameter, Scalar, Slot
 from zckpt.torchfile import FromFile, plain, walk_tensors
+
+
+def opened(checkpoint: Checkpoint) -> zckpt.OpenedCheckpoint:
+    """What an adapter has read, as users have it."""
+    return zckpt.OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
+
+
+def assert_same_tree(found: Any, expected: Any, label: str = "") -> None:
+    """Two trees are the same, tensors bit for bit, tuples tuples and ints ints."""
+    assert isinstance(expected, dict) or type(found) is type(expected), label
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
+        assert torch.equal(bits(found), bits(expected)), label
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), label
+        for key, value in expected.items():
+            assert_same_tree(found[key], value, f"{label}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_same_tree(one, other, f"{label}.{number}")
+    else:
+        assert found == expected, label
 
 
 def assert_same_state(

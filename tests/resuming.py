@@ -233,7 +233,8 @@ def module_of(seed: int, seen: dict[str, Any] | None) -> Any:
     return Module()
 
 
-def lightning_of(rank: int, world_size: int, output: Path, steps: int) -> Any:
+def lightning_of(rank: int, world_size: int, strategy: Any, **options: Any) -> Any:
+    """Return a Trainer of Lightning that has the ranks that there are, and prints nothing."""
     import logging
     import warnings
 
@@ -246,8 +247,8 @@ def lightning_of(rank: int, world_size: int, output: Path, steps: int) -> Any:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     return Trainer(
-        accelerator="cpu", devices=world_size, strategy="ddp", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, max_steps=steps, default_root_dir=output,
+        accelerator="cpu", devices=world_size, strategy=strategy, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **options,
     )  # fmt: skip
 
 
@@ -316,7 +317,9 @@ def save(rank: int, world_size: int, kind: str, folder: Path) -> None:
         save_as_verl(model, optimizer, scheduler, place, rank, world_size)
     else:
         module = module_of(0, None)
-        trainer = lightning_of(rank, world_size, folder, STEPS)
+        trainer = lightning_of(
+            rank, world_size, "ddp", enable_checkpointing=False, max_steps=STEPS, default_root_dir=folder
+        )
         trainer.fit(module, torch.utils.data.DataLoader(Batches()))
         trainer.save_checkpoint(place)
         tensors = held(module, trainer.optimizers[0], "net.")
@@ -472,7 +475,14 @@ def _verl(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
 
 def _lightning(rank: int, world_size: int, kind: str, path: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    trainer = lightning_of(rank, world_size, path.parent / f"again{rank}", STEPS + 2)
+    trainer = lightning_of(
+        rank,
+        world_size,
+        "ddp",
+        enable_checkpointing=False,
+        max_steps=STEPS + 2,
+        default_root_dir=path.parent / f"again{rank}",
+    )
     with suppress(_EnoughError):
         trainer.fit(module_of(1, seen), torch.utils.data.DataLoader(Batches()), ckpt_path=str(path))
     return seen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,18 +85,22 @@ print(json.dumps(found))
 """Runs each command in a process of its own that has loaded nothing, and says what it has loaded at its end."""
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The exit status of each command, and the modules that it has loaded."""
+def load(folder: Path) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=json.dumps(list(LOADED)),
-        capture_output=True, text=True, env=environment(), check=False, cwd=tmp_path_factory.mktemp("cold"),
+        capture_output=True, text=True, env=environment(), check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     assert [status for status, _ in found.values()] == [0] * len(LOADED), done.stderr
     return found
+
+
+@pytest.fixture
+def loaded(shared) -> dict[str, Any]:
+    """The exit status of each command, and the modules that it has loaded."""
+    return shared("cold-start", load)
 
 
 def test_a_command_loads_what_it_needs(loaded):

@@ -128,10 +128,7 @@ def test_what_the_page_on_security_promises_is_tested():
 # --- what is shown
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory in which the training of docs/python.md, and then its tools, have run."""
-    directory = tmp_path_factory.mktemp("readme")
+def train(directory: Path) -> Path:
     tools, _, training = blocks(PYTHON, "python")
     assert "ZeroOptimizer(" in training
     assert 'zckpt.open("run/global_step500")' in tools
@@ -141,6 +138,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return directory
+
+
+@pytest.fixture
+def trained(shared) -> Path:
+    """A directory in which the training of docs/python.md, and then its tools, have run."""
+    return shared("docs", train)
 
 
 def test_training_and_tools_in_python_run(trained):

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import venv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from packaging.utils import canonicalize_name
 import zckpt
 from tests.cli import console
 from tests.cli.console import FIXTURES, ROOT
+from tests.folders import contents
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -107,10 +109,7 @@ print(json.dumps(said))
 """
 
 
-@pytest.fixture(scope="session")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment without torch."""
-    directory = tmp_path_factory.mktemp("tools")
+def install(directory: Path) -> Path:
     venv.create(directory, symlinks=True)
     [site] = directory.glob("lib/python*/site-packages")
     (site / "zckpt").symlink_to(ROOT / "zckpt")
@@ -130,6 +129,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "bin" / "python"
 
 
+@pytest.fixture
+def python(shared) -> Path:
+    """The interpreter of an environment without torch."""
+    return shared("without-torch", install)
+
+
 def run(python: Path, *arguments: object, given: str = "") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -144,10 +149,7 @@ def arguments_of(verb: str, directory: Path) -> list[object]:
     return [verb.split(maxsplit=1)[0], SOURCE, *before, directory / target, *options]
 
 
-@pytest.fixture(scope="module")
-def without(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Any]]]:
-    """Where each verb has written, and what the verbs that read, and then these, have said, all in one process."""
-    directory = tmp_path_factory.mktemp("without")
+def write(python: Path, directory: Path) -> tuple[Path, list[list[Any]]]:
     for verb in TARGETS:
         (directory / verb).mkdir()
     commands = [*READ, *(arguments_of(verb, directory / verb) for verb in TARGETS)]
@@ -155,6 +157,12 @@ def without(python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     done = run(python, "-c", COMMANDS, given=listed)
     assert done.returncode == 0, done.stderr
     return directory, json.loads(done.stdout)
+
+
+@pytest.fixture
+def without(python, shared) -> tuple[Path, list[list[Any]]]:
+    """Where each verb has written, and what the verbs that read, and then these, have said, all in one process."""
+    return shared("written-without-torch", partial(write, python))
 
 
 def test_torch_is_not_there(python):
@@ -171,11 +179,7 @@ def test_verbs_that_write_write_the_same_without_torch(verb, without, tmp_path):
         target = TARGETS[verb][0]
         assert zckpt.diff(tmp_path / target, directory / verb / target).equal
         return
-    here, there = (
-        {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-        for root in (tmp_path, directory / verb)
-    )
-    assert here == there
+    assert contents(tmp_path) == contents(directory / verb)
 
 
 def test_verbs_that_read_say_the_same_without_torch(without):

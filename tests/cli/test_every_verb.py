@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import FIXTURES, copy, refused, succeeded
+from tests.folders import snapshot
 from tests.pairwise import each
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
@@ -29,14 +30,6 @@ def of(verb: str, target: Path | None = None, *, below: Path = Path(), source: P
     """The words of a command, which writes to the verb's target below a directory, or to another."""
     name, *options = VERBS[verb]
     return verb.partition(" ")[0], source, target or below / str(name), *options
-
-
-def snapshot(directory: Path) -> dict[str, bytes | str | None]:
-    """Everything below a directory."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
-        for path in sorted(directory.rglob("*"))
-    }
 
 
 # --- what is printed

@@ -9,17 +9,10 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES, copy, inspected, refused, run, succeeded
+from tests.folders import snapshot
 from tests.formats.deepspeed import sliced
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
-
-
-def snapshot(directory: Path) -> dict[str, bytes | None]:
-    """Everything below a directory."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
-        for path in sorted(directory.rglob("*"))
-    }
 
 
 def files(directory: Path) -> list[str]:

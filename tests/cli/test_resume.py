@@ -18,6 +18,7 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES, copy, refused, run, succeeded
+from tests.folders import contents
 from tests.gloo import forked
 from tests.refusals import refusing
 from zckpt.engine import SilentReporter
@@ -95,10 +96,6 @@ def begun(here: Path, log: str) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def content(here: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(here)): path.read_bytes() for path in here.rglob("*") if path.is_file()}
-
-
 def kill_and_resume(verb: str, times: int, seed: int, directory: Path) -> list[str]:
     """Kill a verb at random times, each time resume it; return what was wrong."""
     arguments = VERBS[verb]
@@ -106,7 +103,7 @@ def kill_and_resume(verb: str, times: int, seed: int, directory: Path) -> list[s
     whole.mkdir()
     os.chdir(whole)
     succeeded(*arguments)  # here, so that those that are forked need not import anything
-    expected = content(whole)
+    expected = contents(whole)
     begin = time.monotonic()
     number = done(directory / "counted", "all", *arguments)
     duration = time.monotonic() - begin
@@ -122,8 +119,8 @@ def kill_and_resume(verb: str, times: int, seed: int, directory: Path) -> list[s
         named = any(name.endswith("-naming") or not name.startswith(".") for name in found)  # it was at its end
         left = not named and any(name.endswith("-journal") for name in found)
         again = done(here, "resumed", *arguments, "--resume", "--overwrite")
-        if content(here) != expected:
-            wrong.append(f"{index}: {sorted(content(here))}")
+        if contents(here) != expected:
+            wrong.append(f"{index}: {sorted(contents(here))}")
         first = begun(here, "killed")
         if left and first + again > number + WORKERS:
             wrong.append(f"{index}: {first} + {again} batches of {number}")
@@ -428,7 +425,7 @@ def test_a_link_in_a_directory_that_is_gone_on_with(source, out, tmp_path):
     (partial / "stranger").write_text("none of the target's")
     succeeded("reshard", source, out / "r", "--world-size", 3, "--resume")
     succeeded("reshard", source, tmp_path / "whole", "--world-size", 3)
-    assert content(out / "r") == content(tmp_path / "whole")
+    assert contents(out / "r") == contents(tmp_path / "whole")
     assert names_in(out) == {"r"}
 
 

@@ -72,7 +72,7 @@ def _resume(
 ) -> Verdict:
     from safetensors.torch import load_file
 
-    from tests.deepspeed_engine.training import build_engine, train_step
+    from tests.deepspeed_engine.training import build_engine
     from tests.deepspeed_engine.truth import machine, read_live
     from zckpt.deepspeed import any_world_size
 
@@ -94,15 +94,21 @@ def _resume(
             steps=_compare_steps(*_alike(live.scalars, about["scalar_state_per_group"])),
             held=held,
         )
-    steps = range(spec.steps + 1, spec.steps + len(about["mean_losses_next"]) + 1)
-    for step in steps:
-        per_rank = train_step(engine, spec, step)
-        verdict.losses.append(sum(per_rank) / len(per_rank))
-    pairs = zip(verdict.losses, about["mean_losses_next"], strict=True)
-    verdict.loss_difference = max((abs(a - b) for a, b in pairs), default=0.0)
+    _train_on(verdict, engine, spec, about["mean_losses_next"])
     if (spec.data_parallel, machine()) != (about["dp_world_size"], about.get("machine")):
         verdict.loss_tolerance = LOSS_TOLERANCE[spec.dtype]
     return verdict
+
+
+def _train_on(verdict: Verdict, engine: Any, spec: Spec, expected: list[float]) -> None:
+    """Note the next losses in a verdict, and how far they are from those expected."""
+    from tests.deepspeed_engine.training import train_step
+
+    for step in range(spec.steps + 1, spec.steps + len(expected) + 1):
+        per_rank = train_step(engine, spec, step)
+        verdict.losses.append(sum(per_rank) / len(per_rank))
+    pairs = zip(verdict.losses, expected, strict=True)
+    verdict.loss_difference = max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 def _is_cut_otherwise(spec: Spec) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from tests import gloo
 from tests.deepspeed_engine import models
-from tests.deepspeed_engine.resume import Verdict, _compare_groups, _compare_slots, _compare_steps, _same
+from tests.deepspeed_engine.resume import Verdict, _compare_groups, _compare_slots, _compare_steps, _same, _train_on
 from tests.deepspeed_engine.spec import Spec
 
 
@@ -52,7 +52,7 @@ def _steps_after_one_more(rank: int, world_size: int, spec: Spec, directory: Pat
 def _resume(rank: int, world_size: int, spec: Spec, directory: Path, folder: Path, own_steps: bool) -> Verdict:
     from safetensors.torch import load_file
 
-    from tests.deepspeed_engine.training import build_engine, train_step
+    from tests.deepspeed_engine.training import build_engine
     from tests.deepspeed_engine.truth import read_live
 
     about = json.loads((folder / "truth.json").read_text())
@@ -72,11 +72,7 @@ def _resume(rank: int, world_size: int, spec: Spec, directory: Path, folder: Pat
         hyperparameters=_compare_groups(engine.optimizer.param_groups, about["param_groups"]),
         steps=_compare_steps(live.scalars, wanted_steps),
     )
-    for step in range(spec.steps + 1, spec.steps + len(about["mean_losses_next"]) + 1):
-        per_rank = train_step(engine, spec, step)
-        verdict.losses.append(sum(per_rank) / len(per_rank))
-    pairs = zip(verdict.losses, about["mean_losses_next"], strict=True)
-    verdict.loss_difference = max((abs(a - b) for a, b in pairs), default=0.0)
+    _train_on(verdict, engine, spec, about["mean_losses_next"])
     return verdict
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
 from tests.damage import flip
+from tests.folders import contents
 from tests.pairwise import each, some
 from tests.refusals import refusing
 from zckpt.codes import CHECKSUM
@@ -216,10 +217,6 @@ def test_the_command_says_what_was_checked_and_can_salvage(tmp_path):
     assert json.loads(done.stdout)["checksummed_nbytes"] == 0
 
 
-def content(path: Path) -> dict[str, bytes]:
-    return {one.relative_to(path).as_posix(): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
-
-
 @pytest.mark.parametrize("flips", some([20], [200]))
 def test_no_single_flipped_bit_gives_a_wrong_target(flips, tmp_path):
     """A flip is refused, or it is in bytes that the target does not depend on."""
@@ -251,7 +248,7 @@ def test_no_single_flipped_bit_gives_a_wrong_target(flips, tmp_path):
         flip(path, at, bit)
         try:
             verbs[verb](source, target)
-            assert content(target) == content(clean), (path, at, bit)
+            assert contents(target) == contents(clean), (path, at, bit)
         except ZckptError:
             refused += 1
         flip(path, at, bit)

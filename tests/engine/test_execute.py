@@ -24,6 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.folders import names_in
 from tests.pairwise import each
 from tests.plans import Counter, noise, sparse, write_directory
 from tests.refusals import refusing
@@ -72,10 +73,6 @@ def written(slot: Slot, target: Path, *, dtype: str | None = None, **options: ob
     """Execute a plan that writes one slot; return the target's elements in the slot's shape."""
     write_target(plan([file_of(hole_of(slot, dtype=dtype))]), target, **options)
     return np.fromfile(target, numpy_dtype(dtype or slot.dtype)).reshape(slot.shape)
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +229,7 @@ def test_cast_that_is_not_done_leaves_nothing_behind(dtype, tmp_path):
     slot = slot_of(stored(tmp_path / "s", np.zeros(5, dtype)))
     with pytest.raises(UnsupportedError):
         written(slot, tmp_path / "t", dtype="float32")
-    assert names(tmp_path) == ["s"]
+    assert names_in(tmp_path) == ["s"]
 
 
 @pytest.mark.parametrize("dtype", ["int16", "float32", "float64", "int64", "complex64", "complex128", "uint8", "bool"])
@@ -410,7 +407,7 @@ def test_error_in_another_process_arrives_as_it_is(processes, tmp_path):
     match = r"s: the file ends too early: expected at least 400 bytes, found 200"
     with running_on(processes), refusing(DamagedFileError, match):
         written(slot, tmp_path / "t")
-    assert names(tmp_path) == ["s"]
+    assert names_in(tmp_path) == ["s"]
 
 
 class Slow(ThreadPoolExecutor):
@@ -482,7 +479,7 @@ def test_source_truncated_after_planning_leaves_nothing_behind(kept, dtype, tmp_
     os.truncate(tmp_path / "s", kept)
     with refusing(DamagedFileError, "ends too early"):
         write_target(made, tmp_path / "t")
-    assert names(tmp_path) == ["s"]
+    assert names_in(tmp_path) == ["s"]
 
 
 @pytest.mark.parametrize("view", ["one column", "transposed"])
@@ -491,7 +488,7 @@ def test_truncated_source_of_a_view_leaves_nothing_behind(view, tmp_path):
     os.truncate(tmp_path / "s", (tmp_path / "s").stat().st_size // 2)
     with refusing(DamagedFileError, "ends too early"):
         written(slot, tmp_path / "t")
-    assert names(tmp_path) == ["s"]
+    assert names_in(tmp_path) == ["s"]
 
 
 def test_source_removed_after_planning_leaves_nothing_behind(tmp_path):
@@ -499,7 +496,7 @@ def test_source_removed_after_planning_leaves_nothing_behind(tmp_path):
     (tmp_path / "s").unlink()
     with refusing(SourceError, "cannot be opened: found No such file"):
         written(slot, tmp_path / "t")
-    assert names(tmp_path) == []
+    assert names_in(tmp_path) == []
 
 
 def test_source_that_became_a_directory_leaves_nothing_behind(tmp_path):
@@ -508,7 +505,7 @@ def test_source_that_became_a_directory_leaves_nothing_behind(tmp_path):
     (tmp_path / "s").mkdir()
     with refusing(SourceError, "is not a regular file"):
         written(slot, tmp_path / "t")
-    assert names(tmp_path) == ["s"]
+    assert names_in(tmp_path) == ["s"]
 
 
 def test_failure_of_one_file_takes_back_the_whole_directory(tmp_path):
@@ -516,7 +513,7 @@ def test_failure_of_one_file_takes_back_the_whole_directory(tmp_path):
     os.truncate(tmp_path / "bad", 10)
     with pytest.raises(DamagedFileError):
         write_directory(plan([file_of(hole_of(good), name="a"), file_of(hole_of(bad), name="b")]), tmp_path / "t")
-    assert names(tmp_path) == ["bad", "good"]
+    assert names_in(tmp_path) == ["bad", "good"]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------

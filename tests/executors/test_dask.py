@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from tests.cli.console import FIXTURES, environment, refused, run
 from tests.executors import dying
 from tests.executors.conftest import dask_cluster, names, wait_until
 from tests.executors.dying import MARK
+from tests.folders import contents
 from zckpt.engine import write as written
 from zckpt.executors import on_dask
 from zckpt.executors.on_dask import DaskExecutor
@@ -52,13 +52,9 @@ def test_verbs_find_and_write_the_same_there(three, tmp_path):
         here, there = (run(*(str(one).format(where) for one in verb), *more)
                        for where, more in (("here", ()), ("there", ("--executor", name))))  # fmt: skip
         assert (here.returncode, here.stdout, here.stderr) == (there.returncode, there.stdout, there.stderr), verb
-    assert files(tmp_path / "herer") == files(tmp_path / "therer") != {}
-    assert files(tmp_path / "herec") == files(tmp_path / "therec") != {}
+    assert contents(tmp_path / "herer") == contents(tmp_path / "therer") != {}
+    assert contents(tmp_path / "herec") == contents(tmp_path / "therec") != {}
     assert (tmp_path / "herea.safetensors").read_bytes() == (tmp_path / "therea.safetensors").read_bytes()
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_damage_found_by_a_worker_is_said_as_ever(three, source, tmp_path):

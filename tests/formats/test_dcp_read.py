@@ -10,7 +10,6 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
+from tests.logical import opened
 from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth, assert_same, bits
@@ -48,7 +48,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import shards as safetensors_shards
 from zckpt.operations.inspect import inspect
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.state import Checkpoint, Extent, Scalar
+from zckpt.state import Extent, Scalar
 from zckpt.torchfile import FromFile, Tensor
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
@@ -56,10 +56,6 @@ REAL = sorted(path.name for path in OTHER.iterdir() if path.name.startswith(("dc
 NUMBERED = ("dcp_from_torchsave", "dcp_fsdp2_dp2_raw")
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
-    return OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
 
 
 def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:

@@ -10,7 +10,7 @@ import itertools
 import pickle
 import re
 import zipfile
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zckpt
-from tests.logical import assert_same_state
+from tests.logical import assert_same_state, assert_same_tree, opened
 from tests.pairwise import each
 from tests.plans import write_directory
 from tests.refusals import refusing
@@ -85,24 +85,6 @@ def loaded(directory: Path) -> dict[str, Any]:
     state = blank(directory)
     dcp.load(state, checkpoint_id=directory, no_dist=True)
     return state
-
-
-def assert_equal(found: Any, expected: Any, label: str = "") -> None:
-    """Two trees are the same, tensors bit for bit, tuples tuples and ints ints."""
-    if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
-        assert torch.equal(bits(found), bits(expected)), label
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), label
-        for key, value in expected.items():
-            assert_equal(found[key], value, f"{label}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert type(found) is type(expected), label
-        assert len(found) == len(expected), label
-        for number, value in enumerate(expected):
-            assert_equal(found[number], value, f"{label}.{number}")
-    else:
-        assert (type(found), found) == (type(expected), expected), label
 
 
 def trained(*, seed: int = 0, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -175,7 +157,7 @@ def test_torch_loads_the_truth_into_plain_tensors_and_nothing_is_lost_on_the_way
 def test_torch_makes_one_file_of_a_directory(name, world_size, tmp_path):
     directory = written(open_checkpoint(FIXTURES / name), tmp_path / "dcp", world_size=world_size)
     dcp_to_torch_save(directory, tmp_path / "one.pt")
-    assert_equal(torch.load(tmp_path / "one.pt", weights_only=False), loaded(directory))
+    assert_same_tree(torch.load(tmp_path / "one.pt", weights_only=False), loaded(directory))
 
 
 def test_a_model_alone_is_loaded_from_a_whole_training_state(tmp_path):
@@ -183,7 +165,7 @@ def test_a_model_alone_is_loaded_from_a_whole_training_state(tmp_path):
     expected = loaded(directory)["model"]
     model = {key: torch.zeros_like(value) for key, value in expected.items()}
     dcp.load({"model": model}, checkpoint_id=directory, no_dist=True)
-    assert_equal(model, expected)
+    assert_same_tree(model, expected)
 
 
 def test_names_of_a_tied_parameter_have_the_same_tensor(tmp_path):
@@ -197,7 +179,7 @@ def test_tensors_of_every_type_arrive(dtype, tmp_path):
     value = (torch.rand(6, 3) * 100).to(getattr(torch, dtype))
     torch.save({"w": torch.rand(4, 2), "b": value, "t": value.T, "one": value[1, 1], "none": value[:0]}, tmp_path / "m")
     state = loaded(written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp"))["model"]
-    assert_equal(state, torch.load(tmp_path / "m", weights_only=True))
+    assert_same_tree(state, torch.load(tmp_path / "m", weights_only=True))
 
 
 def test_what_torch_loads_does_not_need_deepspeed(tmp_path):
@@ -227,7 +209,7 @@ def test_metadata_is_what_torch_makes_of_the_same_state(options, tmp_path):
         same = next(other for other in expected.storage_data if other == index)
         assert (type(index.offset), index.index) == (type(same.offset), same.index)
         assert vars(found.storage_data[index]).keys() == vars(expected.storage_data[same]).keys()
-    assert_equal(loaded(directory), loaded(tmp_path / "torch"))
+    assert_same_tree(loaded(directory), loaded(tmp_path / "torch"))
 
 
 def test_metadata_names_only_classes_that_torch_has_had_since_2_3(tmp_path):
@@ -275,7 +257,7 @@ def test_large_tensors_are_cut_as_fsdp2_cuts_them_and_files_are_of_one_size(tmp_
         for rank, chunk in enumerate(chunks if len(chunks) > 1 else []):
             index = dcp.metadata.MetadataIndex(f"model.{name}", chunk.offsets)
             assert metadata.storage_data[index].relative_path == f"__{rank}_0.distcp"
-    assert_equal(loaded(directory)["model"], dict(model.state_dict()))
+    assert_same_tree(loaded(directory)["model"], dict(model.state_dict()))
 
 
 def test_small_items_are_dealt_to_the_file_with_the_least(tmp_path):
@@ -316,7 +298,7 @@ def test_what_torch_can_read_by_itself_is_in_the_state_dict(tmp_path):
         "rng": torch.get_rng_state(),
     }
     state = loaded(written(of_torch(model, optimizer, tmp_path / "plain.pt", **more), tmp_path / "dcp"))
-    assert_equal({key: state[key] for key in more}, more)
+    assert_same_tree({key: state[key] for key in more}, more)
 
 
 def test_what_only_others_can_read_is_beside_it(tmp_path):
@@ -348,10 +330,6 @@ def test_steps_taken_are_in_the_state_dict(tmp_path):
 
 
 # --- and back -------------------------------------------------------------------------------------------------------
-
-
-def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
-    return OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
 
 
 def assert_comes_back(checkpoint: Checkpoint, directory: Path, world_size: int) -> OpenedCheckpoint:
@@ -471,7 +449,7 @@ def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tm
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     set_state_dict(other, resumed, model_state_dict={name: state[name] for name in other.state_dict()},
                    optim_state_dict=state["optimizer"], options=options)  # fmt: skip
-    assert_equal(state_dict_of(other, resumed), state_dict_of(model, optimizer))
+    assert_same_tree(state_dict_of(other, resumed), state_dict_of(model, optimizer))
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s2_bf16_dp2_frozengroup", "s3_bf16_dp2_sgdm", "s2_bf16_dp2_client"])

@@ -852,48 +852,50 @@ HOSTILE: dict[str, tuple[Callable[[Any], object], str]] = {
     "storage missing": (lambda d: d["storages"].pop(), "storage"),
     "metadata is a list": (lambda d: d.update(metadata=[]), "dict"),
     "metadata key": (lambda d: d.update(metadata={"$": "dict", "items": [[1, 2]]}), "dict"),
-    "unknown kind": (lambda d: d["metadata"].update(x={"$": "eval", "code": "1"}), "known kind"),
-    "kind is a list": (lambda d: d["metadata"].update(x={"$": []}), "known kind"),
-    "unknown field": (lambda d: d["metadata"].update(x={"$": "tuple", "items": [], "more": 1}), "tuple"),
-    "missing field": (lambda d: d["metadata"].update(x={"$": "global", "name": "x"}), "module"),
-    "wrong field": (lambda d: d["metadata"].update(x={"$": "object", "cls": "os.system"}), "cls of a object"),
-    "wrong text": (lambda d: d["metadata"].update(x={"$": "object", "cls": None, "how": "exec"}), "object"),
-    "ref too large": (lambda d: d["metadata"].update(x={"$": "ref", "id": 10**6}), "ref"),
-    "ref negative": (lambda d: d["metadata"].update(x={"$": "ref", "id": -1}), "ref"),
-    "ref is a bool": (lambda d: d["metadata"].update(x={"$": "ref", "id": True}), "ref"),
     "ref to itself": (lambda d: d.update(objects=[{"$": "ref", "id": 0}]), "before it"),
     "tuple of itself": (lambda d: d.update(objects=[{"$": "tuple", "items": [{"$": "ref", "id": 0}]}]), "before it"),
-    "bytes": (lambda d: d["metadata"].update(x={"$": "bytes", "data": "a*"}), "base64"),
-    "float": (lambda d: d["metadata"].update(x={"$": "float", "bits": "7ff0"}), "float"),
-    "int": (lambda d: d["metadata"].update(x={"$": "int", "hex": "0x" + "f" * 5000}), "int"),
-    "int in words": (lambda d: d["metadata"].update(x={"$": "int", "hex": "12"}), "int"),
-    "range": (lambda d: d["metadata"].update(x={"$": "range", "start": 0, "stop": 9, "step": 0}), "range"),
-    "complex": (lambda d: d["metadata"].update(x={"$": "complex", "real": 1, "imag": None}), "float"),
-    "text": (lambda d: d["metadata"].update(x={"$": "text", "utf8": "/w=="}), "UTF-8"),
-    "unhashable": (lambda d: d["metadata"].update(x={"$": "set", "items": [[]]}), "used as a key"),
-    "key twice": (lambda d: d["metadata"].update(x={"$": "dict", "items": [[1, 2], [1, 3]]}), "every key once"),
-    "deep lists": (lambda d: d["metadata"].update(x=nested(300)), "too deep"),
     "deep tuples": (lambda d: d.update(objects=chain(5000), metadata={"x": {"$": "ref", "id": 4999}}), "too deep"),
-    "numpy array": (
-        lambda d: d["metadata"].update(x={"$": "numpy_array", "dtype": "<c9", "shape": [1], "data": "AAAA"}), "bytes"
-    ),
+}  # fmt: skip
+
+HOSTILE_VALUES: dict[str, tuple[Any, str]] = {
+    # case: (a value in the metadata, words of the error)
+    "unknown kind": ({"$": "eval", "code": "1"}, "known kind"),
+    "kind is a list": ({"$": []}, "known kind"),
+    "unknown field": ({"$": "tuple", "items": [], "more": 1}, "tuple"),
+    "missing field": ({"$": "global", "name": "x"}, "module"),
+    "wrong field": ({"$": "object", "cls": "os.system"}, "cls of a object"),
+    "wrong text": ({"$": "object", "cls": None, "how": "exec"}, "object"),
+    "ref too large": ({"$": "ref", "id": 10**6}, "ref"),
+    "ref negative": ({"$": "ref", "id": -1}, "ref"),
+    "ref is a bool": ({"$": "ref", "id": True}, "ref"),
+    "bytes": ({"$": "bytes", "data": "a*"}, "base64"),
+    "float": ({"$": "float", "bits": "7ff0"}, "float"),
+    "int": ({"$": "int", "hex": "0x" + "f" * 5000}, "int"),
+    "int in words": ({"$": "int", "hex": "12"}, "int"),
+    "range": ({"$": "range", "start": 0, "stop": 9, "step": 0}, "range"),
+    "complex": ({"$": "complex", "real": 1, "imag": None}, "float"),
+    "text": ({"$": "text", "utf8": "/w=="}, "UTF-8"),
+    "unhashable": ({"$": "set", "items": [[]]}, "used as a key"),
+    "key twice": ({"$": "dict", "items": [[1, 2], [1, 3]]}, "every key once"),
+    "deep lists": (nested(300), "too deep"),
+    "numpy array": ({"$": "numpy_array", "dtype": "<c9", "shape": [1], "data": "AAAA"}, "bytes"),
     "tensor outside": (
-        lambda d: d["metadata"].update(
-            x={"$": "tensor", "storage": 0, "dtype": "uint8", "shape": [5057], "strides": [1]}
-        ),
-        "exceeds storage",
+        {"$": "tensor", "storage": 0, "dtype": "uint8", "shape": [5057], "strides": [1]}, "exceeds storage",
     ),
     "tensor of no storage": (
-        lambda d: d["metadata"].update(x={"$": "tensor", "storage": 9, "dtype": "uint8", "shape": [1], "strides": [1]}),
-        "storage",
+        {"$": "tensor", "storage": 9, "dtype": "uint8", "shape": [1], "strides": [1]}, "storage",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("case", [*HOSTILE, *HOSTILE_VALUES])
 def test_hostile_document_is_one_clear_error(case, directory):
-    change, words = HOSTILE[case]
-    changed(directory, change)
+    if case in HOSTILE:
+        change, words = HOSTILE[case]
+        changed(directory, change)
+    else:
+        value, words = HOSTILE_VALUES[case]
+        changed(directory, lambda d: d["metadata"].update(x=value))
     with pytest.raises(SourceError) as caught:
         read(directory)
     assert words in str(caught.value)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.folders import contents, nbytes_in
 from tests.inventory.sources import SOURCES
 from tests.pairwise import some
 from tests.refusals import refusing
@@ -46,7 +47,7 @@ def test_what_other_programs_wrote(name, tmp_path):
     source = SOURCES[name]
     model = {"weight"} | ({"master"} if name.startswith("universal") else set())
     done = strip(source, tmp_path / "model", optimizer=True)
-    assert sum(done.saved.values()) == nbytes(source) - nbytes(tmp_path / "model")
+    assert sum(done.saved.values()) == nbytes_in(source) - nbytes_in(tmp_path / "model")
     assert done.saved["exp_avg"] > 0
     assert_stays(source, tmp_path / "model", model)
     assert not any(group.state for group in zckpt.open(tmp_path / "model").param_groups)
@@ -67,9 +68,7 @@ def test_what_is_written_here(to, options, tmp_path):
     strip(whole, tmp_path / "masters", keep_slots=["master"])
     assert_stays(whole, tmp_path / "masters", {"weight", "master"})
     strip(whole, tmp_path / "same", unreferenced=True, padding=True)
-    assert {p.name: p.read_bytes() for p in whole.rglob("*") if p.is_file()} == {
-        p.name: p.read_bytes() for p in (tmp_path / "same").rglob("*") if p.is_file()
-    }
+    assert contents(whole) == contents(tmp_path / "same")
 
 
 def test_a_directory_of_other_files_keeps_a_fingerprint_that_is_true(tmp_path):
@@ -79,10 +78,6 @@ def test_a_directory_of_other_files_keeps_a_fingerprint_that_is_true(tmp_path):
     assert not (tmp_path / "model" / "fingerprint.json").exists()
     strip(tmp_path / "whole", tmp_path / "same", unreferenced=True)
     assert (tmp_path / "same" / "fingerprint.json").exists()
-
-
-def nbytes(path: Path) -> int:
-    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
 
 
 @pytest.mark.parametrize("keys", ["nested", "flat"])

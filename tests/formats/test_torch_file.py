@@ -12,6 +12,7 @@ import torch
 
 import zckpt
 from tests.formats.some_tensors import assert_same
+from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError
 from zckpt.formats.torch_files.reader import read
@@ -173,7 +174,7 @@ def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
 @pytest.mark.every(2)
 def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
     model, optimizer = trained(kind, named=named, **options)
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     checkpoint = assert_optimizer(path, model, optimizer)
     assert checkpoint.warnings == []
     (group,) = checkpoint.param_groups
@@ -184,7 +185,7 @@ def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
 
 def test_optimizer_without_state_has_its_group(tmp_path):
     model, optimizer = trained(torch.optim.SGD)
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     checkpoint = read(path)
     assert len(checkpoint.param_groups[0].parameters) == 7
     assert all(list(p.slots) == [WEIGHT] for p in checkpoint.parameters.values())
@@ -197,7 +198,7 @@ def test_groups_keep_their_members_and_hyperparameters(tmp_path):
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}])
     model(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     names = [name for dims in (2, 1) for name, p in model.named_parameters() if p.ndim == dims]
     checkpoint = read(path, names=names)
     assert [group.hyperparameters["weight_decay"] for group in checkpoint.param_groups] == [0.5, 0.0]
@@ -207,7 +208,7 @@ def test_groups_keep_their_members_and_hyperparameters(tmp_path):
 
 def test_step_is_that_of_the_optimizer(tmp_path):
     model, optimizer = trained(steps=4)
-    checkpoint = read(saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    checkpoint = read(save_both(model, optimizer, tmp_path / "c.pt"))
     assert checkpoint.param_groups[0].state == {"step": Scalar(4.0, "float32")}
     assert checkpoint.step == 4
 
@@ -234,7 +235,7 @@ def test_recorded_names_win_where_shapes_leave_doubt(tmp_path):
     optimizer = torch.optim.AdamW(reverse)
     model(torch.ones(4)).sum().backward()
     optimizer.step()
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     checkpoint = assert_optimizer(path, model, optimizer)
     assert checkpoint.param_groups[0].parameters == ["2.weight", "1.weight", "0.weight"]
 
@@ -270,7 +271,7 @@ def test_names_that_do_not_fit_are_refused(names, tmp_path):
 
 def test_name_of_a_tensor_of_another_shape_is_refused(tmp_path):
     model, optimizer = trained()
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     names = [name for name, _ in model.named_parameters()][::-1]
     with refusing(UsageError, r"parameter 0 of the optimizer is not out.bias: expected shape \(2,\), found \(11, 5\)"):
         read(path, names=names)
@@ -278,7 +279,7 @@ def test_name_of_a_tensor_of_another_shape_is_refused(tmp_path):
 
 def test_same_name_twice_is_refused(tmp_path):
     model, optimizer = trained(torch.optim.SGD)
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     with refusing(UsageError, "expected 7 different names, found 1 different ones of 7"):
         read(path, names=["up.bias"] * 7)
 
@@ -289,7 +290,7 @@ def test_two_names_of_one_tied_parameter_are_refused(tmp_path):
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     model[1].weight = model[0].weight
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     with refusing(UsageError, "two of the names belong to one tied parameter"):
         read(path, names=["0.weight", "1.weight"])
 
@@ -370,7 +371,7 @@ def test_tied_parameter_has_its_state_under_the_owners_name(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model.head(model.wte(torch.tensor([1]))).sum().backward()
     optimizer.step()
-    checkpoint = read(saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    checkpoint = read(save_both(model, optimizer, tmp_path / "c.pt"))
     assert checkpoint.parameters["head.weight"].tied_to == "wte.weight"
     assert checkpoint.parameters["wte.weight"].slots.keys() == {WEIGHT, "step", "exp_avg", "exp_avg_sq"}
 
@@ -381,7 +382,7 @@ def test_statistics_of_batch_norm_get_nothing_of_its_parameters(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 3)).square().sum().backward()
     optimizer.step()
-    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    path = save_both(model, optimizer, tmp_path / "c.pt")
     checkpoint = open_checkpoint(path)
     of = dict(model.named_parameters())
     for name, parameter in checkpoint.parameters.items():

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.live import save_both
 from tests.logical import assert_same_state
 from tests.pairwise import some
 from tests.plans import write_directory
@@ -232,7 +233,7 @@ def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tm
     optimizer = torch.optim.AdamW(model.parameters())
     model["a"](torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    save_both(model, optimizer, tmp_path / "c.pt")
     names = ["a.weight", "a.bias", "b.weight", "b.bias"]
     checkpoint = zckpt.open(tmp_path / "c.pt", names=names)
     target = written(checkpoint, tmp_path / "u")

@@ -6,7 +6,6 @@ The files in `fixtures/other/zro_*` are the real optimizer's; that the real one 
 from __future__ import annotations
 
 import shutil
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 
 import zckpt
 from tests.formats.some_tensors import assert_same
-from tests.logical import assert_same_state
+from tests.live import save_both
+from tests.logical import assert_same_state, opened
 from tests.pairwise import each
 from tests.plans import write_directory
 from tests.refusals import refusing
@@ -43,10 +43,6 @@ from zckpt.state.inventory import COPY
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZRO = ["zro_dp2_adamw", "zro_dp3_sgdm_1g"]
 FORMS = [{"world_size": 1, "per_rank": False}, {"world_size": 1, "per_rank": True}, {"world_size": 3, "per_rank": True}]
-
-
-def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
-    return OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
 
 
 def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
@@ -220,7 +216,7 @@ def as_others_save_it(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tmp_path: Path, world_size: int = 2
 ) -> Path:
     """Each rank's share of an optimizer, as torch assigns it, in files without a word about names."""
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    save_both(model, optimizer, tmp_path / "c.pt")
     names = {id(p): name for name, p in model.named_parameters()}
     listed = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     directory = written(torch_reader.read(tmp_path / "c.pt", names=listed), tmp_path / "own", world_size=world_size)
@@ -440,7 +436,7 @@ def test_parameter_of_unknown_size_cannot_be_assigned(tmp_path):
 def test_other_files_are_not_taken_for_ranks(names, tmp_path):
     model, optimizer = trained()
     for name in names:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
+        save_both(model, optimizer, tmp_path / name)
     assert find(tmp_path) is None
     with refusing(UnknownFormatError, "holds no ZeroRedundancyOptimizer state"):
         read(tmp_path)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.fsdp_training.training import STEPS, made, step, truth
+from tests.fsdp_training.training import STEPS, made, step, trained, truth_and_losses
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -54,17 +54,14 @@ def _state(model: Any, optimizer: Any, keys: str) -> Any:
 def save(rank: int, world_size: int, wrap: str, keys: str, folder: Path, reshards: bool = True) -> Any:
     """Train and save; rank 0 returns the truth, and the losses of two steps more."""
     torch.set_num_threads(1)
-    model, optimizer, scheduler = made(wrap, world_size)
-    for number in range(STEPS):
-        step(model, optimizer, scheduler, number)
+    model, optimizer, scheduler = trained(wrap, world_size)
     manager = _manager(reshards=reshards)
     others = {"step": STEPS, "lr_scheduler": scheduler.state_dict(), "rng": torch.full((9,), rank, dtype=torch.uint8)}
     items = {"model": model.state_dict(), "optimizer": _state(model, optimizer, keys)}
     manager.save(str(folder), {**items, **others})
     manager.close()
-    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
-    losses = [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
-    return (held, losses) if not rank else None
+    found = truth_and_losses(model, optimizer, scheduler)
+    return found if not rank else None
 
 
 def load(rank: int, world_size: int, wrap: str, keys: str, folder: Path, reshards: bool = True) -> list[float]:

@@ -211,16 +211,25 @@ def _of_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[s
     return found
 
 
-def train_and_save(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
-    """Train and save in a rank; rank 0 returns the truth, and the losses of two steps more."""
-    torch.set_num_threads(1)
+def trained(wrap: str, world_size: int) -> tuple[Any, Any, Any]:
     model, optimizer, scheduler = made(wrap, world_size)
     for number in range(STEPS):
         step(model, optimizer, scheduler, number)
-    save(model, None if "alone" in wrap else optimizer, scheduler, folder, rank, world_size)
+    return model, optimizer, scheduler
+
+
+def truth_and_losses(model: Any, optimizer: Any, scheduler: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     held = {key: one.clone() for key, one in truth(model, optimizer).items()}
-    losses = [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
-    return (held, losses) if not rank else None
+    return held, [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
+
+
+def train_and_save(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
+    """Train and save in a rank; rank 0 returns the truth, and the losses of two steps more."""
+    torch.set_num_threads(1)
+    model, optimizer, scheduler = trained(wrap, world_size)
+    save(model, None if "alone" in wrap else optimizer, scheduler, folder, rank, world_size)
+    found = truth_and_losses(model, optimizer, scheduler)
+    return found if not rank else None
 
 
 def resume(rank: int, world_size: int, wrap: str, folder: Path) -> list[float]:
@@ -235,9 +244,7 @@ def train_and_save_freely(rank: int, world_size: int, wrap: str, folder: Path) -
     """Train and save as a program of one's own: one file for each rank, with all in it."""
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
-    model, optimizer, scheduler = made(wrap, world_size)
-    for number in range(STEPS):
-        step(model, optimizer, scheduler, number)
+    model, optimizer, _ = trained(wrap, world_size)
     with state_context(model):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**state, "step": STEPS, "args": {"lr": 0.01}}, folder / f"ckpt_rank{rank}.pt")

@@ -112,6 +112,19 @@ def test_one_model_with_groups_of_its_own(safe, tmp_path):
         assert {"bn.running_mean", "bn.running_var"} <= found.buffers.keys()
 
 
+class Counter:
+    """Something that a program registers."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
 def two_models(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     accelerator = prepared(tmp_path)
     models = [

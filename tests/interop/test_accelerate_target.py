@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import zckpt
 from tests.cli.console import FIXTURES, refused
-from tests.interop.test_accelerate import Odd, assert_is, prepared, trained, truth_of, two_models
+from tests.interop.test_accelerate import Counter, Odd, assert_is, prepared, trained, truth_of, two_models
 from tests.logical import assert_same_state
 from tests.pairwise import each
 from zckpt.formats.accelerate.writer import DEFAULTS
@@ -111,19 +111,6 @@ def test_ties_buffers_and_all_that_accelerate_keeps_go_along(tmp_path):
     held = truth_of(model, optimizer)
     assert held.keys() == truth.keys()
     assert all(torch.equal(held[key], truth[key]) for key in truth)
-
-
-class Counter:
-    """Something that a program registers."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def test_folders_hold_the_keys_that_torch_looks_for(tmp_path):

@@ -44,15 +44,29 @@ FLOATS = mixtral("autoep2_s0_fp32_dp4", 4, 2, stage=0)
 FLAT = mixtral("autoep2_s0_flat_dp2", 2, 2, dtype="bf16", stage=0, optimizer="fused")
 
 
+OVER = [(TWO, None, 2, 1), (CUT, None, 2, 1), (TWO, 3, 2, 1)]
+MORE_OVER = [
+    *((TWO, None, *cut) for cut in ((2, 2), (4, 4))),
+    *((FOUR, None, *cut) for cut in ((2, 2), (2, 1), (4, 4))),
+    *((CUT, None, *cut) for cut in ((2, 2), (4, 4), (4, 1))),
+    *((SHARDS, None, *cut) for cut in ((2, 2), (2, 1), (4, 2), (4, 4))),
+    (TWO, 3, 4, 4), (FOUR, 3, 2, None), (CUT, 1, 4, 4), (SHARDS, 2, 2, 1),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("spec", "world_size", "degree"),
-    some([(TWO, 2, 1)], [(TWO, 2, 2), (TWO, 4, 4), (FOUR, 2, 2), (FOUR, 2, 1), (FOUR, 4, 4)]),
-    ids=lambda one: getattr(one, "name", str(one)),
+    ("spec", "stage", "world_size", "degree"), some(OVER, MORE_OVER), ids=lambda one: getattr(one, "name", str(one))
 )
-def test_deepspeed_resumes_experts_over_other_ranks(spec, world_size, degree, made, tmp_path):
-    folder = made(spec)
-    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True)
-    verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree)), folder)
+def test_deepspeed_resumes_experts_over_other_ranks(spec, stage, world_size, degree, made, tmp_path):
+    """DeepSpeed loads under ZeRO-3 only what lists its sub-groups and the ranks that share each as it has them itself;
+    files by themselves under ZeRO-1 and 2 become sub-groups under ZeRO-3, and the other way round.
+    """
+    folder, options = made(spec), {} if stage is None else {"stage": stage}
+    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True, **options)
+    assert zckpt.diff(folder, tmp_path / "cut").equal
+    assert zckpt.verify(tmp_path / "cut", deep=True).sound
+    assert zckpt.open(tmp_path / "cut").topology.ep == (degree or 2)
+    verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree or 2), **options), folder)
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 
@@ -82,55 +96,32 @@ def test_experts_are_one_tensor(made, tmp_path):
             zckpt.reshard(folder, tmp_path / "cut", world_size=2, **options)
 
 
-@pytest.mark.parametrize(("world_size", "degree"), some([(2, 2)], [(4, 2)]), ids=str)
-def test_experts_under_zero3_are_read(world_size, degree, made, tmp_path):
-    """Each rank shares its experts with fewer ranks than all else; routers have a second name that no file lists."""
-    folder = made(mixtral(f"autoep{degree}_s3_fp32_dp{world_size}", world_size, degree, stage=3))
+def assert_read(folder, master, degree, tmp_path):
     checkpoint, truth = zckpt.open(folder), Truth(folder)
-    assert checkpoint.topology.ep == degree
+    assert (checkpoint.topology.ep, checkpoint.warnings, checkpoint.unnamed) == (degree, [], {})
     assert set(checkpoint.parameters) == {*truth.weights, *truth.tied}
-    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
-        for name, value in expected.items():
-            assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
-    assert zckpt.verify(folder, deep=True).sound
-    assert not checkpoint.warnings
-    zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
-    assert zckpt.diff(folder, tmp_path / "dcp").equal
-    with pytest.raises(zckpt.UsageError, match="cannot be spread over 3"):
-        zckpt.reshard(folder, tmp_path / "cut", world_size=3, expert_parallel_size=3)
-
-
-@pytest.mark.parametrize(
-    ("spec", "world_size", "degree"),
-    some(
-        [(CUT, 2, 1)],
-        [(CUT, 2, 2), (CUT, 4, 4), (CUT, 4, 1), (SHARDS, 2, 2), (SHARDS, 2, 1), (SHARDS, 4, 2), (SHARDS, 4, 4)],
-    ),
-    ids=lambda one: getattr(one, "name", str(one)),
-)
-def test_deepspeed_resumes_experts_under_zero3_over_other_ranks(spec, world_size, degree, made, tmp_path):
-    """DeepSpeed loads only what lists its sub-groups and the ranks that share each just as it has them itself."""
-    folder = made(spec)
-    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, expert_parallel_size=degree, verify=True)
-    assert zckpt.open(tmp_path / "cut").topology.ep == degree
-    verdict = resume(tmp_path / "cut", spec.at(world_size, config=spread(degree)), folder)
-    verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
-
-
-@pytest.mark.parametrize("spec", some([NONE], [FLOATS, FLAT]), ids=lambda one: one.name)
-def test_experts_without_zero_are_resumed_on_other_ranks(spec, made, tmp_path):
-    """Each expert rank has an optimizer file of its own; DeepSpeed puts routers and experts after all else in it."""
-    folder = made(spec)
-    checkpoint, truth = zckpt.open(folder), Truth(folder)
-    assert (checkpoint.topology.ep, checkpoint.warnings, checkpoint.unnamed) == (2, [], {})
-    assert set(checkpoint.parameters) == {*truth.weights, *truth.tied}
-    master = "master" if spec.dtype == "bf16" else "weight"
     for slot, expected in [(master, truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
         for name, value in expected.items():
             assert_same(checkpoint.read(name, slot), value, f"{slot}/{name}")
     assert zckpt.verify(folder, deep=True).sound
     zckpt.convert(folder, tmp_path / "dcp", to="dcp", verify=True)
     assert zckpt.diff(folder, tmp_path / "dcp").equal
+
+
+@pytest.mark.parametrize(("world_size", "degree"), some([(2, 2)], [(4, 2)]), ids=str)
+def test_experts_under_zero3_are_read(world_size, degree, made, tmp_path):
+    """Each rank shares its experts with fewer ranks than all else; routers have a second name that no file lists."""
+    folder = made(mixtral(f"autoep{degree}_s3_fp32_dp{world_size}", world_size, degree, stage=3))
+    assert_read(folder, "master", degree, tmp_path)
+    with pytest.raises(zckpt.UsageError, match="cannot be spread over 3"):
+        zckpt.reshard(folder, tmp_path / "cut", world_size=3, expert_parallel_size=3)
+
+
+@pytest.mark.parametrize("spec", some([NONE], [FLOATS, FLAT]), ids=lambda one: one.name)
+def test_experts_without_zero_are_resumed_on_other_ranks(spec, made, tmp_path):
+    """Each expert rank has an optimizer file of its own; DeepSpeed puts routers and experts after all else in it."""
+    folder = made(spec)
+    assert_read(folder, "master" if spec.dtype == "bf16" else "weight", 2, tmp_path)
     zckpt.reshard(folder, tmp_path / "cut", world_size=4, verify=True)
     verdict = resume(tmp_path / "cut", spec.at(4, config=spread(2)), folder)
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
@@ -170,22 +161,6 @@ def test_deepspeed_resumes_experts_from_another_format(
     if spec.dtype == "fp32":
         assert zckpt.diff(folder, tmp_path / "back").equal
     verdict = resume(tmp_path / "back", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
-    verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
-
-
-@pytest.mark.parametrize(
-    ("spec", "stage", "world_size", "degree"),
-    some([(TWO, 3, 2, 1)], [(TWO, 3, 4, 4), (FOUR, 3, 2, None), (CUT, 1, 4, 4), (SHARDS, 2, 2, 1)]),
-    ids=lambda one: getattr(one, "name", str(one)),
-)  # fmt: skip
-def test_deepspeed_resumes_experts_from_another_stage(spec, stage, world_size, degree, made, tmp_path):
-    """Files by themselves under ZeRO-1 and 2 become sub-groups under ZeRO-3, and the other way round."""
-    folder = made(spec)
-    options = {"stage": stage, "expert_parallel_size": degree}
-    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, verify=True, **options)
-    assert zckpt.diff(folder, tmp_path / "cut").equal
-    assert zckpt.verify(tmp_path / "cut", deep=True).sound
-    verdict = resume(tmp_path / "cut", spec.at(world_size, stage=stage, config=spread(degree or 2)), folder)
     verdict.assert_goes_on(LOSS_TOLERANCE[spec.dtype])
 
 

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tests import gloo
 from tests.deepspeed_engine import models, training
 from tests.deepspeed_engine.spec import Spec
+from tests.live import save_both
+from tests.logical import assert_same_tree
 from tests.plans import write_directory
-from tests.truth import Truth, assert_same, bits
+from tests.truth import Truth, assert_same
 from zckpt.engine.plan import plan
 from zckpt.formats import open_checkpoint
 from zckpt.formats.dcp import writer
@@ -120,21 +122,6 @@ def written(checkpoint: Checkpoint, directory: Path, world_size: int) -> Path:
     return directory
 
 
-def assert_equal(found: Any, expected: Any, label: str = "") -> None:
-    if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
-        assert torch.equal(bits(found), bits(expected)), label
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), label
-        for key, value in expected.items():
-            assert_equal(found[key], value, f"{label}.{key}")
-    elif isinstance(expected, list):
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(one, other, f"{label}.{number}")
-    else:
-        assert found == expected, label
-
-
 # --- what runs on ranks ---------------------------------------------------------------------------------------------
 
 
@@ -189,7 +176,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, betas=(0.9, 0.95))
     train(model, optimizer, range(STEPS))
     state = whole(by_name(model, optimizer))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    save_both(model, optimizer, path)
     names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
     losses = train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER))
     torch.set_num_threads(threads)
@@ -211,7 +198,7 @@ def test_fsdp2_goes_on_as_if_never_stopped(ranks, fsdp, files, run, tmp_path, mo
     monkeypatch.setattr(writer, "CUT_NBYTES", 64)
     directory = written(run["checkpoint"], tmp_path / "dcp", files)
     for losses, state in gloo.run(load_and_go_on, ranks, directory, fsdp):
-        assert_equal(state, run["state"])
+        assert_same_tree(state, run["state"])
         assert losses == (run["losses"] if ranks == 1 else pytest.approx(run["losses"], rel=LAST_BITS))
 
 

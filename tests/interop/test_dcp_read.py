@@ -5,7 +5,6 @@ Each rank gathers whole tensors from its live model and optimizer, which is what
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import torch
 from torch import nn
 
 from tests import gloo
+from tests.logical import opened
 from tests.pairwise import some
 from tests.truth import assert_same
 from zckpt.formats.dcp.reader import read as read_dcp
 from zckpt.formats.safetensors import shards as safetensors_shards
-from zckpt.operations.open import OpenedCheckpoint
-from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop
 
@@ -105,10 +103,6 @@ def save(rank, world_size, wrap: str, folder: Path) -> Any:
     live = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
     found = whole({"model": live[0], "optimizer": live[1]})
     return found if rank == 0 else None
-
-
-def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
-    return OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
 
 
 @pytest.mark.parametrize(("wrap", "world_size"), WRAPS, ids=str)

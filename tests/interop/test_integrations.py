@@ -18,6 +18,7 @@ import zckpt
 from tests.cli.console import ROOT
 from tests.fsdp_training.training import truth
 from tests.gloo import run
+from tests.interop.test_accelerate import Counter
 from tests.pairwise import some
 from tests.training.test_hf import SAVED, STEPS, trainer_of
 from zckpt.errors import SourceError, UnsupportedError
@@ -70,18 +71,6 @@ def accelerator_of(form: str, *, stock: bool = False) -> Any:
         for one in (PartialState(), accelerator.state):
             one.distributed_type, one.device = DistributedType.FSDP, torch.device("cpu")
     return accelerator
-
-
-class Counter:
-    """What a program registers with an Accelerator."""
-
-    count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 @dataclass

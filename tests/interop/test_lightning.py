@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import nn
 import zckpt
 from tests.fsdp_training.training import truth
 from tests.gloo import run
+from tests.resuming import lightning_of
 from zckpt.errors import TargetError, UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
@@ -119,21 +118,6 @@ def strategy_of(kind: str, world_size: int, *, stock: bool, async_: bool) -> Any
     return source.DeepSpeedStrategy(stage=2, **options)
 
 
-def trainer_of(rank, world_size, strategy: Any, **options: Any) -> Any:
-    from lightning.pytorch import Trainer
-
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="run", GROUP_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1", RANK=str(rank),
-        LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
-    )  # fmt: skip
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
-    return Trainer(
-        accelerator="cpu", devices=world_size, strategy=strategy, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, **options,
-    )  # fmt: skip
-
-
 def fit(
     rank, world_size, kind: str, directory: Path, resume: Path | None = None, stock: bool = False,
     async_: bool = False, keep: int = -1,
@@ -143,7 +127,7 @@ def fit(
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     keeps = ModelCheckpoint(directory, filename="{step}", save_top_k=keep, every_n_epochs=1)
-    trainer = trainer_of(rank, world_size, strategy, max_epochs=3, callbacks=[keeps])
+    trainer = lightning_of(rank, world_size, strategy, max_epochs=3, callbacks=[keeps])
     module = module_of(world_size, kind)
     loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH // world_size)
     trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))
@@ -196,7 +180,7 @@ def lose(rank, world_size, directory: Path) -> list[str]:
     (directory / ".step=4.ckpt.zckpt-partial").write_text("in the way")
     keeps = ModelCheckpoint(directory, filename="{step}", save_top_k=1, every_n_epochs=1)
     strategy = SingleDeviceStrategy(device="cpu", async_=True)
-    trainer = trainer_of(rank, world_size, strategy, max_epochs=3, callbacks=[keeps])
+    trainer = lightning_of(rank, world_size, strategy, max_epochs=3, callbacks=[keeps])
     with pytest.raises(TargetError, match="cannot be created"):
         trainer.fit(module_of(world_size, "ddp"), torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
     return [path.name for path in directory.glob("*.ckpt")]
@@ -218,7 +202,7 @@ def several(rank, world_size, directory: Path) -> list[str]:
     optimizer.step()
     zckpt.save(given, model=other, optimizer=optimizer, step=3, extra={"lightning": True})
     strategy = DDPStrategy()
-    trainer = trainer_of(rank, world_size, strategy, max_epochs=1, enable_checkpointing=False)
+    trainer = lightning_of(rank, world_size, strategy, max_epochs=1, enable_checkpointing=False)
     module = module_of(world_size, "ddp")
     rows = torch.utils.data.DataLoader(Rows(), batch_size=BATCH // world_size)
     with warnings.catch_warnings(record=True) as warned:

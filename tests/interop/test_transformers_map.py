@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 import zckpt
+from tests.live import save_both
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.naming import installed
 
@@ -82,7 +83,7 @@ def hold(kind, head, tmp_path):
         one.grad = torch.randn_like(one)
     optimizer.step()
     model.save_pretrained(tmp_path / "file")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "memory.pt")
+    save_both(model, optimizer, tmp_path / "memory.pt")
     saved, config = load_file(tmp_path / "file/model.safetensors"), tmp_path / "file"
     done = zckpt.convert(tmp_path / "memory.pt", tmp_path / "there", to="zckpt", map="transformers", map_config=config)
     there = zckpt.open(tmp_path / "there")
@@ -169,7 +170,7 @@ def test_a_live_model_and_from_pretrained_get_the_names_that_they_want(kind, hea
     model, optimizer, step = in_training(kind, head)
     step()
     trainers(model, optimizer, tmp_path / "run")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "memory.pt")
+    save_both(model, optimizer, tmp_path / "memory.pt")
     order = {id(one): name for name, one in model.named_parameters()}
     names = [order[id(one)] for group in optimizer.param_groups for one in group["params"]]
     options = {"config": tmp_path / "run", "slots": "all"}
@@ -241,7 +242,7 @@ def by_table(kind, head, tmp_path):
         one.grad = torch.randn_like(one)
     optimizer.step()
     model.save_pretrained(tmp_path / "run")
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "memory.pt")
+    save_both(model, optimizer, tmp_path / "memory.pt")
     done = zckpt.consolidate(tmp_path / "memory.pt", tmp_path / "file", config=tmp_path / "run", slots="all")
     found, truth = (load_file(tmp_path / one / "model.safetensors") for one in ("file", "run"))
     assert found.keys() >= truth.keys()

@@ -18,6 +18,7 @@ from torch import nn
 from tests import gloo
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
+from tests.live import save_both
 from tests.pairwise import each
 from tests.plans import write_directory
 from tests.truth import Truth, bits
@@ -114,7 +115,7 @@ def save_and_go_on(rank, world_size, kind: str, doubtful: bool, folder: Path) ->
     torch.save({"optim": optimizer.optim.state_dict()}, folder / f"zero_rank{rank}.pt")
     if rank == 0:
         torch.save(model.state_dict(), folder / "model.pt")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "all.pt")
+        save_both(model, optimizer, folder / "all.pt")
     state = state_by_name(model, optimizer.optim.state)
     saved = {name: {k: v.clone() for k, v in slots.items()} for name, slots in state.items()}
     return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), saved

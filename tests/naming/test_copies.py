@@ -8,6 +8,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import zckpt
+from tests.live import save_both
 from tests.naming.test_shipped import CONFIGS, LLAMA, made
 from tests.naming.test_training import trained
 from tests.refusals import refusing
@@ -53,7 +54,7 @@ def test_moments_go_to_every_expert_and_names_have_the_order_of_the_models_param
     optimizer = torch.optim.AdamW(model.named_parameters())
     model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "dense.pt")
+    save_both(model, optimizer, tmp_path / "dense.pt")
     zckpt.convert(tmp_path / "dense.pt", tmp_path / "moe", to="zckpt", map="dense-mixtral",
                   map_config={"num_local_experts": 3})  # fmt: skip
     found = zckpt.open(tmp_path / "moe")
@@ -81,7 +82,7 @@ def test_a_live_model_of_experts_goes_on_from_a_dense_run_with_its_own_router(tm
     model = made("mistral").train()
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.01)
     trained(model, optimizer, range(2))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "dense.pt")
+    save_both(model, optimizer, tmp_path / "dense.pt")
     moe = as_large("mixtral").train()
     if "model.layers.0.mlp.experts.gate_up_proj" not in moe.state_dict():
         pytest.skip("transformers before 5")

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.live import save_both
 from tests.naming.test_shipped import CONFIGS, made
 from tests.naming.test_training import trained
 from tests.refusals import refusing
@@ -43,7 +44,7 @@ def test_layers_taken_make_the_model_that_was_put_together_by_hand_and_moments_f
     optimizer, own = of_numbers(model)
     trained(model, optimizer, range(2))
     names = [[name for name, one in own.items() if (one.dim() > 1) == large] for large in (True, False)]
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    save_both(model, optimizer, tmp_path / "run.pt")
     other = llama(num_hidden_layers=len(numbers))
     next_optimizer, theirs = of_numbers(other)
     trained(other.train(), next_optimizer, range(1))  # so that it has state, which is not the one loaded
@@ -72,7 +73,7 @@ def test_a_vocabulary_grown_is_that_of_resize_token_embeddings_with_rows_of_zero
     model = made(kind).train()
     optimizer = torch.optim.AdamW(model.named_parameters())
     trained(model, optimizer, range(2))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    save_both(model, optimizer, tmp_path / "run.pt")
     taken = {"model.embed_tokens.weight": "0-36,zero*3,5*2"}
     if kind == "llama":
         taken["lm_head.weight"] = "0-,zero*3,5*2"
@@ -141,7 +142,7 @@ def test_state_without_rows_and_tied_layers_are_refused(tmp_path):
     optimizer = torch.optim.Adafactor(model.named_parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    save_both(model, optimizer, tmp_path / "run.pt")
     with refusing(UnsupportedError, "does not have one number per element"):
         zckpt.convert(tmp_path / "run.pt", tmp_path / "no", to="zckpt", map={"taken": {"0.weight": "0-3"}})
     one = torch.ones(2)

@@ -34,6 +34,13 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, label: str) -> Non
     assert ((found.float() - expected.float()).abs() <= step).all(), label
 
 
+def assert_equal(found: Path, expected: Path) -> None:
+    """The same tensors in two files, bit for bit."""
+    mine, its = load_file(found), load_file(expected)
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(bits(mine[key]), bits(tensor)) for key, tensor in its.items())
+
+
 @pytest.mark.parametrize("name", MERGED)
 def test_what_peft_merges(name, tmp_path):
     source = ADAPTERS / name
@@ -60,14 +67,11 @@ def test_a_whole_model_with_its_adapter_is_its_own_base(name, tmp_path):
     whole = ADAPTERS / name / "whole.safetensors"
     zckpt.convert(whole, tmp_path / "dcp", to="dcp")
     zckpt.merge_adapter(ADAPTERS / name / "base.safetensors", ADAPTERS / name, tmp_path / "n.safetensors")
-    expected = load_file(tmp_path / "n.safetensors")
     config = ADAPTERS / name
     for number, sources in enumerate([(whole, whole), (tmp_path / "dcp",) * 2, (config / "base.safetensors", whole)]):
         target = tmp_path / f"{number}.safetensors"
         zckpt.merge_adapter(*sources, target, adapter_config=config)
-        found = load_file(target)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in expected.items())
+        assert_equal(target, tmp_path / "n.safetensors")
 
 
 def test_one_of_several_adapters_is_named(tmp_path):
@@ -109,21 +113,17 @@ def test_verls_actor_is_base_and_adapter_and_says_its_scale(tmp_path):
     zckpt.merge_adapter(tmp_path / "run", tmp_path / "run", whole)
     assert (whole / "config.json").is_file()
     zckpt.merge_adapter(source / "base.safetensors", source, tmp_path / "n.safetensors")
-    found, expected = load_file(whole / "model.safetensors"), load_file(tmp_path / "n.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in expected.items())
+    assert_equal(whole / "model.safetensors", tmp_path / "n.safetensors")
     (actor / "lora_adapter").mkdir()  # as verl has it there, too
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(source / name, actor / "lora_adapter")
     shutil.rmtree(whole)
     zckpt.merge_adapter(actor, actor, whole)
-    again = load_file(whole / "model.safetensors")
-    assert all(torch.equal(bits(again[key]), bits(tensor)) for key, tensor in expected.items())
+    assert_equal(whole / "model.safetensors", tmp_path / "n.safetensors")
     (actor / "lora_train_meta.json").unlink()  # before verl had it
     shutil.rmtree(whole)
     zckpt.merge_adapter(actor, actor, whole)
-    again = load_file(whole / "model.safetensors")
-    assert all(torch.equal(bits(again[key]), bits(tensor)) for key, tensor in expected.items())
+    assert_equal(whole / "model.safetensors", tmp_path / "n.safetensors")
     (actor / "lora_train_meta.json").write_text('{"r": 4}')
     with refusing(zckpt.DamagedFileError, "has no lora_alpha"):
         zckpt.merge_adapter(actor, actor, tmp_path / "m")
@@ -167,10 +167,8 @@ def test_experts_that_the_base_has_one_by_one_are_merged_as_a_map_has_them(tmp_p
     for key, tensor in load_file(tmp_path / "s.safetensors").items():
         assert_close(tensor, found[key], key)
     zckpt.consolidate(tmp_path / "split", tmp_path / "back.safetensors", **split)
+    assert_equal(tmp_path / "back.safetensors", path / "adapter_model.safetensors")
     fused = load_file(path / "adapter_model.safetensors")
-    back = load_file(tmp_path / "back.safetensors")
-    assert fused.keys() == back.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in fused.items())
     turned = {}
     for a, b in zip(*(sorted(key for key in fused if f"lora_{one}" in key) for one in "AB"), strict=True):
         of_a, of_b = fused[a].reshape(3, 2, -1), fused[b].reshape(-1, 2, 3)
@@ -304,9 +302,7 @@ def test_megatrons_lora_is_pefts(is_dist, tmp_path):
     for key, tensor in expected.items():
         assert_close(found[key], tensor, key)
     zckpt.consolidate(tmp_path / "a", tmp_path / "back.safetensors", **of_lora)
-    back = load_file(tmp_path / "back.safetensors")
-    assert back.keys() == added.keys()
-    assert all(torch.equal(back[key], tensor) for key, tensor in added.items())
+    assert_equal(tmp_path / "back.safetensors", tmp_path / "adapter.safetensors")
 
 
 def adapter(

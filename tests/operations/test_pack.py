@@ -16,6 +16,7 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, run
+from tests.folders import names_in
 from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.errors import TargetError
@@ -39,10 +40,6 @@ def contents(top: Path) -> dict[str, object]:
         what: object = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
         found[str(path.relative_to(top))] = (what, about.st_mode, None if what is None else about.st_mtime_ns)
     return found
-
-
-def names_in(directory: Path) -> list[str]:
-    return sorted(one.name for one in directory.iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -147,7 +147,12 @@ def test_overwriting_does_not_replace_a_directory_by_a_file(tmp_path):
     assert listing(tmp_path) == ["t"]
 
 
-@pytest.mark.parametrize("directory", [False, True])
+@pytest.fixture(params=[False, True])
+def directory(request):
+    """Whether the target is a directory."""
+    return request.param
+
+
 def test_overwriting_that_fails_keeps_the_old_target(directory, tmp_path):
     made = copying(tmp_path, "t")
     os.truncate(tmp_path / "source", 10)
@@ -168,7 +173,6 @@ def write(made: Plan, target: Path, *, directory: bool = False, **options: objec
         write_target(made, target, **options)
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(directory, tmp_path):
     class Other(Reporter):
         def begin(self, nbytes: int) -> None:
@@ -183,7 +187,6 @@ def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(director
 # --- places where nothing can be written ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_directories_above_are_made_and_stay_only_if_the_target_does(directory, tmp_path):
     with pytest.raises(RuntimeError):
         write(
@@ -198,7 +201,6 @@ def test_directories_above_are_made_and_stay_only_if_the_target_does(directory, 
     assert listing(tmp_path / "one/two") == ["t"]
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_parent_that_is_a_file_is_refused(directory, tmp_path):
     (tmp_path / "file").write_bytes(OLD)
     with pytest.raises(TargetError, match="expected a directory"):
@@ -206,7 +208,6 @@ def test_parent_that_is_a_file_is_refused(directory, tmp_path):
     assert (tmp_path / "file").read_bytes() == OLD
 
 
-@pytest.mark.parametrize("directory", [False, True])
 @pytest.mark.parametrize("target", ["x" * 300, "x" * 300 + "/t"], ids=["name", "parent"])
 def test_name_that_is_too_long_is_refused(target, directory, tmp_path):
     with pytest.raises(TargetError, match="File name too long"):
@@ -243,7 +244,6 @@ def child(script: str, *arguments: object, check: bool = True) -> subprocess.Com
     return subprocess.run(command, check=check, capture_output=True, text=True, env=environment, timeout=60)
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_disk_that_fills_up_leaves_nothing_behind(directory, tmp_path):
     """A limit on the size of files stands for the disk: writing fails in the middle of the run."""
     script = """
@@ -265,7 +265,6 @@ def test_disk_that_fills_up_leaves_nothing_behind(directory, tmp_path):
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(directory, tmp_path, monkeypatch):
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -283,7 +282,6 @@ def test_what_the_system_says_is_an_error_about_the_target_whoever_writes(direct
 # --- runs that end too early ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("directory", [False, True])
 @pytest.mark.parametrize("moment", ["begin", "advance", "end"])
 @pytest.mark.parametrize(
     "error", [RuntimeError("bar"), KeyboardInterrupt(), SystemExit(1)], ids=lambda e: type(e).__name__
@@ -294,7 +292,6 @@ def test_whatever_is_raised_leaves_nothing_behind(error, moment, directory, tmp_
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_after_a_failure_the_next_run_succeeds(directory, tmp_path):
     made = copying(tmp_path, "t")
     with pytest.raises(KeyboardInterrupt):
@@ -337,7 +334,6 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_killed_run_leaves_no_target_and_the_next_one_cleans_up(directory, tmp_path):
     assert child(KILLED, tmp_path, directory, check=False).returncode == -signal.SIGKILL
     assert listing(tmp_path) == [".t.zckpt-partial"]
@@ -346,7 +342,6 @@ def test_killed_run_leaves_no_target_and_the_next_one_cleans_up(directory, tmp_p
     assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_killed_run_leaves_the_old_target(directory, tmp_path):
     if directory:
         (tmp_path / "t").mkdir()
@@ -498,7 +493,6 @@ def test_one_target_given_twice_is_refused(tmp_path):
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_run_that_ends_just_before_ours_takes_the_lock_keeps_its_target(directory, tmp_path, monkeypatch):
     """Between opening and locking the partial name, the other run renames what we opened to the target."""
     target, partial = tmp_path / "t", partial_name(tmp_path / "t")
@@ -517,7 +511,6 @@ def test_run_that_ends_just_before_ours_takes_the_lock_keeps_its_target(director
     assert listing(tmp_path) == ["t"]
 
 
-@pytest.mark.parametrize("directory", [False, True])
 def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(directory, tmp_path, monkeypatch):
     """Between opening and locking, the other run removes what we opened: a lock on it would keep nobody out."""
     partial = partial_name(tmp_path / "t")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import zckpt
+from tests.folders import names_in
 from tests.gloo import run
 from tests.pairwise import some
 from tests.training.trainings import BY_NAME, Training, differences
@@ -23,10 +24,6 @@ from zckpt.formats.native.rank_file import recorded
 pytestmark = pytest.mark.interop
 
 RECORD = "checkpointer.json"
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 def train(
@@ -53,7 +50,7 @@ def train(
     assert signal.getsignal(signal.SIGTERM) == before
     dist.barrier()
     return {
-        "first": first, "losses": losses, "names": names(directory), "extra": restored.extra if restored else None,
+        "first": first, "losses": losses, "names": names_in(directory), "extra": restored.extra if restored else None,
         "notes": restored.notes if restored else [], "warned": [str(one.message) for one in warned],
     }  # fmt: skip
 
@@ -146,17 +143,17 @@ def test_the_last_sound_one_is_never_removed(tmp_path):
     for step in (1, 2, 3):
         checkpointer.save(step, model=model)
         checkpointer.close()
-        assert names(tmp_path) == [RECORD, "latest", f"step-0000000{step}"]
+        assert names_in(tmp_path) == [RECORD, "latest", f"step-0000000{step}"]
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000009")
     damage_one = tmp_path / "step-00000009" / "checkpoint.json"
     damage_one.write_bytes(damage_one.read_bytes()[:-9])
     checkpointer.save(4, model=model)
     checkpointer.close()
-    assert names(tmp_path) == [RECORD, "latest", "step-00000004", "step-00000009"]
+    assert names_in(tmp_path) == [RECORD, "latest", "step-00000004", "step-00000009"]
     (tmp_path / ".step-00000001.zckpt-removed").mkdir()  # left by a run that was killed
     checkpointer.save(5, model=model)
     checkpointer.close()
-    assert names(tmp_path) == [RECORD, "latest", "step-00000005", "step-00000009"]
+    assert names_in(tmp_path) == [RECORD, "latest", "step-00000005", "step-00000009"]
 
 
 def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own(tmp_path):
@@ -197,7 +194,7 @@ def save_in_background_and_fail(rank, world_size, directory: Path) -> list[str]:
         checkpointer.close()
     assert differences(training.state(), before) == []
     dist.barrier()
-    return names(directory)
+    return names_in(directory)
 
 
 def test_a_save_that_fails_in_the_background_does_not_become_the_latest(tmp_path):

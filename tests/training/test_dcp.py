@@ -33,7 +33,7 @@ from tests.deepspeed_engine import SPECS, Spec, models
 from tests.gloo import run
 from tests.logical import assert_same_slots
 from tests.pairwise import some
-from tests.training.trainings import BY_NAME, Training, differences, whole
+from tests.training.trainings import BY_NAME, Training, differences, save_at, whole
 from tests.truth import Truth, assert_same, bits
 
 pytestmark = pytest.mark.interop
@@ -248,15 +248,9 @@ def check_opened(checkpoint: zckpt.OpenedCheckpoint, truth: dict[str, dict[str, 
                 assert owner.state[slot] == zckpt.Scalar(expected.item(), str(expected.dtype).removeprefix("torch."))
 
 
-def save_at(world_size: int, directory: Path) -> tuple[Path, dict[str, list[float]]]:
-    losses = run(save_all, world_size, directory)
-    assert all(one == losses[0] for one in losses)
-    return directory, losses[0]
-
-
 @pytest.fixture(scope="module")
 def saved(shared) -> dict[int, tuple[Path, dict[str, list[float]]]]:
-    return {n: shared(f"test_dcp-at{n}", partial(save_at, n)) for n in (1, 2, 3)}
+    return {n: shared(f"test_dcp-at{n}", partial(save_at, save_all, n)) for n in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("world_size", some([3], [1]))

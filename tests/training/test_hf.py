@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.folders import contents
 from tests.gloo import run
 from tests.pairwise import some
 from tests.truth import Truth, assert_same
@@ -191,12 +192,6 @@ def test_trainer_that_lost_its_optimizer_is_stopped(whole, tmp_path):
 # --- the files
 
 
-def files(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
-
-
 @pytest.mark.parametrize("to_stage", [None, 3])
 @pytest.mark.parametrize(
     ("world_size", "states", "note"),
@@ -219,7 +214,7 @@ def test_another_number_of_ranks_keeps_all_that_the_trainer_has(world_size, stat
         done = zckpt.reshard(source, tmp_path / "new", world_size=world_size, verify=True)
     else:
         done = zckpt.convert(source, tmp_path / "new", to="deepspeed", world_size=world_size, stage=to_stage)
-    before, after = files(source), files(tmp_path / "new")
+    before, after = contents(source), contents(tmp_path / "new")
     assert set(done.files) == {tmp_path / "new" / name for name in after}
     beside = {name: data for name, data in after.items() if not name.startswith("global_step4/")}
     expected = {n: d for n, d in before.items() if not n.startswith(("global_step4/", "rng_state"))}
@@ -266,7 +261,7 @@ def test_random_states_of_another_node_come_along(tmp_path):
 
 def test_tag_directory_comes_out_alone(tmp_path):
     zckpt.reshard(CHECKPOINT / "global_step4", tmp_path / "new", world_size=1)
-    assert {name.rpartition("_")[2] for name in files(tmp_path / "new")} == {"states.pt"}
+    assert {name.rpartition("_")[2] for name in contents(tmp_path / "new")} == {"states.pt"}
 
 
 def test_other_checkpoints_beside_it_are_left_out(tmp_path):

@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 import zckpt
 from tests import live
 from tests.gloo import on_ranks, run
+from tests.live import save_both
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -74,7 +75,7 @@ def test_names_of_the_saved_optimizer_may_be_told(tmp_path):
     names = [name for name, _ in model.named_parameters()][::-1]
     optimizer = torch.optim.AdamW([model.get_parameter(name) for name in names], lr=0.1)
     step(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    save_both(model, optimizer, tmp_path / "f.pt")
     other = build(2)
     its = torch.optim.AdamW(other.parameters(), lr=0.1)
     zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names)
@@ -87,7 +88,7 @@ def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_pat
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
     step(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    save_both(model, optimizer, tmp_path / "f.pt")
     other = build(2, frozen=1)
     before = [one.clone() for one in other.parameters()]
     its = torch.optim.AdamW([other[1].bias, other[1].weight], lr=0.1)
@@ -102,7 +103,7 @@ def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path):
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    save_both(model, optimizer, tmp_path / "f.pt")
     other = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
     its = torch.optim.AdamW(reversed(list(other.parameters())), lr=0.1)
     zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
@@ -113,7 +114,7 @@ def test_groups_of_other_sizes_are_refused(tmp_path):
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(model[1:].parameters(), lr=0.1)
     step(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    save_both(model, optimizer, tmp_path / "f.pt")
     its = torch.optim.AdamW(model.parameters(), lr=0.5)
     with pytest.raises(UsageError, match="param groups have other sizes: expected 6, found 4"):
         zckpt.load(tmp_path / "f.pt", model=model, optimizer=its)
@@ -147,7 +148,7 @@ def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(rank, world
     optimizer.consolidate_state_dict(0)
     if rank == 0:
         torch.save(model.state_dict(), tmp_path / "ranks" / "model.pt")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "whole.pt")
+        save_both(model, optimizer, tmp_path / "whole.pt")
     dist.barrier()
     every = [None] * world_size
     dist.all_gather_object(every, slots(model, optimizer.optim))
@@ -184,5 +185,5 @@ def test_frozen_parameters_in_a_group_need_no_state(tmp_path):
     model = build(frozen=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    save_both(model, optimizer, tmp_path / "f.pt")
     run(frozen_in_groups, 2, tmp_path / "f.pt")

@@ -21,7 +21,7 @@ import torch
 import zckpt
 from tests.gloo import run
 from tests.pairwise import some
-from tests.training.trainings import BF16, BY_NAME, KINDS, Kind, Training, differences
+from tests.training.trainings import BF16, BY_NAME, KINDS, Kind, Training, differences, save_at
 
 pytestmark = pytest.mark.interop
 
@@ -74,15 +74,9 @@ def resume(kind: Kind, saved: Kind, directory: Path) -> list[float]:
     return training.train(range(SAVED, SAVED + MORE))
 
 
-def save_at(world_size: int, directory: Path) -> tuple[Path, dict[str, list[float]]]:
-    losses = run(save_all, world_size, directory)
-    assert all(one == losses[0] for one in losses)
-    return directory, losses[0]
-
-
 @pytest.fixture(scope="module")
 def saved(shared) -> dict[int, tuple[Path, Losses]]:
-    return {n: shared(f"test_resume-at{n}", partial(save_at, n)) for n in WORLD_SIZES}
+    return {n: shared(f"test_resume-at{n}", partial(save_at, save_all, n)) for n in WORLD_SIZES}
 
 
 def assert_close(kind: Kind, found: list[float], expected: list[float], what: str) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 import zckpt.dcp
 from tests.gloo import on_ranks, run
-from tests.live import equal
+from tests.live import equal, save_both
 from tests.training.trainings import compiled, traced_if, whole
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
@@ -212,7 +212,7 @@ def wrapped(tmp_path) -> Path:
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
     model.module(torch.ones(2, 4)).backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "wrapped.pt")
+    save_both(model, optimizer, tmp_path / "wrapped.pt")
     bare = {name.removeprefix("module._orig_mod."): one for name, one in model.state_dict().items()}
     told = optimizer.state_dict()
     for group in told["param_groups"]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.gloo import run
 from tests.live import whole
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -190,3 +192,10 @@ def differences(found: State, expected: State) -> list[str]:
             ):
                 lines.append(f"{slot} of {name} differs")
     return lines
+
+
+def save_at(save_all: Callable[..., dict[str, list[float]]], world_size: int, directory: Path) -> tuple[Path, Any]:
+    """Let ranks train and save; return where, and their losses thereafter, which are all ranks'."""
+    losses = run(save_all, world_size, directory)
+    assert all(one == losses[0] for one in losses)
+    return directory, losses[0]

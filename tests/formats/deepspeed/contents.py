@@ -36,10 +36,6 @@ def alike(found: Path, original: Path) -> list[str]:
     return names
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
 def state_of(path: Path) -> dict[str, Any]:
     root = read_torchfile(path).root
     assert isinstance(root, dict)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import zckpt
 from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
 from tests.formats.deepspeed.shards import edit, model_file
+from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.compare.logical import parameter_values, single
 from zckpt.torchfile import Object, plain
@@ -82,7 +83,7 @@ def model_and_optimizer(path: Path, *, dtype: torch.dtype = torch.float32, unuse
     hidden = model["a"](torch.randn(4, 3, dtype=dtype))
     (hidden if unused else model["b"](hidden)).sum().backward()
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    save_both(model, optimizer, path)
     return path
 
 
@@ -127,7 +128,7 @@ def test_group_of_which_nothing_has_state_gets_none(tmp_path):
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
     model.weight.grad = torch.randn(5, 3)
     optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "m.pt")
+    save_both(model, optimizer, tmp_path / "m.pt")
     state, notes = converted(tmp_path / "m.pt", tmp_path / "out", 2)
     assert list(state["base_optimizer_state"]["state"]) == [0]
     assert notes == ()
@@ -152,7 +153,7 @@ def nadam(folder: Path, form: str, *, late: bool = False) -> Path:
         weights, state = get_state_dict(model, optimizer)
         dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "c")
         return folder / "c"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "c.pt")
+    save_both(model, optimizer, folder / "c.pt")
     return folder / "c.pt"
 
 

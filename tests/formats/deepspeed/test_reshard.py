@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import zckpt
+from tests.folders import contents
 from tests.formats.deepspeed.contents import (
     alike,
     content_of,
     cut,
-    files_of,
     form,
     run_of,
     state_of,
@@ -251,7 +251,7 @@ def test_parameter_alignment_can_be_switched(there, tmp_path):
 @pytest.mark.every(3)
 def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them(name, tmp_path):
     first, second = (cut(run_of(name), tmp_path / which, 3) for which in ("first", "second"))
-    assert files_of(first) == files_of(second)
+    assert contents(first) == contents(second)
     for path in first.iterdir():
         assert zipfile.ZipFile(path).testzip() is None
     truth = Truth(FIXTURES / name)

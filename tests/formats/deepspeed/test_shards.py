@@ -106,6 +106,12 @@ def test_directory_without_files_is_no_checkpoint(tmp_path):
         zckpt.open(tmp_path)
 
 
+@pytest.fixture
+def tag(tmp_path):
+    """A copy of two ranks of stage 2."""
+    return copy("s2_bf16_dp2", tmp_path)
+
+
 def limited(tag: Path) -> subprocess.CompletedProcess[str]:
     """Inspect with little memory: what a file claims must not decide how much is taken."""
     return subprocess.run(
@@ -119,8 +125,7 @@ def limited(tag: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("size", [0, -1, 10**9, 1 << 40, 1 << 70])
-def test_number_of_ranks_that_cannot_be_is_refused(size, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_number_of_ranks_that_cannot_be_is_refused(size, tag):
     edit(model_file(tag), lambda content: content.update(dp_world_size=size))
     for rank in (0, 1):
         edit(
@@ -133,8 +138,7 @@ def test_number_of_ranks_that_cannot_be_is_refused(size, tmp_path):
 
 
 @pytest.mark.parametrize("size", [10**9, 1 << 70])
-def test_number_of_model_parallel_ranks_that_cannot_be_is_refused(size, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_number_of_model_parallel_ranks_that_cannot_be_is_refused(size, tag):
     edit(model_file(tag), lambda content: content.update(mp_world_size=size))
     done = limited(tag)
     assert done.returncode == 3, done.stderr
@@ -161,8 +165,7 @@ def test_two_roots_are_merged(tmp_path):
         assert torch.equal(model[name], value)
 
 
-def test_root_may_be_the_run_or_the_tag_directory_of_the_other_node(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_root_may_be_the_run_or_the_tag_directory_of_the_other_node(tag, tmp_path):
     node = tmp_path / "node" / tag.name
     node.mkdir(parents=True)
     shard = optimizer_file(tag, 1)
@@ -171,30 +174,26 @@ def test_root_may_be_the_run_or_the_tag_directory_of_the_other_node(tmp_path):
         assert zckpt.open(source, roots=[root]).topology.dp == 2
 
 
-def test_rank_that_two_roots_have_is_named(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_rank_that_two_roots_have_is_named(tag, tmp_path):
     other = Path(shutil.copytree(tag.parent, tmp_path / "other"))
     model_file(other / tag.name).unlink()
     optimizer_file(other / tag.name, 0).unlink()
     refused(ShardError, tag.parent, "rank 1", "there are two optimizer files", str(tag), str(other), roots=[other])
 
 
-def test_rank_that_is_there_under_two_names_is_named(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_rank_that_is_there_under_two_names_is_named(tag):
     shard = optimizer_file(tag, 1)
     shutil.copy(shard, shard.with_name(shard.name.removeprefix("bf16_")))
     refused(ShardError, tag, "rank 1")
 
 
-def test_the_same_file_reached_twice_is_no_duplicate(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_the_same_file_reached_twice_is_no_duplicate(tag, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(tag.parent)
     assert zckpt.open(tag.parent, roots=[tag.parent, link]).topology.dp == 2
 
 
-def test_files_that_are_links_are_followed(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_files_that_are_links_are_followed(tag, tmp_path):
     for path in list(tag.iterdir()):
         blob = path.rename(tmp_path / f"blob-{path.name}")
         path.symlink_to(blob)
@@ -205,8 +204,7 @@ def test_files_that_are_links_are_followed(tmp_path):
 
 
 @pytest.mark.parametrize("larger", ["s2_bf16_dp4"])
-def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger, tag, tmp_path):
     for rank in (2, 3):
         shutil.copy(optimizer_file(FIXTURES / larger / "global_step5", rank), tag)
     (warning,) = zckpt.open(tag).warnings
@@ -214,8 +212,7 @@ def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger, tmp_pa
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
 
 
-def test_rank_of_another_world_size_in_the_place_of_one_is_named(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_rank_of_another_world_size_in_the_place_of_one_is_named(tag):
     shutil.copy(optimizer_file(FIXTURES / "s2_bf16_dp4" / "global_step5", 1), optimizer_file(tag, 1))
     refused(ShardError, tag, "rank 1", "2 ranks")
 
@@ -316,8 +313,7 @@ def test_swapped_ranks_are_refused(name, tmp_path):
     refused(SourceError, tag)
 
 
-def test_param_shapes_in_another_order_are_refused(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_param_shapes_in_another_order_are_refused(tag):
 
     def swap(content):
         shapes = content["param_shapes"][0]
@@ -354,8 +350,7 @@ def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weight
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("change", [-2, 2, 1000])
-def test_wrong_padding_is_refused(change, rank, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_wrong_padding_is_refused(change, rank, tag):
 
     def pad(content):
         content["optimizer_state_dict"]["group_paddings"][0] += change
@@ -364,8 +359,7 @@ def test_wrong_padding_is_refused(change, rank, tmp_path):
     refused(LayoutError, tag, f"rank {rank}", "padding")
 
 
-def test_partition_that_is_too_short_is_refused(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_partition_that_is_too_short_is_refused(tag):
 
     def shorten(content):
         masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
@@ -390,8 +384,7 @@ def test_optimizer_state_that_is_too_short_is_refused(name, tmp_path):
         zckpt.consolidate(tag, tmp_path / "m.safetensors", slots="all")
 
 
-def test_masters_may_be_stored_without_their_padding(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_masters_may_be_stored_without_their_padding(tag, tmp_path):
 
     def clone(content):
         masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
@@ -431,8 +424,7 @@ def test_truncated_file_is_named(path, cut, tmp_path):
     refused(SourceError, tag, str(tag / file))
 
 
-def test_file_that_grew_is_named_or_still_right(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_file_that_grew_is_named_or_still_right(tag):
     with optimizer_file(tag, 0).open("ab") as file:
         file.write(bytes(100_000))
     refused(SourceError, tag, str(optimizer_file(tag, 0)))
@@ -443,8 +435,7 @@ FLIPS = [pytest.param(50, id="some"), pytest.param(400, id="many", marks=pytest.
 
 @pytest.mark.parametrize("flips", FLIPS)
 @pytest.mark.parametrize("file", files_of("s2_bf16_dp2"))
-def test_flipped_bytes_are_an_error_or_do_no_harm(file, flips, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_flipped_bytes_are_an_error_or_do_no_harm(file, flips, tag, tmp_path):
     whole = (tag / file).read_bytes()
     generator = random.Random(file)
     refused = 0
@@ -478,8 +469,7 @@ def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file, flips, tmp
 
 
 @pytest.mark.parametrize("content", [{}, [], None, 3, {"module": None}, {"module": {}}, {"module": {"a": 1}}])
-def test_model_file_with_something_else_in_it_is_refused(content, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_model_file_with_something_else_in_it_is_refused(content, tag):
     torch.save(content, model_file(tag))
     refused(SourceError, tag)
 
@@ -494,8 +484,7 @@ OTHER = [None, [], {}, "x", -1, [None], [[]], {"state": {}}, [torch.zeros(())], 
 @pytest.mark.parametrize("value", OTHER, ids=[repr(v)[:20] for v in OTHER])
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.every(4)
-def test_optimizer_entry_of_another_kind_is_an_error_or_does_no_harm(key, value, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_optimizer_entry_of_another_kind_is_an_error_or_does_no_harm(key, value, tag, tmp_path):
     edit(optimizer_file(tag, 0), lambda content: content["optimizer_state_dict"].update({key: value}))
     unharmed_or_refused(tag, "s2_bf16_dp2", tmp_path)
 
@@ -556,8 +545,7 @@ def test_many_missing_ranks_are_counted(tmp_path):
         ("bf16_", ""),
     ],
 )
-def test_old_names_are_known(old, new, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_old_names_are_known(old, new, tag, tmp_path):
     for rank in (0, 1):
         path = optimizer_file(tag, rank)
         path.rename(path.with_name(path.name.replace(old, new)))
@@ -571,8 +559,7 @@ def test_prefixes_may_be_mixed(tmp_path):
     assert_still_the_truth(tag, "s2_bf16_dp3", tmp_path)
 
 
-def test_other_files_are_let_be(tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_other_files_are_let_be(tag, tmp_path):
     (tag / "zero_to_fp32.py").write_text("raise SystemExit")
     (tag / "zero_pp_rank_7_mp_rank_00_optim_states.pt.tmp").write_bytes(b"")
     (tag / "zero_pp_rank_8_mp_rank_00_optim_states.pt").mkdir()
@@ -637,8 +624,7 @@ OLD_OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("change", OLD_OPTIMIZERS)
-def test_optimizers_of_older_versions_are_read(change, tmp_path):
-    tag = copy("s2_bf16_dp2", tmp_path)
+def test_optimizers_of_older_versions_are_read(change, tag, tmp_path):
     for rank in (0, 1):
         edit(optimizer_file(tag, rank), lambda content: change(content["optimizer_state_dict"]))
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)

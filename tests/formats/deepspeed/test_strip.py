@@ -11,6 +11,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES, copy
+from tests.folders import nbytes_in
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import ShardError, SourceError, UsageError
@@ -26,10 +27,6 @@ FLAT = ["s1_bf16_dp2_bf16opt", "s1_bf16_dp2_elastic", "s1_bf16_dp2_empty", "s1_b
 OTHERS = ["s0_bf16_dp2", "s0_fp32_dp2", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "s3_fp16_dp2", "tp2_s3_bf16_dp2"]
 LEAN = {"s1_bf16_dp3_fused", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_cpuadam", "s2_bf16_dp2_lion", "s1_bf16_dp2_elastic",
         "s2_bf16_dp2_elastic_fused", "ds0145_s2_bf16_dp2_elastic_fused"}  # fmt: skip
-
-
-def nbytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -70,7 +67,7 @@ def test_of_files_with_one_tree_one_is_looked_through(tmp_path, monkeypatch):
 def test_every_slot_is_there_without_padding_and_unused_bytes(name, tmp_path):
     source = FIXTURES / name
     done = strip(source, tmp_path / "thin", padding=True, unreferenced=True)
-    assert nbytes(source) - nbytes(tmp_path / "thin") == sum(done.saved.values())
+    assert nbytes_in(source) - nbytes_in(tmp_path / "thin") == sum(done.saved.values())
     assert all(file.unreferenced_nbytes == 0 for file in zckpt.open(tmp_path / "thin").files)
     assert_consolidated(tmp_path / "thin", Truth(source), tmp_path)
     again = strip(tmp_path / "thin", tmp_path / "again", padding=True, unreferenced=True)
@@ -144,7 +141,7 @@ def test_model_is_there_without_the_optimizer(name, tmp_path):
     source, truth = FIXTURES / name, Truth(FIXTURES / name)
     before = zckpt.open(source)
     done = strip(source, tmp_path / "model", optimizer=True)
-    assert nbytes(source) - nbytes(tmp_path / "model") == sum(done.saved.values())
+    assert nbytes_in(source) - nbytes_in(tmp_path / "model") == sum(done.saved.values())
     after = zckpt.open(tmp_path / "model")
     assert set(after.slot_names()) <= {"weight", "master"}
     assert list(after.parameters) == list(before.parameters)

@@ -9,7 +9,8 @@ import pickle
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -71,23 +72,29 @@ NOT_RUN = {
 """By Python, which loads one; others go on. The last two run in the unpickler that is in Python, which dill has."""
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory) -> set[str]:
+LOAD_EACH = """
+import pathlib, sys
+for path in pathlib.Path(sys.argv[1]).glob("*.pt"):
+    try:
+        load(path)
+    except Exception:
+        pass
+"""
+
+
+def run_by(load: str, cases: dict[str, Callable[[Path], bytes]], directory: Path) -> set[str]:
+    """Which of the cases, which make a file of what is to run, do so when a program loads it."""
+    for number, make in enumerate(cases.values()):
+        (directory / f"{number}.pt").write_bytes(make(directory / f"{number}.ran"))
+    subprocess.run([sys.executable, "-c", load + LOAD_EACH, directory], check=True)
+    return {case for number, case in enumerate(cases) if (directory / f"{number}.ran").exists()}
+
+
+@pytest.fixture
+def ran(shared) -> set[str]:
     """Which of the pickles Python runs: the tricks are real."""
-    directory = tmp_path_factory.mktemp("ran")
-    for number, make in enumerate(corpus.PICKLES.values()):
-        (directory / f"{number}.pkl").write_bytes(make(directory / f"{number}.ran"))
-    program = """if True:
-        import pathlib, pickle, sys
-        for path in pathlib.Path(sys.argv[1]).glob("*.pkl"):
-            try:
-                with path.open("rb") as file:
-                    pickle.load(file)
-            except Exception:
-                pass
-    """
-    subprocess.run([sys.executable, "-c", program, directory], check=True)
-    return {case for number, case in enumerate(corpus.PICKLES) if (directory / f"{number}.ran").exists()}
+    load = "import pickle\ndef load(path): pickle.load(path.open('rb'))"
+    return shared("pickles-ran", partial(run_by, load, corpus.PICKLES))
 
 
 @pytest.mark.parametrize("case", corpus.PICKLES)
@@ -117,35 +124,20 @@ def test_file_is_dangerous_and_not_run(case, tmp_path):
     assert not sentinel.exists()
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory) -> set[str]:
-    """Which of the torch files torch.load runs."""
-    directory = tmp_path_factory.mktemp("loaded")
-    for number, make in enumerate(corpus.ARCHIVES.values()):
-        files = make(corpus.system(directory / f"{number}.ran"))
-        if "model.pt" in files:
-            (directory / f"{number}.pt").write_bytes(files["model.pt"])
-    program = """if True:
-        import pathlib, sys, torch
-        for path in pathlib.Path(sys.argv[1]).glob("*.pt"):
-            try:
-                torch.load(path, weights_only=False)
-            except Exception:
-                pass
-    """
-    subprocess.run([sys.executable, "-c", program, directory], check=True)
-    return {case for number, case in enumerate(corpus.ARCHIVES) if (directory / f"{number}.ran").exists()}
-
-
-@pytest.mark.parametrize("case", [
+RUN_BY_TORCH = [
     "pickle called .pt", "torch zip", "huntr DATA.PKL", "huntr two data.pkl, payload first",
     "CVE-2025-1944 local name that disagrees", "CVE-2025-1945 flag bits in the local header",
     "CVE-2025-10156 checksum in the local header", "deflated torch zip", "bytes before the archive",
     "pickle before an archive that counts them", "huntr legacy torch file", "huntr tar torch file",
     "tar torch file, payload in its storages",
-])  # fmt: skip
-def test_torch_runs_these(case, loaded):
-    assert case in loaded
+]  # fmt: skip
+
+
+def test_torch_runs_these(tmp_path):
+    load = "import torch\ndef load(path): torch.load(path, weights_only=False)"
+    cases = {case: lambda ran, make=corpus.ARCHIVES[case]: make(corpus.system(ran))["model.pt"]
+             for case in RUN_BY_TORCH}  # fmt: skip
+    assert run_by(load, cases, tmp_path) == {*RUN_BY_TORCH}
 
 
 @pytest.mark.parametrize("case", corpus.EXTENSIONS)

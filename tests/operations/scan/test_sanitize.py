@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests.cli.console import FIXTURES, refused, succeeded
+from tests.folders import contents
 from tests.operations.scan import corpus
 from tests.test_safety import MODEL, NEVER_RUNS, OPTIMIZER, RUNS, called, created, named, poison, poisoned, text
 from tests.truth import Truth, assert_same
@@ -25,10 +26,6 @@ from tests.truth import Truth, assert_same
 
 def grades(path: Path) -> set[str]:
     return {one["grade"] for one in zckpt.scan(path).findings}
-
-
-def snapshot(directory: Path) -> dict[str, bytes]:
-    return {p.relative_to(directory).as_posix(): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
 def bits(value: object) -> object:
@@ -50,7 +47,7 @@ def test_payload_goes_and_all_else_stays(case, tmp_path):
     done = succeeded("sanitize", source, target)
     assert "left out" in done.stderr
     assert grades(target) == {"data", "known"}
-    assert snapshot(source).keys() == snapshot(target).keys()
+    assert contents(source).keys() == contents(target).keys()
     truth = Truth(FIXTURES / "s2_bf16_dp2")
     opened = zckpt.open(target)
     for name, value in truth.masters.items():
@@ -75,7 +72,7 @@ def test_what_goes_is_listed_where_it_was(tmp_path):
 def test_clean_files_are_copied_byte_for_byte(tmp_path):
     for name in ("s2_bf16_dp2", "hf_llama_s2_bf16_dp2"):
         succeeded("sanitize", FIXTURES / name, tmp_path / name, "--quiet")
-        assert snapshot(tmp_path / name) == snapshot(FIXTURES / name)
+        assert contents(tmp_path / name) == contents(FIXTURES / name)
 
 
 def test_dry_run_says_what_would_go_and_writes_nothing(tmp_path):
@@ -203,7 +200,7 @@ def test_files_that_cannot_be_followed_go_as_a_whole(tmp_path):
         (source / name).write_bytes(data)
     document = json.loads(succeeded("sanitize", source, tmp_path / "clean", "--json").stdout)
     assert {one["file"] for one in document["removed"]} == {"broken.pkl", "packed.pt", "twice.pt"}
-    assert snapshot(tmp_path / "clean") == snapshot(FIXTURES / "s2_bf16_dp2")
+    assert contents(tmp_path / "clean") == contents(FIXTURES / "s2_bf16_dp2")
     assert not (tmp_path / "sentinel").exists()
 
 

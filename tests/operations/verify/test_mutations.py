@@ -92,6 +92,12 @@ def base_state(content: Any) -> Any:
     return z.get("base_optimizer_state") or z["optimizer_state_dict"]
 
 
+def converted(run: Path, **options: Any) -> Path:
+    target = run.parent / "target"
+    zckpt.convert(run, target, **options)
+    return target
+
+
 # what nothing reads
 
 
@@ -174,8 +180,7 @@ def copies_of_tensor_parallel_ranks_differ(run: Path) -> None:
 
 @mutation("ZC-204", parameters=("emb.weight", "head.weight"), shallow=False, found="element 3")
 def copy_of_a_tied_parameter_differs(run: Path) -> Path:
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="consolidated")
+    target = converted(run, to="consolidated")
     (one,) = zckpt.open(target).duplicates
     span, offset = place_in(one.slot, 3)
     flip(span.path, offset)
@@ -210,8 +215,7 @@ def one_bit_of_a_moment_flipped(run: Path) -> None:
 
 @mutation("ZC-107", file=r".*rank-00000-of-00002\.safetensors", ranks=(0,), parameters=("fc1.weight",), shallow=False)
 def one_bit_of_zckpts_own_format_flipped(run: Path) -> Path:
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="zckpt", world_size=2)
+    target = converted(run, to="zckpt", world_size=2)
     span, offset = place(target, "fc1.weight", "exp_avg", 50)
     flip(span.path, offset + 1)
     return target
@@ -219,8 +223,7 @@ def one_bit_of_zckpts_own_format_flipped(run: Path) -> Path:
 
 @mutation("ZC-107", file=r".*checkpoint\.json")
 def document_of_zckpts_own_format_edited(run: Path) -> Path:
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="zckpt", world_size=2)
+    target = converted(run, to="zckpt", world_size=2)
     document = target / "checkpoint.json"
     document.write_text(document.read_text().replace('"step":5', '"step":6'))
     return target
@@ -288,8 +291,7 @@ def universal_slot_truncated(checkpoint: Path) -> None:
 
 @mutation("ZC-105", file=r".*metadata\.pt")
 def text_in_place_of_a_torch_file(run: Path) -> Path:
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="consolidated")
+    target = converted(run, to="consolidated")
     (target / "metadata.pt").write_text("not a torch file")
     return target
 
@@ -324,8 +326,7 @@ def dcp_metadata_missing(checkpoint: Path) -> None:
 
 @mutation("ZC-101", ranks=(1,), file=r".*rank-00001-of-00002\.safetensors")
 def rank_of_zckpts_own_format_missing(run: Path) -> Path:
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="zckpt", world_size=2)
+    target = converted(run, to="zckpt", world_size=2)
     (target / "rank-00001-of-00002.safetensors").unlink()
     return target
 
@@ -422,8 +423,7 @@ def mapping_disagrees_with_shapes(run: Path) -> None:
 @mutation("ZC-121", file=r".*checkpoint\.json")
 def header_of_zckpts_own_format_listed_wrong(run: Path) -> Path:
     """The document says of a rank's file what neither follows from its parameters nor is in the file."""
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="zckpt", world_size=2)
+    target = converted(run, to="zckpt", world_size=2)
     document = target / "checkpoint.json"
     text = re.sub(r',\n"crc32":"[0-9a-f]{8}"', "", document.read_text())
     text, count = re.subn(r'"header_crc32":"[0-9a-f]{8}"', '"header_crc32":"00000000"', text, count=1)
@@ -435,8 +435,7 @@ def header_of_zckpts_own_format_listed_wrong(run: Path) -> Path:
 @mutation("ZC-121", file=r".*rank-00001-of-00002\.safetensors", ranks=(1,))
 def header_of_zckpts_own_format_rewritten(run: Path) -> Path:
     """A program has moved two tensors of a rank's file, checksums and all: the file alone is sound."""
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="zckpt", world_size=2)
+    target = converted(run, to="zckpt", world_size=2)
     exchange_tensors(target / "rank-00001-of-00002.safetensors")
     return target
 
@@ -444,8 +443,7 @@ def header_of_zckpts_own_format_rewritten(run: Path) -> Path:
 @mutation("ZC-122", "s3_bf16_dp2", ranks=(), parameters=None)
 def layout_of_zckpts_own_format_leaves_an_element_out(run: Path) -> Path:
     """Two pieces of one layout overlap by an element and leave one out: as many elements as there should be."""
-    target = run.parent / "target"
-    zckpt.convert(run, target, to="zckpt", world_size=2)
+    target = converted(run, to="zckpt", world_size=2)
     document = target / "checkpoint.json"
     text = re.sub(r',\n"crc32":"[0-9a-f]{8}"', "", document.read_text())
     text, count = re.subn(r'("file":1,"start":)(\d+)', lambda m: f"{m[1]}{int(m[2]) - 1}", text, count=1)

@@ -335,41 +335,23 @@ def one(*, numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.nn.Param
 
 
 SGD = torch.optim.SGD
+WRONG: dict[str, tuple[dict[str, float], str]] = {
+    "stage 0": ({"stage": 0}, "^stage must be 1 or 2, not 0$"),
+    "stage 3": ({"stage": 3}, "^stage must be 1 or 2, not 3$"),
+    "no bucket": ({"reduce_bucket_size": 0}, "^reduce_bucket_size must be at least 1, not 0$"),
+    "no gather": ({"allgather_bucket_size": -1}, "^allgather_bucket_size must be at least 1, not -1$"),
+    "no accumulation": ({"gradient_accumulation_steps": 0}, "^gradient_accumulation_steps must be at least 1, not 0$"),
+    "negative clipping": ({"clip_grad": -1.0}, "^clip_grad must be at least 0, not -1.0$"),
+    "clipping to nan": ({"clip_grad": math.nan}, "^clip_grad must be at least 0, not nan$"),
+    "no predivision": ({"gradient_predivide_factor": 0.0}, "^gradient_predivide_factor must be above 0, not 0.0$"),
+    "strange norm": ({"norm_type": 3.0}, "^norm_type must be 2.0 or infinity, not 3.0$"),
+    "no loss scale": ({"loss_scale": 0.0}, "^a loss scale must be above 0, not 0.0$"),
+}
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "stage 0": (partial(ZeroOptimizer, [one()], SGD, stage=0, lr=1.0), ValueError, "^stage must be 1 or 2, not 0$"),
-    "stage 3": (partial(ZeroOptimizer, [one()], SGD, stage=3, lr=1.0), ValueError, "^stage must be 1 or 2, not 3$"),
-    "no bucket": (
-        partial(ZeroOptimizer, [one()], SGD, reduce_bucket_size=0, lr=1.0),
-        ValueError, "^reduce_bucket_size must be at least 1, not 0$",
-    ),
-    "no gather": (
-        partial(ZeroOptimizer, [one()], SGD, allgather_bucket_size=-1, lr=1.0),
-        ValueError, "^allgather_bucket_size must be at least 1, not -1$",
-    ),
-    "no accumulation": (
-        partial(ZeroOptimizer, [one()], SGD, gradient_accumulation_steps=0, lr=1.0),
-        ValueError, "^gradient_accumulation_steps must be at least 1, not 0$",
-    ),
-    "negative clipping": (
-        partial(ZeroOptimizer, [one()], SGD, clip_grad=-1.0, lr=1.0),
-        ValueError, "^clip_grad must be at least 0, not -1.0$",
-    ),
-    "clipping to nan": (
-        partial(ZeroOptimizer, [one()], SGD, clip_grad=math.nan, lr=1.0),
-        ValueError, "^clip_grad must be at least 0, not nan$",
-    ),
-    "no predivision": (
-        partial(ZeroOptimizer, [one()], SGD, gradient_predivide_factor=0.0, lr=1.0),
-        ValueError, "^gradient_predivide_factor must be above 0, not 0.0$",
-    ),
-    "strange norm": (
-        partial(ZeroOptimizer, [one()], SGD, norm_type=3.0, lr=1.0),
-        ValueError, "^norm_type must be 2.0 or infinity, not 3.0$",
-    ),
-    "no loss scale": (
-        partial(ZeroOptimizer, [one()], SGD, loss_scale=0.0, lr=1.0),
-        ValueError, "^a loss scale must be above 0, not 0.0$",
-    ),
+    **{
+        case: (partial(ZeroOptimizer, [one()], SGD, **options, lr=1.0), ValueError, said)
+        for case, (options, said) in WRONG.items()
+    },
     "loss scale that cannot fall": (
         partial(DynamicLossScaler, scale_factor=1.0), ValueError, "a factor above 1, a window and hysteresis of at",
     ),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cli.console import FIXTURES, run, succeeded
+from tests.folders import contents
 from tests.gloo import forked
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
@@ -77,10 +78,6 @@ def begun(log: Path) -> int:
     return log.stat().st_size if log.exists() else 0
 
 
-def content(here: Path) -> dict[str, bytes]:
-    return {path.relative_to(here).as_posix(): path.read_bytes() for path in here.rglob("*") if path.is_file()}
-
-
 def kill_and_resume(verb: str, url: str, served: Path, settings: dict[str, str], times: int, tmp: Path) -> list[str]:
     """Kill a verb at random times, each time resume it; return what was wrong."""
     import botocore.session  # noqa: F401  # here, so that those that are forked need not
@@ -92,7 +89,7 @@ def kill_and_resume(verb: str, url: str, served: Path, settings: dict[str, str],
 
     (tmp / "here").mkdir()
     succeeded(*to(str(tmp / "here")))
-    expected = content(tmp / "here")
+    expected = contents(tmp / "here")
     done(tmp / "warm", *to(f"{url}/{verb}-warm"))
     number = done(tmp / "counted", *to(f"{url}/{verb}-counted"))
     chance = random.Random(3)
@@ -108,9 +105,9 @@ def kill_and_resume(verb: str, url: str, served: Path, settings: dict[str, str],
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         time.sleep(2 * (begun(log) >= number))  # the server may be about to name all
-        named = content(served / name).keys() >= expected.keys()  # it was at its end
+        named = contents(served / name).keys() >= expected.keys()  # it was at its end
         again = done(tmp / f"{name}.resumed", *to(f"{url}/{name}"), "--resume", "--overwrite")
-        found, first = content(served / name), begun(log)
+        found, first = contents(served / name), begun(log)
         if found != expected:
             wrong.append(f"{index}: {sorted(found)}")
         if not named and first + again > number + SENDERS:
