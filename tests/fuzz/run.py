@@ -48,7 +48,11 @@ READERS = re.compile(
     r"restage|suffixes|format\.py))|naming/(?:document|axes|sizes|taken|apply)|storage/(?:files|journal|packed/(?!write)|"
     r"remote/(?:web|s3|stores|addresses)|stand_ins)|compare/digests|operations/(?:open|inspect)\b)"
 )
-"""Of which the lines are counted, and the branches seen: what reads; of storage, formats and maps not what writes."""
+"""Of which the lines are counted, and in a short run alone the branches seen: what reads; of storage, formats and maps
+not what writes."""
+
+LONG = 300
+"""Seconds from which on the branches of everything guide the fuzzer."""
 
 COUNTS = ("executions", "accepted", "refused", "finds", "last_find")
 
@@ -190,7 +194,7 @@ def fuzz(name: str, counts: Counter, args: argparse.Namespace, seconds: float, s
 def run_all(args: argparse.Namespace) -> int:
     import atheris
 
-    others = [name for name, path in modules().items() if not READERS.search(str(path))]
+    others = [name for name, path in modules().items() if args.time < LONG and not READERS.search(str(path))]
     with atheris.instrument_imports(include=["zckpt"], exclude=others):  # to instrument a module takes long
         import_readers()
     from tests.fuzz.targets import TARGETS
