@@ -34,7 +34,7 @@ from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
-from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, scalars_in
+from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
 from zckpt.state import WEIGHT, Checkpoint, SourceFile, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
@@ -229,6 +229,8 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
     What `zckpt.pt` holds as it was (`rewritten`) is there once more for programs that do not know that file.
     """
     kept = {*checkpoint.metadata, *checkpoint.optimizer_metadata}
+    single = {key for one in checkpoint.holders() for key in (*one.state, *one.optimizer_slots)}
+    single |= {key for group in checkpoint.param_groups for key in (*group.hyperparameters, *group.state)}
     for file in checkpoint.files:
         folder = folders.get(str(Path(file.path).parent))
         if folder is None or not isinstance(file.tree, LazyTree):
@@ -243,7 +245,8 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
                 rules.append(Rule((key, REST), fate, about, tensors=rewritten))
             elif key in STEP_KEYS and checkpoint.step is not None:
                 rules.append(Rule((key, REST), IMPLIED, "the step"))
-            else:  # of an optimizer, or of a dict of it: torch before 2.4 kept those without tensors whole
+            elif not holds_tensors(file.tree.held.get(key)) or single & {str(one).rpartition(".")[2] for one in steps}:
+                # without tensors, of an optimizer, or of a dict of it: torch before 2.4 kept these whole
                 rules.append(Rule((key, REST), STATE, "single values and hyperparameters"))
         file.rules = (*file.rules, *rules)
 
