@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests.formats.some_tensors import assert_same
@@ -348,6 +349,35 @@ def test_a_moment_of_adafactor_does_not_make_factors_missing(tmp_path):
         own = {"row": torch.ones(4), "column": torch.ones(6)} if name == "c" else {"second": 2 * state["moment"]}
         content["optimizer"]["state"][name] = {"moment": state["moment"], **own}
     assert zckpt.verify(saved(tmp_path / "c.pt", content), deep=True).findings == []
+
+
+@pytest.mark.parametrize("form", ["file", "trainer", "dcp"])
+def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
+    """Shampoo's kind keeps square matrices; the moments tell which parameter is which, and which it is not."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
+    state = {}
+    for number, one in enumerate(model.parameters()):
+        squares = {f"square{side}": torch.rand(n, n) for side, n in enumerate(one.shape)} if one.dim() == 2 else {}
+        state[number] = {"step": torch.tensor(3.0), "moment": torch.rand_like(one), **squares}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}
+    path = tmp_path / "c.pt"
+    if form == "trainer":
+        (path := tmp_path / "checkpoint-3").mkdir()
+        torch.save(model.state_dict(), path / "pytorch_model.bin")
+        torch.save(optimizer, path / "optimizer.pt")
+    elif form == "dcp":
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
+    else:
+        saved(path, {"model": model.state_dict(), "optimizer": optimizer})
+    names = [name for name, _ in model.named_parameters()]
+    for given in (None, names):
+        checkpoint = zckpt.open(path, names=given)
+        assert (checkpoint.unnamed, checkpoint.param_groups[0].parameters) == ({}, names)
+        for number, name in enumerate(names):
+            for slot in state[number].keys() - {"step"}:
+                assert torch.equal(checkpoint.read(name, slot), state[number][slot])
+    with pytest.raises(UsageError):
+        zckpt.open(path, names=[names[2], names[1], names[0], names[3]])
 
 
 def test_state_of_torchs_adafactor_has_names(tmp_path):

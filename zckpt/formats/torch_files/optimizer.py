@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, TypeGuard
@@ -89,11 +90,25 @@ class OptimizerState:
         """Return the tensors in the state of a parameter, by slot."""
         return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
 
-    def shape(self, number: int) -> Shape | None:
-        """Return the shape of a parameter as its state shows it: the largest of its tensors."""
+    def shape(self, number: int, slots: Collection[object] = ()) -> Shape | None:
+        """Return the shape of a parameter as its state shows it: the largest of its tensors, or of some slots."""
         state = _elementwise(self.state.get(number, {}))
-        shapes = {key: list(_shapes(value)) for key, value in state.items()}
+        shapes = {key: list(_shapes(value)) for key, value in state.items() if not slots or key in slots}
         return shown_shape(shapes | ({MASTER: [self.masters[number].shape]} if number in self.masters else {}))
+
+    def shapes(self, whole: AbstractSet[Shape]) -> dict[int, Shape | None]:
+        """Return the shape of each parameter as its state shows it; `whole`: those of the model's parameters.
+
+        Slots that have such a shape in every state show it, a moment say, if there are any: beside them optimizers keep
+        tensors that are larger, as Shampoo's kind does.
+        """
+        found = [
+            {key for key, value in _elementwise(state).items() if (its := {*_shapes(value)}) and its <= whole}
+            for state in self.state.values()
+            if any(True for value in state.values() for _ in _shapes(value))
+        ]
+        slots = set[object]().union(*found).intersection(*found) - {"step", "RMS"}
+        return {number: self.shape(number, slots) for number in self.every_number}
 
 
 def _shapes(value: object) -> Iterator[Shape]:
@@ -401,7 +416,7 @@ def names_of(
 ) -> dict[int, str]:
     """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's."""
     numbers = optimizer.every_number
-    shapes = {number: optimizer.shape(number) for number in numbers}
+    shapes = optimizer.shapes({one.shape for one in checkpoint.parameters.values()})
     said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
     if taken:
         said = replace(said, candidates=without(said.candidates, *taken))
