@@ -151,14 +151,17 @@ def test_zeros_are_read_from_nowhere():
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_dry_run_lays_each_file_out_once(tmp_path, monkeypatch, stage):
     laid: list[str] = []
-    lay_out = documents._laid_out
+    lazily = documents.Lazily
 
-    def counted(found, folder):
-        for file in lay_out(found, folder):
-            laid.append(file.name)
-            yield file
+    def counted(lay_out, count):
+        def noted():
+            for file in lay_out():
+                laid.append(file.name)
+                yield file
 
-    monkeypatch.setattr(documents, "_laid_out", counted)
+        return lazily(noted, count)
+
+    monkeypatch.setattr(documents, "Lazily", counted)
     monkeypatch.setattr(plans, "KEPT_NBYTES", 0)  # as of files that are too many to be kept
     done = zckpt.reshard(SOURCE, tmp_path / "out", world_size=3, stage=stage, dry_run=True)
     assert laid

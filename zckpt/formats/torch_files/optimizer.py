@@ -458,8 +458,9 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     for name, key, shape in shown:
         every[key] += 1
         same[key] += shape == said.candidates[name]
+    told = {key for key in every if 2 * same[key] > every[key]} or every.keys()
     for name, key, shape in shown:
-        if uses[name] > 1 or (2 * same[key] > every[key] and not agree(shape, said.candidates[name])):
+        if uses[name] > 1 or (key in told and not agree(shape, said.candidates[name])):
             raise DamagedFileError(
                 f"the optimizer's state of {name} does not match the model's parameter",
                 expected=f"shape {said.candidates[name]}, once",
