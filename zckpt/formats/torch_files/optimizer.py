@@ -459,13 +459,15 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
         every[key] += 1
         same[key] += shape == said.candidates[name]
     told = {key for key in every if 2 * same[key] > every[key]} or every.keys()
-    for name, key, shape in shown:
-        if uses[name] > 1 or (key in told and not agree(shape, said.candidates[name])):
-            raise DamagedFileError(
-                f"the optimizer's state of {name} does not match the model's parameter",
-                expected=f"shape {said.candidates[name]}, once",
-                found=shape,
-            )
+    wrong = [(name, said.shapes[number]) for number, name in found.items() if uses[name] > 1]
+    wrong += [(name, shape) for name, key, shape in shown if key in told and not agree(shape, said.candidates[name])]
+    if wrong:
+        name, seen = wrong[0]
+        raise DamagedFileError(
+            f"the optimizer's state of {name} does not match the model's parameter",
+            expected=f"shape {said.candidates[name]}, once",
+            found=seen,
+        )
     return found
 
 
