@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.codes import FROZEN_MOVED, JUMPED, LOST, NOT_ADVANCED, NOT_FINITE, OTHER_KIND, UNMOVED
+from zckpt.codes import ERROR, FROZEN_MOVED, JUMPED, LOST, NOT_ADVANCED, NOT_FINITE, OTHER_KIND, UNMOVED
 from zckpt.compare.digests import FILE_NAME
 from zckpt.compare.logical import named
 from zckpt.compare.slots import Figures
@@ -106,65 +106,69 @@ def watch(
         )
     if shared["direct"] and not deep:
         raise UsageError("--direct does not apply to a sample", expected="--deep with it")
-    return _appearing(Path(run), settle, deep, idle, factor, {**shared})
+    return _appearing(_Run(Path(run), settle), deep, idle, factor, {**shared})
 
 
-def _appearing(
-    path: Path, settle: float, deep: bool, idle: float | None, factor: float, shared: dict[str, Any]
-) -> Iterator[Appeared]:
-    seen: dict[Path, tuple[object, float]] = {}  # as a checkpoint was found, and since when
-    done: dict[Path, tuple[Unit, object]] = {}  # those that were looked at, as they were then
-    changed = time.monotonic()
+class _Run:
+    """What of a run's checkpoints has changed since when, and which have been looked at as they are."""
 
-    def finished() -> tuple[list[Unit], Around]:
+    def __init__(self, path: Path, settle: float) -> None:
+        self.path, self.settle = path, settle
+        self.changed = time.monotonic()
+        self._seen: dict[Path, tuple[object, float]] = {}
+        self._done: dict[Path, tuple[Unit, object]] = {}
+
+    def finished(self) -> tuple[list[Unit], Around]:
         """Return what is finished and has not been looked at, as it was saved."""
-        nonlocal changed
-        every = list(units(path)) if path.is_dir() else []
-        around, found = Around.of(path, every), []
+        every = list(units(self.path)) if self.path.is_dir() else []
+        around, found = Around.of(self.path, every), []
         now, clock = time.time(), time.monotonic()
         for one in every:
             files = []
             with suppress(SourceError):  # of which looking at it will tell
-                files = [about for file, about in files_of(one.path) if file.name != FILE_NAME]
+                files = [about for path, about in files_of(one.path) if path.name != FILE_NAME]
             state = (len(files), sum(f.st_size for f in files), max((f.st_mtime_ns for f in files), default=0))
-            known, since = seen.get(one.path, (None, 0.0))
+            known, since = self._seen.get(one.path, (None, 0.0))
             if known != state:
                 since = clock if known is not None else clock - max(now - state[2] / 1e9, 0.0)
-                seen[one.path], changed = (state, since), clock
-            ended = clock - since >= settle or bool(around.naming(one.path)[0])
-            if ended and (one.path not in done or done[one.path][1] != state):
+                self._seen[one.path], self.changed = (state, since), clock
+            ended = clock - since >= self.settle or bool(around.naming(one.path)[0])
+            if ended and (one.path not in self._done or self._done[one.path][1] != state):
                 found.append(one)
         return found, around
 
-    def look_at(unit: Unit) -> list[Unit]:
+    def look_at(self, unit: Unit) -> list[Unit]:
         """Note that a checkpoint is looked at, as it was found; return those before it, the nearest first."""
-        done[unit.path] = unit, seen[unit.path][0]
-        alike = [one for one, _ in done.values() if one.series == unit.series and one.path.exists()]
+        self._done[unit.path] = unit, self._seen[unit.path][0]
+        alike = [one for one, _ in self._done.values() if one.series == unit.series and one.path.exists()]
         below = [one for one in alike if (one.number or 0) < (unit.number or 0)]
         return sorted(below, key=lambda one: -(one.number or 0))
 
-    found, around = finished()
+
+def _appearing(run: _Run, deep: bool, idle: float | None, factor: float, shared: dict[str, Any]) -> Iterator[Appeared]:
+    found, around = run.finished()
     last = {one.series: one for one in found}
     for one in found:
         if one is not last[one.series]:
-            look_at(one)
+            run.look_at(one)
     found = list(last.values())
     while True:
         for one in found:
-            about = _examined(one, around, look_at(one), deep, factor, shared)
+            before = run.look_at(one)
+            about = _examined(one, around, before, deep, factor, shared)
             if one.path.exists():
                 yield about
-        if idle is not None and time.monotonic() - changed >= idle:
+        if idle is not None and time.monotonic() - run.changed >= idle:
             return
-        time.sleep(min(POLL_S, max(settle, LEAST_POLL_S)))
-        found, around = finished()
+        time.sleep(min(POLL_S, max(run.settle, LEAST_POLL_S)))
+        found, around = run.finished()
 
 
 def _examined(
     unit: Unit, around: Around, below: Sequence[Unit], deep: bool, factor: float, shared: dict[str, Any]
 ) -> Appeared:
     record, verified = look(unit, around, deep=deep, **shared)
-    findings = [one for found in verified for one in found.errors]
+    findings = [one for found in verified for one in found.findings if one.severity == ERROR]
     if not record.sound:
         return Appeared(record, findings or [Finding(OTHER_KIND, str(record.why), record.path)], None)
     checkpoints = [one.checkpoint for one in verified if one.checkpoint is not None]
