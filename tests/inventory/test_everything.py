@@ -222,6 +222,12 @@ def test_what_an_adapter_forgets_is_left_out(name, forget):
             assert lost(take_inventory(checkpoint), name), forgotten
 
 
+def test_a_single_number_of_a_model_is_not_taken_for_an_optimizers():
+    checkpoint = open_checkpoint(SOURCES["other/dcp_fsdp2_dp3"])
+    assert checkpoint.buffers.pop("counter").numel == 1
+    assert lost(take_inventory(checkpoint), "other/dcp_fsdp2_dp3") == ["__2_0.distcp:model.counter/[]"]
+
+
 def test_each_way_to_forget_was_tried():
     """A way that finds nothing to forget in any fixture would prove nothing."""
     for forget in FORGETFUL:
