@@ -63,7 +63,7 @@ def hold(kind: str) -> None:
 class OfShapes(OptimizerState):
     """An optimizer whose state is nothing but shapes."""
 
-    def shape(self, number: int) -> tuple[int, ...] | None:
+    def shape(self, number: int, slots: object = ()) -> tuple[int, ...] | None:
         return self.state[number]["shape"]  # type: ignore[return-value]
 
     def tensors(self, number: int) -> dict[str, Any]:
