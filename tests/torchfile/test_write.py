@@ -406,7 +406,8 @@ def arrays():
     return [np.arange(6, dtype="<i4").reshape(2, 3), np.asfortranarray(np.ones((2, 3))), np.array("text"), shared,
             np.zeros((0, 2)), np.array([1 + 2j]), np.array(5, ">u2"), np.array([True, False]), objects_array, shared,
             np.array([(1, 2.0)], dtype="i4,f8"), np.arange(24).reshape(2, 3, 4)[:, ::2], np.array([b"ab", b"c"]),
-            np.array(["2020-01-01"], dtype="M8[D]"), columns]  # fmt: skip
+            np.array(["2020-01-01"], dtype="M8[D]"), columns,
+            np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])]  # fmt: skip
 
 
 def scalars():

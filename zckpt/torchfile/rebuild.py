@@ -266,6 +266,8 @@ def numpy_scalar(args: Args, context: Context) -> object:
 def numpy_array(args: Args, _: Context) -> object:
     """Build the empty array that `numpy.core.multiarray._reconstruct` makes; its state fills it."""
     match args:
+        case (nodes.Global(name="recarray"), _, _):
+            return NotImplemented  # its dtype is of numpy's class `record`
         case (nodes.Global() as cls, _, _):
             return NumpyArray(cls=cls)
     return None

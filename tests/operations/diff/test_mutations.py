@@ -243,3 +243,16 @@ def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path):
     found = zckpt.diff(first, second)
     assert {one.key for one in found.settings} == {f"metadata.{key}" for key in keys}
     assert [one.b for one in found.settings if one.key == "metadata.some_rng"] == ["differs in 1 of 200"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_quantised_tensor_in_client_state_is_compared_code_by_code(tmp_path):
+    for side, second in (("first", 0.3), ("second", 0.8)):
+        (path,) = copied("s2_bf16_dp2", tmp_path / side).rglob("mp_rank_00_model_states.pt")
+        codes = torch.quantize_per_tensor(torch.tensor([0.1, second, 0.5]), 0.1, 0, torch.qint8)
+        resave(path, lambda content, codes=codes: content.update(codes=codes))
+    first, second = (tmp_path / side / "copy" for side in ("first", "second"))
+    assert zckpt.diff(first, first).equal
+    assert [(one.key, one.b) for one in zckpt.diff(first, second).settings] == [
+        ("metadata.codes.tensor", "differs in 1 of 3")
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zckpt.compare.logical import single
 from zckpt.compare.slots import differences, pair
@@ -34,6 +34,9 @@ from zckpt.torchfile import (
 
 MAXIMUM_LEAVES = 1 << 14
 """Of one value: a file may refer to its parts so often that no one could look at each of them."""
+
+OF_CODES = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+"""Element types by which the codes of a quantised tensor are compared."""
 
 SHOWN_CHARACTERS = 200
 """A longer value is shown by its beginning and a digest, by which it is compared."""
@@ -71,7 +74,10 @@ def leaves(value: object) -> dict[str, Leaf]:
             return
         leaf = _leaf(node)
         if leaf is not None:
-            slot = slot_of(path, node, file) if file and isinstance(node, Tensor) else None
+            slot = None
+            if file and isinstance(node, Tensor):
+                dtype = OF_CODES.get(node.dtype)  # the scales of a quantised tensor are leaves beside it
+                slot = slot_of(path, node if dtype is None else replace(node, dtype=dtype), file)
             found[path] = Leaf(leaf.value, slot)
         elif id(node) in inside:
             found[path] = Leaf("<cycle>")
