@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -30,20 +30,20 @@ def source(tmp_path_factory) -> Path:
 @contextmanager
 def dask_cluster(folder: Path, workers: int) -> Iterator[str]:
     """Start a scheduler and workers, as a user does; yield what `--executor` calls them."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
     given = {**environment(), MARK: str(folder / "mark")}
     alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # a scheduler needs no zckpt
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
     program = "from distributed.cli.dask_{0} import main; main()".format
-    of_scheduler = ["--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
-    of_worker = [f"127.0.0.1:{port}", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", folder]
+    address = folder / "scheduler.json"
+    of_scheduler = ["--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", address]
+    of_worker = ["--scheduler-file", address, "--nthreads", "1", "--no-nanny", "--no-dashboard",
+                 "--local-directory", folder]  # fmt: skip
     processes = [subprocess.Popen([sys.executable, "-c", program("scheduler"), *of_scheduler], env=alone, **quiet)]
     worker = [sys.executable, "-c", program("worker"), *of_worker]
     processes += [subprocess.Popen(worker, env=given, **quiet) for _ in range(workers)]
     try:
-        yield f"dask://127.0.0.1:{port}"
+        wait_until(lambda: address.exists() and address.read_bytes().endswith(b"}"))
+        yield f"dask://{json.loads(address.read_bytes())['address'].removeprefix('tcp://')}"
     finally:
         for process in processes:
             process.kill()

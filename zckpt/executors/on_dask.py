@@ -7,6 +7,7 @@ every batch, whether its worker still counts the task as running.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -54,7 +55,8 @@ class DaskExecutor(Executor):
         with dask.config.set(logging=dict.fromkeys(loggers, "critical")):
             require("distributed", "dask")  # what they would print, an error here says
         from distributed import Client, KilledWorker
-        from distributed.comm import CommClosedError
+        from distributed.comm import CommClosedError, connect
+        from distributed.utils import LoopRunner
 
         try:
             where = f"tcp://{address}"
@@ -63,12 +65,16 @@ class DaskExecutor(Executor):
                 while not Path(address).exists() and time.monotonic() < end:
                     time.sleep(0.1)
                 where = json.loads(Path(address).read_bytes())["address"]
+            comm = LoopRunner(asynchronous=False).run_sync(  # what takes the call and is no scheduler says nothing
+                connect, where, timeout=CONNECTED_SECONDS, callback_timeout=CONNECTED_SECONDS
+            )
+            comm.abort()
             self._client = Client(where, timeout=CONNECTED_SECONDS, set_as_default=False, name="zckpt")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
             raise WorkerError(
                 "cannot reach the Dask scheduler",
                 path=address,
-                found=str(error),
+                found=str(error) or "no answer of a scheduler",
                 advice="start one with `dask scheduler`, and give its HOST:PORT",
             ) from error
         try:
