@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,28 @@ WORKERS = 8
 
 
 def in_small_tasks(log: Path) -> None:
-    """Let everything be worth a journal, and a batch be small; note each that is begun with a byte in a file."""
+    """Let everything be worth a journal, and a batch be small; note each task that begins to write in a file.
+
+    A task is a batch, or those that read together: they are recorded together, and a kill loses all of them.
+    """
     from zckpt.engine import workers, write
     from zckpt.storage import journal
 
     workers.BATCH_NBYTES = write.BATCH_NBYTES = 1 << 9
     journal.LEAST_NBYTES = 0
-    given = write.write_batch
+    given = write.run_task
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def write_batch(batch: write.Batch) -> Any:
-        os.write(file, b".")
-        return given(batch)
+    def run_task(work: Callable[[write.Batch], Any], task: Sequence[write.Batch]) -> Any:
+        first = iter(b".")  # of which the second batch finds nothing left
 
-    write.write_batch = write_batch
+        def noted(batch: write.Batch) -> Any:
+            os.write(file, bytes(first))
+            return work(batch)
+
+        return given(noted, task)
+
+    write.run_task = run_task
 
 
 def started(here: Path, log: str, *arguments: object) -> int:
@@ -84,7 +92,7 @@ def status_of(child: int) -> int:
 
 
 def done(here: Path, log: str, *arguments: object) -> int:
-    """Run zckpt in a process of its own; return how many batches it began."""
+    """Run zckpt in a process of its own; return how many tasks began to write."""
     status = status_of(started(here, log, *arguments))
     said = here.with_name(f"{here.name}.{log}.said").read_text()
     assert status == 0, said
@@ -123,7 +131,7 @@ def kill_and_resume(verb: str, times: int, seed: int, directory: Path) -> list[s
             wrong.append(f"{index}: {sorted(contents(here))}")
         first = begun(here, "killed")
         if left and first + again > number + WORKERS:
-            wrong.append(f"{index}: {first} + {again} batches of {number}")
+            wrong.append(f"{index}: {first} + {again} tasks of {number}")
         resumed += again < number
         shutil.rmtree(here)
     return wrong if resumed or times < 10 else [*wrong, f"none of {times} was gone on with"]
