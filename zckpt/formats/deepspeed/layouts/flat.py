@@ -418,7 +418,9 @@ class FlatLayout(Layout):
                         of_auto.setdefault(name, []).append(slots[name])
                     else:
                         self._claim(Parameter(renamed[name], shape, dtype, slots[name], index))
-                order = optimizer_order(list(shapes), model, members[0].partition_count[index])
+                order = list(shapes)
+                if not members[0].bf16_optimizer:
+                    order = optimizer_order(order, model, members[0].partition_count[index])
                 names |= dict.fromkeys(renamed[name] for name in order)
             for name, parts in of_auto.items():
                 of_experts = of_all(parts)
