@@ -45,6 +45,7 @@ PADDING = "ZC-205"
 REPLICAS_DIFFER = "ZC-206"
 BUFFERS_DIFFER = "ZC-207"
 BUFFER_NAN = "ZC-208"
+STAGES_DIFFER = "ZC-209"
 STEPS_DIFFER = "ZC-211"
 GROUP_STEPS_DIFFER = "ZC-212"
 HYPERPARAMETERS_DIFFER = "ZC-213"
@@ -127,6 +128,11 @@ CODES: dict[str, Code] = {
         "rank 0's is used; right for statistics of each rank's own data",
     ),
     BUFFER_NAN: Code(WARNING, "a buffer holds NaN", "see whether the model means it so"),
+    STAGES_DIFFER: Code(
+        WARNING,
+        "copies that a pipeline's stages keep of a tied layer differ",
+        "each stage goes on with its own, as they come to differ by rounding; one model gets the first stage's",
+    ),
     STEPS_DIFFER: Code(ERROR, "ranks have taken different steps", _REPLACE),
     GROUP_STEPS_DIFFER: Code(
         WARNING, "param groups or parameters have taken different steps", "right where some were frozen for a time"

@@ -40,7 +40,9 @@ def test_what_makes_one_of_them_says_which(drifted, tmp_path):
     assert torch.equal(zckpt.open(tmp_path / "model.safetensors").read(TIED), first)
     assert any(TIED in note for note in zckpt.convert(drifted, tmp_path / "z", to="zckpt").notes)
     assert not any(TIED in note for note in zckpt.consolidate(drifted, tmp_path / "n", weight_check=False).notes)
-    assert "ZC-206" in {one.code for one in zckpt.verify(drifted, deep=True).findings}
+    found = zckpt.verify(drifted, deep=True)
+    assert found.sound, "DeepSpeed's own stages round a tied layer's gradients differently"
+    assert {one.code for one in found.findings if one.parameters == (TIED,)} == {"ZC-209"}
 
 
 def test_stages_that_stay_keep_their_own(drifted, tmp_path):
@@ -50,7 +52,7 @@ def test_stages_that_stay_keep_their_own(drifted, tmp_path):
         [copy] = [each for each in zckpt.open(one).duplicates if each.slot.name == "master"]
         assert copy.rank == 1
     assert zckpt.diff(drifted, tmp_path / "cut").equal
-    assert "ZC-206" in {one.code for one in zckpt.verify(tmp_path / "cut", deep=True).findings}
+    assert "ZC-209" in {one.code for one in zckpt.verify(tmp_path / "cut", deep=True).findings}
 
 
 def test_copies_that_are_alike_are_not_mentioned(tmp_path):

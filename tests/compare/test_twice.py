@@ -16,6 +16,7 @@ NUMEL = 40
 RANDOM, OTHER, LESS = (np.random.default_rng(seed).normal(size=NUMEL).astype(np.float32) for seed in (1, 2, 3))
 ZEROS, ONES = np.zeros(NUMEL, np.float32), np.ones(NUMEL, np.float32)
 FEW = np.tile(np.float32([1, 2]), NUMEL // 2)
+SIGNS = RANDOM > 0  # many words, but two values
 
 Tensors = Mapping[tuple[str, str], np.ndarray]
 """What a file holds, by parameter and slot."""
@@ -38,9 +39,9 @@ def checkpoint(directory: Path, *files: Tensors, head: tuple[int, ...] = ()) -> 
             shape = (len(among) * NUMEL,)
             extent = Extent.flat(shape, next(i for i, one in enumerate(among) if one is tensors) * NUMEL, len(values))
             parameter = found.parameters.setdefault(name, Parameter(name, shape, "float32"))
-            span = Span(extent, str(path), len(data), "float32")
+            span = Span(extent, str(path), len(data), str(values.dtype))
             before = parameter.slots[key].spans if key in parameter.slots else ()
-            parameter.slots[key] = Slot(key, "float32", shape, (*before, span))
+            parameter.slots[key] = Slot(key, span.dtype, shape, (*before, span))
             data += values.tobytes()
         path.write_bytes(data)
         found.files.append(SourceFile(str(path), len(data), "optimizer", rank))
@@ -73,7 +74,7 @@ def test_slices_of_which_one_is_alike_are_not(key, tmp_path):
     assert not pairs(checkpoint(tmp_path, {("A_log", key): RANDOM}, {("A_log", key): RANDOM}))
 
 
-@pytest.mark.parametrize("values", [ZEROS, ONES, FEW])
+@pytest.mark.parametrize("values", [ZEROS, ONES, FEW, SIGNS])
 def test_what_is_one_value_or_few_tells_nothing(values, tmp_path):
     assert not pairs(checkpoint(tmp_path, slices(values, values, "exp_avg"), slices(values, values, "exp_avg")))
 

@@ -660,3 +660,18 @@ def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written, tmp_pat
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")  # verl writes None then
     zckpt.convert(folder, tmp_path / "deepspeed", to="deepspeed", world_size=3, stage=2)
     assert zckpt.diff(folder, tmp_path / "deepspeed").equal
+
+
+@pytest.mark.parametrize("form", ["fsdp-rank-files", "torch-checkpointing"])
+def test_moments_of_a_zero_dimensional_parameter_in_a_group_of_its_own_are_no_values_of_the_group(form, tmp_path):
+    gain, rest = (torch.nn.Parameter(one) for one in (torch.tensor(0.5), torch.arange(3.0)))
+    optimizer = torch.optim.AdamW([{"params": [gain]}, {"params": [rest]}])
+    (gain * rest.sum()).backward()
+    optimizer.step()
+    source = tmp_path / "ckpt.pt"
+    torch.save({"model": {"gain": gain, "rest": rest}, "optimizer": optimizer.state_dict()}, source)
+    zckpt.convert(source, tmp_path / "ranks", to=form, world_size=2, verify=True)
+    assert list(zckpt.open(tmp_path / "ranks").param_groups[0].state) == ["step"]
+    zckpt.convert(tmp_path / "ranks", tmp_path / "deepspeed", to="deepspeed", stage=1, world_size=2, verify=True)
+    for slot in ("exp_avg", "exp_avg_sq"):
+        assert zckpt.open(tmp_path / "deepspeed").read("gain", slot) == optimizer.state[gain][slot]

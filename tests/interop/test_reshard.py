@@ -40,6 +40,7 @@ CASES = [
     cut(ALIGNED, 6, parameter_alignment=False),
     cut(small("s1_rr_palign", stage=1, round_robin=True, parameter_alignment=True), 4),
     cut(small("s1_bf16opt", stage=1, bf16_optimizer=True), 2),
+    cut(small("s1_bf16opt_rr", stage=1, bf16_optimizer=True, round_robin=True), 2),
     cut(small("s3_subgroup", stage=3, sub_group_size=50), 2),
     cut(small("s2_frozengroup", frozen_in_group=True), 2),
     cut(small("s1_empty", stage=1, empty=True), 2),
@@ -75,6 +76,7 @@ MORE = [
     cut(S2_FP32, 3, parameter_alignment=True, round_robin=True),
     # other forms, odd parameters
     cut(small("s1_bf16opt", stage=1, bf16_optimizer=True), 6),
+    cut(small("s1_bf16opt_palign", stage=1, bf16_optimizer=True, parameter_alignment=True), 6),
     cut(small("s3_frozengroup", stage=3, frozen_in_group=True), 2),
     cut(small("s2_untied", tied=False), 2),
     cut(small("s2_zerodim", zero_dim=True), 2, stage=1),

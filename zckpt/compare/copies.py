@@ -39,7 +39,7 @@ def drifted(checkpoint: Checkpoint) -> list[str]:
         if one.kind != "buffer"
         and one.slot.numel
         and (one.slot.shape, one.slot.dtype) == (one.original.shape, one.original.dtype)
-        and one.slot.name == (MASTER if one.kind == "parameter" and one.of in masters else WEIGHT)
+        and one.slot.name == (MASTER if one.kind != "tied" and one.of in masters else WEIGHT)
     ]
     looked_at = min(len(copies), MOST_TOGETHER // 2)
     chosen = [copies[number * len(copies) // looked_at] for number in range(looked_at)]

@@ -31,7 +31,7 @@ MOST_SPANS = 1 << 17
 """That are looked for samples among, those of the largest tensors first: every file has some of these."""
 
 FEWEST_WORDS = 4
-"""Different words of four bytes in what two files have alike below which it may be chance."""
+"""Different words of four bytes, or elements, in what two files have alike below which it may be chance."""
 
 STEPPED = 3
 """Steps after which what was moved by different gradients is no longer equal: the rate of the first may be zero."""
@@ -39,8 +39,8 @@ STEPPED = 3
 EXPERT = "expert"
 """Role of files that hold nothing but experts, one of which may have been made of another."""
 
-Samples = dict[object, tuple[str, str, bytes]]
-"""By a place: the slot, the parameter, and the data that begin there."""
+Samples = dict[object, tuple[str, str, bytes, int]]
+"""By a place: the slot, the parameter, the data that begin there, and the bytes of an element of these."""
 
 Held = tuple[Samples, Samples]
 """What is sampled of a file, by where it lies in it and by what it is of."""
@@ -98,7 +98,7 @@ def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     places: dict[object, list[tuple[bytes, str]]] = {}
     for path, of_file in held.items():
         for samples in of_file:
-            for place, (_, _, data) in samples.items():
+            for place, (_, _, data, _) in samples.items():
                 places.setdefault(place, []).append((data, path))
     candidates: dict[tuple[str, str], None] = {}  # that have the same in one place or of one tensor
     for found in places.values():
@@ -120,7 +120,7 @@ def _states(checkpoint: Checkpoint, held: Mapping[str, Held]) -> dict[str, dict[
         return {}
     found: dict[str, dict[str, bytes]] = {}
     for _, by_tensor in held.values():
-        for key, name, data in by_tensor.values():
+        for key, name, data, _ in by_tensor.values():
             if key not in (WEIGHT, MASTER) and _varies(data):
                 found.setdefault(name, {})[key] = data
     return found
@@ -152,7 +152,7 @@ def _sampled(checkpoint: Checkpoint) -> dict[str, Held]:
         for span, nbytes, key, name in every:
             data = bytearray(nbytes)
             sources.read(span.path, span.offset, memoryview(data))
-            sample, (by_offset, by_tensor) = (key, name, bytes(data)), held[span.path]
+            sample, (by_offset, by_tensor) = (key, name, bytes(data), itemsize(span.dtype)), held[span.path]
             by_offset.setdefault((span.offset, key), sample)
             by_tensor.setdefault((name, key), sample)
     return held
@@ -162,11 +162,11 @@ def _are_same(mine: Samples, its: Samples, states: Mapping[str, Mapping[str, byt
     """Tell whether two files have the same in every place that both are sampled at, and in enough to tell."""
     words, weights, is_state = 0, set[str](), False
     for place in mine.keys() & its.keys():
-        (key, name, data), (_, other, found) = mine[place], its[place]
+        (key, name, data, size), (_, other, found, _) = mine[place], its[place]
         nbytes = min(len(data), len(found))
         if data[:nbytes] != found[:nbytes]:
             return False
-        further = max(_words(data[:nbytes]) - 1, 0)
+        further = max(min(_words(data[:nbytes]), _words(data[:nbytes], size)) - 1, 0)
         a, b = states.get(name, {}), states.get(other, {})
         stepped_apart = key == MASTER and any(a[one] != b[one] for one in a.keys() & b.keys())
         if key not in (WEIGHT, MASTER) or (name != other and stepped_apart):
@@ -177,9 +177,9 @@ def _are_same(mine: Samples, its: Samples, states: Mapping[str, Mapping[str, byt
     return words >= FEWEST_WORDS and (is_state or len(weights) > 1)
 
 
-def _words(data: bytes) -> int:
-    """Return how many different words of four bytes there are in data."""
-    return len({data[at : at + 4] for at in range(0, len(data) - 3, 4)})
+def _words(data: bytes, nbytes: int = 4) -> int:
+    """Return how many different words of so many bytes there are in data."""
+    return len({data[at : at + nbytes] for at in range(0, len(data) - nbytes + 1, nbytes)})
 
 
 def _varies(data: bytes) -> bool:

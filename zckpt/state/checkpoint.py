@@ -193,8 +193,9 @@ class Duplicate:
 
     Parameters
     ----------
-    kind : {"tied", "parameter", "buffer"}
-        Another name of a tied parameter; a parameter that several ranks have whole; a buffer that every rank keeps.
+    kind : {"tied", "parameter", "layer", "buffer"}
+        Another name of a tied parameter; a parameter that several ranks have whole; one of a tied layer, which each
+        stage of a pipeline steps by itself; a buffer that every rank keeps.
     name : str
         Of the parameter or buffer; of a tied one, the name whose copy it is.
     of : str

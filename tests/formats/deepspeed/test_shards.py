@@ -24,7 +24,7 @@ from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_
 from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated
-from zckpt import LayoutError, ShardError, SourceError, WeightMismatchError, ZckptError
+from zckpt import LayoutError, ShardError, SourceError, UnsupportedError, WeightMismatchError, ZckptError
 from zckpt.torchfile import plain
 
 
@@ -336,6 +336,29 @@ def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name, tmp_path):
 
     edit(optimizer_file(tag, 1), shift)
     refused(LayoutError, tag, chosen[0], "rank 1", str(optimizer_file(tag, 1)))
+
+
+@pytest.mark.parametrize("name", ["moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"])
+def test_experts_of_which_old_versions_list_only_the_first_are_told_apart_from_damage(name, tmp_path):
+    tag = copy(name, tmp_path)
+
+    def as_before(content):  # took a rank's partition for as many times smaller as experts are spread over ranks
+        state = content["optimizer_state_dict"]
+        state.pop("param_alignment_paddings", None)
+        for mapping, master in zip(
+            state["param_slice_mappings"], state["single_partition_of_fp32_groups"], strict=True
+        ):
+            if any("deepspeed_experts" in parameter for parameter in mapping):
+                kept = [(own, at) for own, at in mapping.items() if at.start < master.numel() // 2]
+                mapping.clear()
+                mapping.update(
+                    (own, address(min(at.numel, master.numel() // 2 - at.start), at.start)) for own, at in kept
+                )
+
+    edit(model_file(tag), lambda content: content.pop("param_shapes"))
+    for file in sorted(tag.glob("*zero_pp_rank_*")):
+        edit(file, as_before)
+    refused(UnsupportedError, tag, "DeepSpeed up to 0.14.0", "load it with DeepSpeed 0.14.5 or newer")
 
 
 def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes(tmp_path):

@@ -178,6 +178,14 @@ def copies_of_tensor_parallel_ranks_differ(run: Path) -> None:
     fix_checksums(span.path)
 
 
+@mutation("ZC-209", "pp2_s1_fp32_dp2", ranks=(1,), parameters=("tied_modules.embed.weight",), shallow=False)
+def copies_of_stages_differ(run: Path) -> None:
+    one = next(d for d in zckpt.open(run).duplicates if d.slot.name == "exp_avg")
+    span, offset = place_in(one.slot, 0)
+    patch(span.path, offset, element(3.0, span.dtype))
+    fix_checksums(span.path)
+
+
 @mutation("ZC-204", parameters=("emb.weight", "head.weight"), shallow=False, found="element 3")
 def copy_of_a_tied_parameter_differs(run: Path) -> Path:
     target = converted(run, to="consolidated")

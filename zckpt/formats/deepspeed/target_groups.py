@@ -85,13 +85,13 @@ def target_groups(
                 for rank, own in enumerate(experts)
             ]
         placement = Placement(target.world_size * lanes, data_first)
-        if target.round_robin and target.stage:
+        if target.round_robin and target.stage and not target.bf16_optimizer:  # which reorders and pads nothing
             order = round_robin_order(len(experts[0]), placement.ranks // len(experts))
             experts = [[own[i] for i in order] for own in experts]
         if target.transposed:
             experts = [[transposed(p) for p in own] for own in experts]
         pads = [0] * len(experts[0])
-        if target.alignment and experts[0]:
+        if target.alignment and experts[0] and not target.bf16_optimizer:
             multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
             pads = alignment_padding([p.numel for p in experts[0]], multiple)
         lane = state.mp_rank % target.tp if lanes > 1 else 0

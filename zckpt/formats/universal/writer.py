@@ -92,13 +92,7 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[Target
 
 def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Say what DeepSpeed's own loader will not take of the files, where that depends on the checkpoint."""
-    found, single = [], dict[str, None]()  # keys of which a file would hold one value for several elements
-    groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
-    for parameter in (one for group in groups for one in group):
-        for key, value in parameter_values(checkpoint, parameter).items():
-            numel = value.numel if isinstance(value, Slot) else 1 if isinstance(value, Scalar) else None
-            if key != STEP_STEM and numel not in (None, parameter.numel):
-                single[key] = None
+    found, (single, unread) = [], _not_loaded(checkpoint)
     hindrance = zero3_hindrance(checkpoint, Folders.of(checkpoint))
     if single:
         found.append(
@@ -112,6 +106,12 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
             "DeepSpeed's universal loader at ZeRO-3 lets all sub-groups count up one step that is a tensor: give each "
             "a copy of it after loading (docs/formats.md), or use `zckpt convert --to deepspeed --stage 3`"
         )
+    if unread:
+        found.append(
+            f"DeepSpeed's universal loader does not load {', '.join(unread)}, which are no tensors; "
+            "`zckpt reshard` and `convert --to deepspeed` write what it loads"
+        )
+    groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
     ranks, numels = checkpoint.topology.dp, [sum(one.numel for one in group) for group in groups]
     starved = [i for i, n in enumerate(numels) if (ranks - 1) * flat_partition_numel(n, ranks) >= n > 0]
     if starved:
@@ -140,6 +140,20 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "
                      "switch it off, or parameter_alignment on")  # fmt: skip
     return tuple(found)
+
+
+def _not_loaded(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Return keys of which a file would hold one value for several elements, and those of what is no tensor."""
+    single, plain_values = dict[str, None](), dict[str, None]()
+    for parameter in (checkpoint.parameters[name] for group in checkpoint.param_groups for name in group.parameters):
+        for key, value in parameter_values(checkpoint, parameter).items():
+            if key == STEP_STEM or value is None:
+                continue
+            if not isinstance(value, (Slot, Scalar)):
+                plain_values[key] = None
+            elif (value.numel if isinstance(value, Slot) else 1) != parameter.numel:
+                single[key] = None
+    return list(single), list(plain_values)
 
 
 def _refuse(checkpoint: Checkpoint) -> None:

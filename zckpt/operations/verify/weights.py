@@ -16,6 +16,7 @@ from zckpt.codes import (
     OTHER_RUN,
     PADDING,
     REPLICAS_DIFFER,
+    STAGES_DIFFER,
     TIED_DIFFER,
     WEIGHT_MISMATCH,
 )
@@ -190,7 +191,12 @@ def _message(code: str, slot: str, names: Sequence[str], tallies: Sequence[Tally
 
 
 def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], damaged: Collection[Sum]) -> Iterator[Finding]:
-    codes = {"tied": TIED_DIFFER, "parameter": REPLICAS_DIFFER, "buffer": BUFFERS_DIFFER}
+    codes = {
+        "tied": TIED_DIFFER,
+        "parameter": REPLICAS_DIFFER,
+        "layer": STAGES_DIFFER,
+        "buffer": BUFFERS_DIFFER,
+    }
     for number, unequal in sorted(outcome.duplicates.items()):
         one = duplicates[number]
         if not unequal.count or any(

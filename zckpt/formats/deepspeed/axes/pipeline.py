@@ -288,7 +288,7 @@ def join(stages: Sequence[Rank]) -> Rank:
         joined.buffers.update(stage.buffers)
         for name in [name for name in stage.parameters if name in joined.parameters]:
             held = stage.parameters[name].slots
-            for one in copies_of(name, held, joined.parameters[name].slots, stage.mp_rank):
+            for one in copies_of(name, held, joined.parameters[name].slots, stage.mp_rank, kind="layer"):
                 shared = (
                     not is_of_gpt or not name.startswith(f"{TIED}embed.") or name.endswith(f".{SHARED}")
                 )  # else against itself

@@ -300,7 +300,18 @@ def flat_groups(model: ModelShard, members: Sequence[OptimizerShard], held: Weig
         shapes, known = [], {name: slot.shape for name, slot in held.items()}
         for index in range(len(first.masters)):
             named = [name for member in members for name in member.mapping(index)]
-            numels = mapped_numels(spread.sharing(members, index, named)[0], index)
+            sharing = spread.sharing(members, index, named)[0]
+            numels = mapped_numels(sharing, index)
+            there, mapped = sum(one.masters[index].numel for one in sharing), sum(numels.values())
+            padded = len(sharing) * flat_partition_numel(mapped, len(sharing))
+            if any(map(is_expert, named)) and there > padded and first.alignment_paddings is None:
+                raise UnsupportedError(
+                    f"names only some parameters of the experts in group {index}, as DeepSpeed up to 0.14.0 does",
+                    path=first.path,
+                    expected=f"param_slice_mappings of {there} elements",
+                    found=mapped,
+                    advice="load it with DeepSpeed 0.14.5 or newer, which can, and save it again",
+                )
             for name, numel in numels.items():
                 if name not in known or math.prod(known[name]) != numel:
                     raise LayoutError(
@@ -407,7 +418,9 @@ class FlatLayout(Layout):
                         of_auto.setdefault(name, []).append(slots[name])
                     else:
                         self._claim(Parameter(renamed[name], shape, dtype, slots[name], index))
-                order = optimizer_order(list(shapes), model, members[0].partition_count[index])
+                order = list(shapes)
+                if not members[0].bf16_optimizer:
+                    order = optimizer_order(order, model, members[0].partition_count[index])
                 names |= dict.fromkeys(renamed[name] for name in order)
             for name, parts in of_auto.items():
                 of_experts = of_all(parts)
