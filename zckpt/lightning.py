@@ -123,7 +123,8 @@ class _Sharded(_Removing):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return nothing: the model is saved from where it is. What is there at the end, hooks have put there."""
-        self._stand_in = made = {}
+        made: dict[str, Any] = {}
+        self._stand_in = made
         return made
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
