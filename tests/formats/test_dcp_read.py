@@ -6,6 +6,7 @@ torch, without a process group. What several ranks of the installed torch write 
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import sys
@@ -938,3 +939,13 @@ def test_an_adapters_optimizer_gets_the_names_of_its_file(tmp_path):
     for name, (called, _) in shapes.items():
         assert torch.equal(checkpoint.read(name, "weight"), weights[name])
         assert torch.equal(checkpoint.read(name, "exp_avg"), state[called]["exp_avg"])
+
+
+@pytest.mark.parametrize("counted", [3, None])
+def test_the_trainers_step_is_known_where_its_optimizer_counts_none(counted, tmp_path):
+    """As Lion's, and schedule-free ones'."""
+    optimizer = {"state": {"a.weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["a.weight"]}]}
+    dcp.save({"model": {"a.weight": torch.ones(2)}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": counted}))
+    assert open_checkpoint(tmp_path).step == counted
