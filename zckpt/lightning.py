@@ -40,6 +40,9 @@ __all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStr
 LIGHTNING = "lightning"
 """The key of `extra` that has the rest of Lightning's dict."""
 
+MODEL = "zckpt_model"
+"""The key of that rest which names the keys under which a hook left the model: the callback that averages moves it."""
+
 OWN = ("pytorch-lightning_version", "loops")
 """What Lightning's dict has, whoever wrote it."""
 
@@ -110,6 +113,7 @@ class _Sharded(_Removing):
     """
 
     _saving: Saving | None = None
+    _stand_in: Mapping[str, Any] = {}
 
     restore_checkpoint_after_setup = True
     """Checkpoints are loaded when model and optimizers are there."""
@@ -118,8 +122,10 @@ class _Sharded(_Removing):
     """Lightning does not give optimizers their state."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: the model is saved from where it is."""
-        return {}
+        """Return nothing: the model is saved from where it is. What is there at the end, hooks have put there."""
+        made: dict[str, Any] = {}
+        self._stand_in = made
+        return made
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return nothing: optimizers are saved from where they are."""
@@ -152,7 +158,8 @@ class _Sharded(_Removing):
         place = place_of(strategy.broadcast(filepath))
         if strategy.is_global_zero and not isinstance(place, str):
             remove_leftovers(place.parent, OWNED)
-        rest = without(checkpoint, "state_dict", "optimizer_states")
+        model = [key for key, value in checkpoint.items() if value is self._stand_in and not value]
+        rest = {**without(checkpoint, "optimizer_states", *model), MODEL: model}
         self._saving = save(
             place,
             model=strategy.model,
@@ -195,7 +202,9 @@ class _Sharded(_Removing):
                     f"{restored.path}: written by another program ({restored.format}), so Lightning counts from 0",
                     stacklevel=2,
                 )
-        return {"state_dict": {}, **extra}
+        gathers = isinstance(strategy, _strategies.FSDPStrategy)
+        model = {} if gathers else module.state_dict()
+        return {**dict.fromkeys(extra.get(MODEL, ["state_dict"]), model), **without(extra, MODEL)}
 
     def teardown(self) -> None:
         """Wait for a running save."""

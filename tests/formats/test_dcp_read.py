@@ -6,6 +6,7 @@ torch, without a process group. What several ranks of the installed torch write 
 
 from __future__ import annotations
 
+import json
 import pickle
 import shutil
 import sys
@@ -914,3 +915,37 @@ def test_other_notes_in_json_beside_a_checkpoint_are_none_of_megatrons(tmp_path)
     directory = copied("dcp_fsdp2_dp2", tmp_path)
     (directory / "metadata.json").write_text('{"who": "me"}')
     assert open_checkpoint(directory).format == "dcp"
+
+
+def test_an_adapters_optimizer_gets_the_names_of_its_file(tmp_path):
+    """Accelerate saves of a PEFT model what PEFT gives, without the adapter's name, and the optimizer with it."""
+    q, tokens = "base_model.model.model.layers.0.self_attn.q_proj", "base_model.model.model.embed_tokens.token_adapter"
+    shapes = {
+        f"{q}.lora_A.weight": (f"{q}.lora_A.default.weight", (4, 6)),
+        f"{q}.lora_B.weight": (f"{q}.lora_B.default.weight", (6, 4)),
+        f"{q}.lora_magnitude_vector": (f"{q}.lora_magnitude_vector.default.weight", (6,)),
+        f"{tokens}.trainable_tokens_delta": (f"{tokens}.trainable_tokens_delta.default", (3, 6)),
+        "base_model.model.lm_head.weight": ("base_model.model.lm_head.modules_to_save.default.weight", (9, 6)),
+    }
+    weights = {name: torch.randn(shape) for name, (_, shape) in shapes.items()}
+    state = {called: {"step": torch.tensor(3.0), "exp_avg": torch.randn(shape)} for called, shape in shapes.values()}
+    optimizer = {"state": state, "param_groups": [{"params": list(state), "lr": 0.1}]}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    checkpoint = opened(open_checkpoint(tmp_path))
+    assert not checkpoint.warnings
+    assert not checkpoint.unnamed
+    assert [group.parameters for group in checkpoint.param_groups] == [list(shapes)]
+    for name, (called, _) in shapes.items():
+        assert torch.equal(checkpoint.read(name, "weight"), weights[name])
+        assert torch.equal(checkpoint.read(name, "exp_avg"), state[called]["exp_avg"])
+
+
+@pytest.mark.parametrize("counted", [3, None])
+def test_the_trainers_step_is_known_where_its_optimizer_counts_none(counted, tmp_path):
+    """As Lion's, and schedule-free ones'."""
+    optimizer = {"state": {"a.weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["a.weight"]}]}
+    dcp.save({"model": {"a.weight": torch.ones(2)}}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": counted}))
+    assert open_checkpoint(tmp_path).step == counted

@@ -484,3 +484,16 @@ def test_a_group_without_parameters_is_refused(tmp_path):
     saved.param_groups.append(replace(saved.param_groups[0], parameters=[]))
     with refusing(UnsupportedError, "without parameters"):
         writer.lay_out(saved, keys="flat")
+
+
+def test_values_of_one_dict_that_lie_in_several_files_are_written(tmp_path):
+    """As torchtitan's `train_state`, whose values the ranks share among them."""
+    train_state = {"step": torch.tensor(3), "seen": torch.tensor([7]), "state": b"any"}
+    state = {"model": {"w": torch.ones(2)}, "train_state": train_state}
+    spread = dcp.FileSystemWriter(tmp_path / "source", single_file_per_rank=False)
+    dcp.save(state, storage_writer=spread, no_dist=True)
+    assert len(list((tmp_path / "source").glob("*.distcp"))) > 1
+    zckpt.convert(tmp_path / "source", tmp_path / "target", to="dcp")
+    loaded = {"train_state": {"step": torch.tensor(0), "seen": torch.tensor([0]), "state": b""}}
+    dcp.load(loaded, checkpoint_id=tmp_path / "target", no_dist=True)
+    assert loaded == {"train_state": train_state}

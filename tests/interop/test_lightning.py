@@ -231,3 +231,48 @@ def test_lightning_takes_what_other_programs_saved_and_says_what_it_cannot_keep(
     for options, kept in run(several, 2, tmp_path, fresh=True):
         assert "CheckpointIO" in options
         assert "scale" in kept
+
+
+def average(rank, world_size, directory: Path, averages: bool, stock: bool) -> list[Slots]:
+    """Train an epoch, with an average of the weights or not, and save; or resume with one; return both models."""
+    from lightning.pytorch import strategies
+    from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+
+    from zckpt import lightning
+
+    held: list[Slots] = []
+    resume = directory if directory.exists() else None
+    averaging = EMAWeightAveraging(decay=0.5)
+
+    class Looks(Callback):
+        def look(self, module: nn.Module) -> None:
+            models = (module, averaging._average_model.module if averages and averaging._average_model else module)
+            held[:] = [{name: value.clone() for name, value in one.state_dict().items()} for one in models]
+
+        def on_train_start(self, trainer, pl_module):
+            if resume:
+                self.look(pl_module)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            if not resume:
+                self.look(pl_module)
+                trainer.save_checkpoint(directory)
+
+    source: Any = strategies if stock else lightning
+    trainer = lightning_of(
+        rank, world_size, source.SingleDeviceStrategy(device="cpu"), max_epochs=2 if resume else 1,
+        callbacks=[Looks(), averaging] if averages else [Looks()], enable_checkpointing=False,
+    )  # fmt: skip
+    module = module_of(2 if resume else 1, "ddp")
+    trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH), ckpt_path=resume and str(resume))
+    return held
+
+
+@pytest.mark.parametrize(("averages", "stock"), [(True, False), (True, True), (False, False)])
+def test_the_average_of_weights_that_lightning_keeps_comes_back(averages, stock, tmp_path):
+    [saved] = run(average, 1, tmp_path / "x.ckpt", averages, stock, fresh=True)
+    assert averages != all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
+    [resumed] = run(average, 1, tmp_path / "x.ckpt", True, False, fresh=True)
+    for before, after in zip(saved, resumed, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[key]) for key, value in before.items())

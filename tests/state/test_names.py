@@ -99,6 +99,19 @@ def test_names_that_meet_meet_once_and_make_no_two_one(ours, theirs, around):
         (["a", "b"], ["module.a", "b"], {"b": "b"}),  # no wrapper is around a part of the names
         (["a", "b", "c"], ["module.a", "module.b", "a"], {"a": "a"}),  # two of theirs would be `a`
         (["x"], ["y"], {}),
+        (["q.lora_A.weight", "q.w"], ["q.lora_A.default.weight"], {"q.lora_A.default.weight": "q.lora_A.weight"}),
+        (["q.lora_A.my.weight", "q.lora_B.my.bias"], ["q.lora_A.weight"], {"q.lora_A.weight": "q.lora_A.my.weight"}),
+        (["e.lora_embedding_A"], ["e.lora_embedding_A.default"], {"e.lora_embedding_A.default": "e.lora_embedding_A"}),
+        (["q.lora_magnitude_vector"], ["q.lora_magnitude_vector.default.weight"],
+         {"q.lora_magnitude_vector.default.weight": "q.lora_magnitude_vector"}),
+        (["e.token_adapter.trainable_tokens_delta"], ["e.token_adapter.trainable_tokens_delta.default"],
+         {"e.token_adapter.trainable_tokens_delta.default": "e.token_adapter.trainable_tokens_delta"}),
+        (["h.weight"], ["h.modules_to_save.default.weight", "h.original_module.weight"],
+         {"h.modules_to_save.default.weight": "h.weight"}),
+        (["q.lora_A.weight"], ["q.lora_A.one.weight", "q.lora_A.other.weight"], {}),  # which is not known
+        (["q.lora_A.one.weight", "q.lora_A.other.weight"], ["q.lora_A.weight"], {}),
+        (["q.lora_A.one.weight"], ["q.lora_A.one.weight", "q.lora_A.weight"],
+         {"q.lora_A.one.weight": "q.lora_A.one.weight"}),
     ],
 )  # fmt: skip
 def test_the_live_model_decides_what_a_prefix_is(ours, theirs, expected):

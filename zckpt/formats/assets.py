@@ -14,7 +14,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint
-from zckpt.state.names import PEFT
+from zckpt.state.names import ADDED, PEFT, without_adapter
 from zckpt.storage.files import entries_of, read_head
 
 CONFIG_NAME = "config.json"
@@ -64,6 +64,8 @@ def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, 
 def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
     """Tell whether a model is what PEFT's files have of an adapter, not one that an adapter was added to.
 
+    Where no `adapter_config.json` says it, as in what the Trainer saves under FSDP, names do.
+
     Parameters
     ----------
     names : iterable of str
@@ -71,9 +73,12 @@ def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
     assets : collection of str
         Names of the files that go with it.
     """
-    every = list(names)
-    live = any(_LIVE & set(name.split(".")) for name in every)
-    return ADAPTER_CONFIG in assets and bool(every) and not live and all(name.startswith(PEFT) for name in every)
+    every = {name: name.split(".") for name in names}
+    live = any(_LIVE & {*parts} for parts in every.values())
+    if not every or live or not all(name.startswith(PEFT) for name in every):
+        return False
+    own = [name for name, parts in every.items() if any(part.startswith(ADDED) for part in parts)]
+    return ADAPTER_CONFIG in assets or (bool(own) and all(without_adapter(name) == name for name in own))
 
 
 def stem_of(assets: Mapping[str, Path]) -> str:

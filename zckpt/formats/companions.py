@@ -152,6 +152,9 @@ def _carry_json(checkpoint: Checkpoint, path: Path) -> None:
     if found is not None and path.stem not in checkpoint.metadata:
         checkpoint.metadata[path.stem] = found
         checkpoint.claims[str(path)] = Claim(CARRIED_AS_IS, path.stem)
+        step = found.get("global_step")
+        if checkpoint.step is None and type(step) is int:  # an optimizer need not count: Lion, schedule-free ones
+            checkpoint.step = step
 
 
 def trainer_account(directory: Path) -> tuple[dict[str, object], str | None]:

@@ -246,7 +246,7 @@ def assets_of(checkpoint: Checkpoint, path: Path, chosen: Chosen, how: How) -> d
     names = [
         one.name for one in checkpoint.tensors()
     ]  # a map's model has another configuration, and an adapter's says it
-    return {ADAPTER_CONFIG: found[ADAPTER_CONFIG]} if is_adapter(names, found) else {}
+    return {key: one for key, one in found.items() if key == ADAPTER_CONFIG and is_adapter(names, found)}
 
 
 def lay_out(

@@ -56,6 +56,26 @@ def without_wrappers(name: str) -> str:
     return name
 
 
+ADDED = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "vera_", "boft_", "trainable_tokens_")
+"""How what PEFT adds to a module is called; in memory the adapter's name is behind it."""
+
+
+def without_adapter(name: str) -> str:
+    """Return PEFT's name for a parameter as its files have it: without that of the adapter."""
+    parts = name.split(".")
+    found: list[str] = []
+    skip = False
+    for at, part in enumerate(parts):
+        if skip:
+            skip = False
+        elif part == "modules_to_save":
+            skip = True
+        else:
+            found.append(part)
+            skip = part.startswith(ADDED) and at + 1 < len(parts) and parts[at + 1] not in ("weight", "bias")
+    return ".".join(found).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
 def bare_names(names: Iterable[str], *, front: bool = True) -> dict[str, str]:
     """Return the name that each tensor of one model has in the bare model, by the name it has here.
 
@@ -99,7 +119,7 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
     Names are the same without the attributes of wrappers, and with the same `module.` before all that are: as many of
     them are taken off one side as make most names meet, and fewer where as many meet. Their tensors that have not as
     many are then none of ours; and where one of those already has the name of ours that another would get, none is
-    taken off.
+    taken off. A parameter of an adapter has PEFT's name for it in memory on one side, and on the other that in a file.
 
     Parameters
     ----------
@@ -117,7 +137,19 @@ def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
         both = set(found.values()) & (set(its.values()) - found.keys())
         if len(found) > len(best) and not both:
             best = found
-    return best
+    ours_left, its_left = (
+        {short: name for short, name in names.items() if name not in met}
+        for names, met in ((mine, {*best.values()}), (its, best))
+    )
+    best |= _meeting(_of_adapter(ours_left), its_left)
+    return best | _meeting(ours_left, _of_adapter(its_left))
+
+
+def _of_adapter(names: Mapping[str, str]) -> dict[str, str]:
+    """Return names that say an adapter by those without; none where several adapters have one."""
+    found = {name: without_adapter(short) for short, name in names.items()}
+    uses = Counter(found.values())
+    return {short: name for name, short in found.items() if short not in names and uses[short] == 1}
 
 
 def _by_short(names: Iterable[str]) -> dict[str, str]:

@@ -19,8 +19,9 @@ import zckpt
 from tests.cli.console import inspected, refused
 from tests.pairwise import each
 from tests.refusals import refusing
-from zckpt.errors import UnknownFormatError
+from zckpt.errors import UnknownFormatError, UnsupportedError
 from zckpt.formats.account import take_inventory
+from zckpt.formats.assets import is_adapter
 
 ADAPTERS = Path(__file__).parent / "adapters"
 KINDS = ["lora", "modules", "embedding"]
@@ -133,6 +134,38 @@ def test_the_trainers_adapter_comes_back_as_it_was(kind, through, tmp_path):
         assert all(torch.equal(ours["state"][number][key], value) for key, value in state.items())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_without_its_configuration_is_not_written_as_a_model(kind, tmp_path):
+    """The Trainer under FSDP saves no adapter_config.json, and loads a model of such names without a word: nothing."""
+    trained = adapter(kind, tmp_path / "run", config=True)
+    weights = load_file(trained / "adapter_model.safetensors")
+    source = tmp_path / "dcp"  # which has no configuration
+    zckpt.convert(trained, source, to="dcp")
+    written = zckpt.convert(source, tmp_path / "trainer", to="transformers-trainer", train_batch_size=2)
+    assert any("no adapter_config.json" in note for note in written.notes)
+    zckpt.consolidate(source, tmp_path / "model")
+    for folder in ("trainer", "model"):
+        assert load_file(tmp_path / folder / "adapter_model.safetensors").keys() == weights.keys()
+        assert not (tmp_path / folder / "model.safetensors").exists()
+    with refusing(UnsupportedError, "is an adapter, but Accelerate loads the whole model"):
+        zckpt.convert(source, tmp_path / "accelerate", to="accelerate")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["q.lora_A.weight", "q.lora_B.weight", "norm.weight"], True),
+        (["q.base_layer.lora_A.weight", "q.lora_A.weight"], True),  # two parameters of one module
+        (["q.lora_A.mine.weight", "q.lora_B.mine.weight"], False),
+        (["e.lora_embedding_A", "e.base_layer.weight"], True),  # which PEFT saves of an embedding
+        (["q.weight", "norm.weight"], False),
+        ([], False),
+    ],
+)
+def test_names_tell_what_peft_has_in_files(names, told):
+    assert is_adapter([f"base_model.model.{name}" for name in names], {}) == told
+
+
 def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path):
     adapter("lora", tmp_path / "two" / "one", config=False)
     adapter("lora", tmp_path / "two" / "other", config=False)
@@ -141,8 +174,9 @@ def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_pat
     pipeline = tmp_path / "pipeline"
     for name in ("unet", "vae"):
         (pipeline / name).mkdir(parents=True)
-        weights = ADAPTERS / "lora" / "adapter_model.safetensors"
-        shutil.copy(weights, pipeline / name / "diffusion_pytorch_model.safetensors")
+        weights = load_file(ADAPTERS / "lora" / "adapter_model.safetensors")
+        plain = {key.removeprefix("base_model.model."): value for key, value in weights.items()}
+        save_file(plain, pipeline / name / "diffusion_pytorch_model.safetensors")
     (pipeline / "model_index.json").write_text("{}")
     known = zckpt.open(pipeline / "unet").parameters
     assert list(zckpt.open(pipeline).parameters) == [f"{part}.{name}" for part in ("unet", "vae") for name in known]

@@ -191,10 +191,11 @@ def _leaf(key: str, node: object, file: FromFile | None) -> object:
 
 def _is_readable(value: object) -> bool:
     """Tell whether torch by itself can read a value, and whether it is a tree of reasonable size."""
-    waiting: list[tuple[int, object]] = [(0, node_of(value))]
+    waiting: list[tuple[int, object]] = [(0, value)]
     budget = MAXIMUM_NODES
     while waiting:
         depth, node = waiting.pop()
+        node = node_of(node)  # each may be of another file
         budget -= 1
         if budget < 0 or depth > MAXIMUM_DEPTH - 2:
             return False

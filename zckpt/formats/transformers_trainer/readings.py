@@ -85,7 +85,7 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
     said = Evidence(optimizer.numbers, candidates, optimizer.shapes({*candidates.values()}))
     given = names if names is not None else optimizer.recorded_names
     if names is not None or len(given) == len(numbers):
-        order = said.known([name if name in weights.shapes else _without_adapter(name) for name in given])
+        order = said.known(given)
         found = said.recorded(order)
         if not found and {*order} >= {*candidates}:
             found = names_in_order(said, [name for name in dict.fromkeys(order) if name in candidates], weights)
@@ -102,22 +102,6 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
     if weights.is_ordered:
         return names_in_order(said, [*candidates], weights)
     return {} if weights.is_converted else _in_any_order(said, weights)
-
-
-def _without_adapter(name: str) -> str:
-    """Return PEFT's name for a parameter as its files have it: without that of the adapter."""
-    parts = name.split(".")
-    found: list[str] = []
-    skip = False
-    for at, part in enumerate(parts):
-        if skip:
-            skip = False
-        elif part == "modules_to_save":
-            skip = True
-        else:
-            found.append(part)
-            skip = part.startswith("lora_") and at + 1 < len(parts) and parts[at + 1] not in ("weight", "bias")
-    return ".".join(found).replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
 def names_in_order(said: Evidence[int], order: Sequence[str], weights: Weights) -> dict[int, str]:

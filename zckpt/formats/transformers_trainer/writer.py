@@ -20,7 +20,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
 from zckpt.evidence.modules import Search, TooManyOrdersError
-from zckpt.formats.assets import CONFIG_NAME, copies_of, find_assets, is_adapter
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES, trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -86,7 +86,12 @@ def lay_out(job: Job) -> TargetFiles:
     rest["metadata"] = without(checkpoint.metadata, *carried)
     files.append(torch_writer.lay_out(OWN_NAME, rest))
     files += copies_of(assets)
-    if not assets:
+    if ADAPTER_CONFIG not in assets and is_adapter([one.name for one in checkpoint.tensors()], assets):
+        notes.append(
+            f"the source has no {ADAPTER_CONFIG}, without which the Trainer cannot load an adapter: add the file, "
+            "which save_pretrained of the model with the adapter writes"
+        )
+    elif not assets:
         notes.append("the source has no config.json: give the Trainer the model, or add the file")
     return TargetFiles(files, notes=notes, copied=frozenset(assets))
 
