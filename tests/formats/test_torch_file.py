@@ -353,12 +353,15 @@ def test_a_moment_of_adafactor_does_not_make_factors_missing(tmp_path):
 
 @pytest.mark.parametrize("form", ["file", "trainer", "dcp"])
 def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
-    """Shampoo's kind keeps square matrices; the moments tell which parameter is which, and which it is not."""
+    """Shampoo's kind keeps square matrices, others the same few values of each parameter, as many as one of these has;
+    the moments tell which parameter is which, and which it is not.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
     state = {}
     for number, one in enumerate(model.parameters()):
         squares = {f"square{side}": torch.rand(n, n) for side, n in enumerate(one.shape)} if one.dim() == 2 else {}
-        state[number] = {"step": torch.tensor(3.0), "moment": torch.rand_like(one), **squares}
+        beside = {"few": torch.rand(6), **squares}
+        state[number] = {"step": torch.tensor(3.0), "moment": torch.rand_like(one), **beside}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}
     path = tmp_path / "c.pt"
     if form == "trainer":
