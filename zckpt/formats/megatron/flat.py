@@ -42,7 +42,7 @@ from zckpt.formats.megatron.buckets import (
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of
-from zckpt.formats.megatron.optimizer import SCALER, loss_scale_of
+from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
@@ -164,7 +164,7 @@ def _explain(checkpoint: Checkpoint, objects: Objects) -> None:
     """Say what the objects beside buffers are, in the files that hold them."""
     files = {file.path: file for file in checkpoint.files}
     for kind, about in (
-        (GROUPS, "hyperparameters"), (SCALER, SCALER), (STATE, ""), (SIZES, "sizes of buckets"),
+        (GROUPS, HYPERPARAMETERS), (SCALER, SCALER), (STATE, ""), (SIZES, "sizes of buckets"),
         (UNPADDED_SIZES, "sizes of buckets"),
     ):  # fmt: skip
         for at, (place, one) in enumerate(objects.of(kind)):
