@@ -662,6 +662,16 @@ def test_parameters_that_a_program_kept_out_of_fsdp_have_names_beside_a_buffer(w
     assert found.grouped == zckpt.open(FIXTURES / LLAMA).grouped
 
 
+@pytest.mark.parametrize("sizes", [(3, 0), (2, 1)])
+def test_pieces_that_no_file_places_are_refused(sizes, written, tmp_path):
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    for rank, size in enumerate(sizes):
+        path = folder / f"model_world_size_2_rank_{rank}.pt"
+        torch.save({**torch.load(path, weights_only=False), "w": torch.ones(size)}, path)
+    with refusing(UnsupportedError, "w is in one-dimensional pieces.*save it as SHARDED_STATE_DICT"):
+        zckpt.open(folder)
+
+
 def test_what_cannot_be_written_is_said(tmp_path):
     target = tmp_path / "out"
     for options, said in (
