@@ -282,7 +282,6 @@ def test_groups_that_the_rule_does_not_tell_apart_are_kept_without_parameters(tm
     assert [one["lr_mult"] for one in opened.optimizer_metadata["param_groups"] if "lr_mult" in one] == [0.1]
     assert all(one.group is None for one in opened.parameters.values())
     assert take_inventory(opened).left_out == []
-    zckpt.consolidate(source, tmp_path / "m.safetensors", slots="all")
 
 
 def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path):
