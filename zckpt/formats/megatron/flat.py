@@ -128,7 +128,7 @@ def with_flat(
     except SourceError as error:
         checkpoint.warnings.append(
             f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which "
-            f"could not be read: {error.message}"
+            f"could not be read: {error.message} (save it as fully_reshardable with the program that wrote it)"
         )
         return common
     for name, its in reading.slots.items():
@@ -325,7 +325,9 @@ class _Chain:
                 lead = self._group(stage, 0, 0)
                 taken, chunk, layouts = self._filling([lead[n] for n in queue], done, first=at_front)
                 if not layouts:
-                    raise UnsupportedError(f"no number of layers fills the buckets of stage {stage}")
+                    raise UnsupportedError(
+                        f"no number of layers, all of them trained, fills the buckets of stage {stage}"
+                    )
                 done, at_front = done + taken, False
                 for layout in layouts:
                     self._take(found, chunk, layout, stage, queue.pop(0))
