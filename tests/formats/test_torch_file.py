@@ -383,6 +383,26 @@ def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
         zckpt.open(path, names=[names[2], names[1], names[0], names[3]])
 
 
+def test_an_optimizer_for_each_parameter_is_of_the_one_that_it_is_called_by(tmp_path):
+    """As torchtune and others save those that step in the backward pass; shapes alone tell nothing here."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    state = {}
+    for number, (name, one) in enumerate(model.named_parameters()):
+        optimizer = torch.optim.AdamW([one])
+        one.grad = torch.full_like(one, number + 1)
+        optimizer.step()
+        state[name] = optimizer.state_dict()
+    content = {"model": model.state_dict(), "optimizer": dict(reversed(state.items()))}
+    path = saved(tmp_path / "c.pt", content)
+    checkpoint = zckpt.open(path)
+    assert (checkpoint.unnamed, checkpoint.warnings) == ({}, [])
+    for name, its in state.items():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(checkpoint.read(name, slot), its["state"][0][slot])
+    zckpt.convert(path, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.diff(path, tmp_path / "dcp").equal
+
+
 def test_state_of_torchs_adafactor_has_names(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4), torch.nn.Conv1d(4, 6, 2))
     optimizer = torch.optim.Adafactor(model.parameters())
