@@ -122,8 +122,9 @@ def _archive_sums(file: SourceFile) -> Iterator[Sum]:
     for records in [file.records] if file.records else _records(file):
         filled = list(records.filled()) if isinstance(records, AlikeRecords) else records
         if any(crc for *_, crc in filled):
-            for name, offset, nbytes, crc in (one for one in filled if one.crc32 or not one.nbytes):
-                yield Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
+            for name, offset, nbytes, crc in filled:
+                if crc or not nbytes:
+                    yield Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
 
 
 def _records(file: SourceFile) -> Iterator[Sequence[Record]]:

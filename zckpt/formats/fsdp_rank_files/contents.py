@@ -207,8 +207,8 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             if has_checksums(file.records):
                 model.records[rank] = file.records
             if reader is None:
-                if (its := model.rest.get(model.files.tree[rank])) is not None:
-                    model.rest[rank] = file, its[1]
+                if (like := model.rest.get(model.files.tree[rank])) is not None:
+                    model.rest[rank] = file, like[1]
                 continue
             root = value_at(file.root, place)
             if not isinstance(root, dict) or not root:
