@@ -204,6 +204,23 @@ def test_a_file_that_torch_wrote_without_checksums_is_sound(tmp_path):
     assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors").checksummed == 0
 
 
+def test_data_that_were_written_where_torch_left_room_are_sound(tmp_path):
+    """It states no checksum of them, and those of everything else."""
+    tensors = {"a": torch.rand(100), "b": torch.rand(7)}
+    with torch.serialization.skip_data():
+        torch.save(tensors, tmp_path / "x.pt")
+    opened = zckpt.open(tmp_path / "x.pt")
+    with (tmp_path / "x.pt").open("r+b") as file:
+        for name, one in tensors.items():
+            file.seek(opened.parameters[name].slots["weight"].spans[0].offset)
+            file.write(one.numpy().tobytes())
+    assert verify(tmp_path / "x.pt", deep=True).findings == []
+    zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors")
+    assert all(torch.equal(opened.read(name), one) for name, one in tensors.items())
+    flip(tmp_path / "x.pt", (tmp_path / "x.pt").read_bytes().index(b"little"))
+    assert not verify(tmp_path / "x.pt", deep=True).sound
+
+
 def test_the_command_says_what_was_checked_and_can_salvage(tmp_path):
     source, target = tmp_path / "x.pt", tmp_path / "model.safetensors"
     big(source)

@@ -613,6 +613,65 @@ def test_every_rank_keeps_its_random_state(written, tmp_path):
             assert rank > 1 or found["rng"]["cpu"].tolist() == [rank]
 
 
+def test_what_modules_keep_besides_tensors_is_of_all_ranks_or_of_one(written, tmp_path):
+    """Any value that has a tensor, as `get_extra_state` returns it; torch refuses a model's file without it."""
+    folder = copied(written(LLAMA, world_size=3), tmp_path / "run")
+    same, own = "model.layers.0.mlp._extra_state", "model.layers.1.mlp._extra_state"
+    for rank in range(3):
+        path = folder / f"model_world_size_3_rank_{rank}.pt"
+        tree = torch.load(path, weights_only=False)
+        torch.save({**tree, same: {"scale": torch.ones(3)}, own: {"n": 2, "amax": torch.full((2,), rank // 2)}}, path)
+    assert zckpt.verify(folder, deep=True).findings == []
+    assert zckpt.open(folder).metadata.keys() > {same, own, f"model_world_size_3_rank_2.{own}"}
+    for source, target, size in (("run", "again", 3), ("again", "more", 4), ("run", "zckpt", 0)):
+        how = {"to": "fsdp-rank-files", "world_size": size} if size else {"to": "zckpt"}
+        zckpt.convert(tmp_path / source, tmp_path / target, verify=True, **how)
+        assert zckpt.verify(tmp_path / target, deep=True).findings == []
+        assert f"model_world_size_3_rank_2.{own}" in zckpt.open(tmp_path / target).metadata
+        for rank in range(size):
+            found = torch.load(tmp_path / target / f"model_world_size_{size}_rank_{rank}.pt", weights_only=False)
+            assert found[same]["scale"].tolist() == [1, 1, 1]
+            assert found[own]["amax"].tolist() == [int(rank == 2)] * 2
+
+
+def test_state_that_is_no_dtensor_does_not_hide_the_shape(written, tmp_path):
+    """Beside moments, a few values of each parameter that every rank has whole; more than the smallest parameter."""
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+
+    def with_few(tree):
+        return {**tree, "state": {n: {**one, "few": torch.ones(9, 9, 9)} for n, one in tree["state"].items()}}
+
+    resaved(folder, "optim", with_few)
+    assert_slots_are_those_of(folder, LLAMA)
+    assert_slots_are_those_of(folder, LLAMA, names=zckpt.open(FIXTURES / LLAMA).grouped)
+
+
+def test_parameters_that_a_program_kept_out_of_fsdp_have_names_beside_a_buffer(written, tmp_path):
+    """Under tensor parallelism norms are no DTensors and look as buffers do; of these the optimizer has none."""
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+
+    def left_alone(tree):
+        return {
+            "scale": torch.ones(5),
+            **{name: one if one.dim() > 1 else torch.ones(one.shape, dtype=one.dtype) for name, one in tree.items()},
+        }
+
+    resaved(folder, "model", left_alone)
+    found = zckpt.open(folder)
+    assert (found.unnamed, [*found.buffers]) == ({}, ["scale"])
+    assert found.grouped == zckpt.open(FIXTURES / LLAMA).grouped
+
+
+@pytest.mark.parametrize("sizes", [(3, 0), (2, 1)])
+def test_pieces_that_no_file_places_are_refused(sizes, written, tmp_path):
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    for rank, size in enumerate(sizes):
+        path = folder / f"model_world_size_2_rank_{rank}.pt"
+        torch.save({**torch.load(path, weights_only=False), "w": torch.ones(size)}, path)
+    with refusing(UnsupportedError, "w is in one-dimensional pieces.*save it as SHARDED_STATE_DICT"):
+        zckpt.open(folder)
+
+
 def test_what_cannot_be_written_is_said(tmp_path):
     target = tmp_path / "out"
     for options, said in (

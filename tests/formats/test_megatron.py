@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import zckpt
 from tests.engine.test_plan import each_once, hole_of, run
@@ -125,6 +126,33 @@ def test_steps_of_parameters_that_their_groups_have_are_not_kept_twice(step, *, 
     checkpoint = zckpt.open(tmp_path)
     assert ("param_state" in checkpoint.optimizer_metadata) == kept
     assert take_inventory(checkpoint).left_out == []
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_of_no_known_group_is_kept_or_refused(flat, tmp_path):
+    """Three groups where Megatron's rule makes two: an override for some names, which no file has."""
+    if flat:  # where the groups lie beside buffers
+        source = OTHER / "mcore_bf16_buckets_tp2_dp2" / "ckpt"
+        [folder] = source.glob("iter_*")
+        tensors: dict[str, Any] = {}
+        _load_state_dict(tensors, dcp.FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        for key in (one for one in tensors if ".optimizer/shard_" in one):
+            tensors[key][0]["param_groups"] += [{**tensors[key][0]["param_groups"][0], "lr_mult": 0.5}]
+        write(tmp_path / "run", tensors, **torch.load(folder / "common.pt", weights_only=False))
+    else:
+        tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
+        write(tmp_path / "run", tensors, optimizer=optimizer(GROUP, {**GROUP, "lr_mult": 0.5}, {**GROUP, "wd_mult": 0}))
+    checkpoint = zckpt.open(tmp_path / "run")
+    assert (checkpoint.param_groups, take_inventory(checkpoint).left_out) == ([], [])
+    assert "param_groups" in checkpoint.optimizer_metadata
+    zckpt.convert(tmp_path / "run", tmp_path / "own", to="zckpt", verify=True)
+    assert zckpt.diff(tmp_path / "run", tmp_path / "own").equal
+    zckpt.consolidate(tmp_path / "run", tmp_path / "model.safetensors")
+    for to in ("dcp", "consolidated", "universal", "accelerate", "fsdp-rank-files", "zero-redundancy", "megatron"):
+        with refusing(UnsupportedError, "unknown which parameters each param group has.*`zckpt consolidate` writes"):
+            zckpt.convert(tmp_path / "run", tmp_path / to, to=to)
+    with refusing(UnsupportedError, "unknown which parameters each param group has"):
+        zckpt.consolidate(tmp_path / "run", tmp_path / "all.safetensors", slots="all")
 
 
 def test_difference_of_ranks_is_none(tmp_path):
@@ -254,7 +282,6 @@ def test_groups_that_the_rule_does_not_tell_apart_are_kept_without_parameters(tm
     assert [one["lr_mult"] for one in opened.optimizer_metadata["param_groups"] if "lr_mult" in one] == [0.1]
     assert all(one.group is None for one in opened.parameters.values())
     assert take_inventory(opened).left_out == []
-    zckpt.consolidate(source, tmp_path / "m.safetensors", slots="all")
 
 
 def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path):

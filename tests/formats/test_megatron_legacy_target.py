@@ -136,6 +136,21 @@ def test_grouped_experts_are_what_the_arguments_say(legacy, engine, name, tmp_pa
     assert not zckpt.diff(source, tmp_path / "out").changed
 
 
+def test_buffers_keep_the_type_of_gradients(tmp_path):
+    """Megatron looks for a buffer by the types of weights and of gradients, which are of 16 bits if summed so."""
+    source = tmp_path / "source"
+    zckpt.reshard(OTHER / "mcore_legacy_dist_vp2" / "ckpt", source, world_size=1, **ALONE)
+    bf16 = torch.bfloat16
+    for file in source.glob("iter_*/mp*/distrib_optim.pt"):
+        content = torch.load(file, weights_only=False)
+        torch.save({**content, 0: {(bf16, bf16): content[0][bf16, torch.float32]}}, file)
+    zckpt.reshard(source, tmp_path / "two", world_size=2, tensor_parallel_size=2)
+    files = [*(tmp_path / "two").glob("iter_*/mp*/distrib_optim.pt")]
+    assert len(files) == 2
+    for file in files:
+        assert list(torch.load(file, weights_only=False)[0]) == [(bf16, bf16)]
+
+
 def test_a_distributed_optimizer_stays_one_through_other_formats(tmp_path):
     source = tmp_path / "source"
     zckpt.reshard(OTHER / "mcore_legacy_dist_vp2" / "ckpt", source, world_size=1, **ALONE)

@@ -353,12 +353,15 @@ def test_a_moment_of_adafactor_does_not_make_factors_missing(tmp_path):
 
 @pytest.mark.parametrize("form", ["file", "trainer", "dcp"])
 def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
-    """Shampoo's kind keeps square matrices; the moments tell which parameter is which, and which it is not."""
+    """Shampoo's kind keeps square matrices, others the same few values of each parameter, as many as one of these has;
+    the moments tell which parameter is which, and which it is not.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3))
     state = {}
     for number, one in enumerate(model.parameters()):
         squares = {f"square{side}": torch.rand(n, n) for side, n in enumerate(one.shape)} if one.dim() == 2 else {}
-        state[number] = {"step": torch.tensor(3.0), "moment": torch.rand_like(one), **squares}
+        beside = {"few": torch.rand(6), **squares}
+        state[number] = {"step": torch.tensor(3.0), "moment": torch.rand_like(one), **beside}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}
     path = tmp_path / "c.pt"
     if form == "trainer":
@@ -378,6 +381,26 @@ def test_larger_tensors_beside_a_moment_do_not_hide_the_shape(form, tmp_path):
                 assert torch.equal(checkpoint.read(name, slot), state[number][slot])
     with pytest.raises(UsageError):
         zckpt.open(path, names=[names[2], names[1], names[0], names[3]])
+
+
+def test_an_optimizer_for_each_parameter_is_of_the_one_that_it_is_called_by(tmp_path):
+    """As torchtune and others save those that step in the backward pass; shapes alone tell nothing here."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    state = {}
+    for number, (name, one) in enumerate(model.named_parameters()):
+        optimizer = torch.optim.AdamW([one])
+        one.grad = torch.full_like(one, number + 1)
+        optimizer.step()
+        state[name] = optimizer.state_dict()
+    content = {"model": model.state_dict(), "optimizer": dict(reversed(state.items()))}
+    path = saved(tmp_path / "c.pt", content)
+    checkpoint = zckpt.open(path)
+    assert (checkpoint.unnamed, checkpoint.warnings) == ({}, [])
+    for name, its in state.items():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(checkpoint.read(name, slot), its["state"][0][slot])
+    zckpt.convert(path, tmp_path / "dcp", to="dcp", verify=True)
+    assert zckpt.diff(path, tmp_path / "dcp").equal
 
 
 def test_state_of_torchs_adafactor_has_names(tmp_path):

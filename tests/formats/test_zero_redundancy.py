@@ -284,6 +284,22 @@ def test_state_that_every_rank_has_whole_is_not_taken_for_shares(tmp_path):
             read(tmp_path, names)
 
 
+def test_pieces_of_state_are_not_taken_for_copies(tmp_path):
+    """A whole model and the optimizer's own `state_dict()` on each rank of FSDP1: one file alone is not all of it."""
+    model, optimizer = trained()
+    whole = optimizer.state_dict()
+    for rank in range(2):
+        state = {
+            number: {key: one.flatten().tensor_split(2)[rank] if one.dim() else one for key, one in its.items()}
+            for number, its in whole["state"].items()
+        }
+        torch.save(
+            {"model": model.state_dict(), "optimizer": {**whole, "state": state}}, tmp_path / f"ck_rank{rank}.pt"
+        )
+    with refusing(UnsupportedError, "each rank has pieces of the optimizer's state, as FSDP1's.*FSDP.optim_state_dict"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

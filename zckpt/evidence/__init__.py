@@ -26,6 +26,7 @@ from zckpt.evidence.solver import (
     may_be_trained,
     note_not_used,
     note_numbers,
+    refuse_ungrouped,
     refuse_unnamed,
     shown_shape,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "may_be_trained",
     "note_not_used",
     "note_numbers",
+    "refuse_ungrouped",
     "refuse_unnamed",
     "shown_shape",
     "ways",

@@ -234,6 +234,24 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
         )
 
 
+def refuse_ungrouped(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError unless it is known which param group each parameter with state is in."""
+    grouped = {*checkpoint.grouped}
+    lost = [
+        one.name
+        for one in checkpoint.parameters.values()
+        if one.name not in grouped
+        and (one.optimizer_slots or (MASTER in one.slots and one.slots[MASTER].dtype != one.dtype))
+    ]
+    if lost:
+        raise UnsupportedError(
+            "it is unknown which parameters each param group has",
+            path=checkpoint.source,
+            found=f"{listed(lost, most=3)} in none",
+            advice="`zckpt consolidate` writes the model; convert to zckpt keeps everything",
+        )
+
+
 def keep_number(checkpoint: Checkpoint, label: str, shape: Shape | None, *, is_kept: bool = True) -> Parameter:
     """Return what stands for a parameter that the model has not, or that has no certain name: kept if it has state."""
     one = Parameter(label, shape or (), "float32")

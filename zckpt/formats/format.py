@@ -232,6 +232,9 @@ class Format(Protocol):
     keeps_optimizers: bool = False
     """Whether a target has several optimizers apart, where the source has several."""
 
+    needs_groups: bool = True
+    """Whether a target has state only of parameters whose param group is known."""
+
     own_metadata: frozenset[str] = frozenset()
     """Keys of `Checkpoint.metadata` that its program keeps for itself; `load` returns the others as the user's own."""
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, about
+from zckpt.evidence import refuse_ungrouped
 from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
 from zckpt.formats.consolidated.model import optimizer_slots
 from zckpt.formats.floats import left_with_codes, with_floats
@@ -192,6 +193,8 @@ def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Ch
     own = find_format(checkpoint.format)
     if own is not None and own.family and own.family == written.family:
         checkpoint = as_filed(checkpoint)
+    if written.needs_groups:
+        refuse_ungrouped(checkpoint)
     if written is not own:  # its own format knows when it can go along
         refuse_rank_values(checkpoint, expected=f"--to={checkpoint.format} at {checkpoint.topology.dp} ranks")
     return checkpoint, notes

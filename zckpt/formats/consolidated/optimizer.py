@@ -18,6 +18,7 @@ from typing import Any
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
+from zckpt.evidence import refuse_ungrouped
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
@@ -54,7 +55,11 @@ def is_optimizers(name: str) -> bool:
 
 
 def _owners(checkpoint: Checkpoint) -> dict[str, Parameter]:
-    """Return every parameter that an optimizer owns, by the name or number its group has for it."""
+    """Return every parameter that an optimizer owns, by the name or number its group has for it.
+
+    Raises UnsupportedError: it is unknown which group has one that has state.
+    """
+    refuse_ungrouped(checkpoint)
     owned = {**checkpoint.unnamed, **checkpoint.parameters}
     return {name: owned[name] for name in checkpoint.grouped if name in owned}
 

@@ -141,7 +141,7 @@ def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Seque
     given: dict[tuple[int, int], str] = {}
     if names is not None and numbered:
         groups = [[(at, number) for number in its] for at, one in enumerate(numbered) for its in one.state.numbers]
-        whole = {one.shape for one in checkpoint.parameters.values()}
+        whole = [one.shape for one in checkpoint.parameters.values()]
         every = [one.state.shapes(whole) for one in numbered]
         shapes = {(at, number): every[at][number] for its in groups for at, number in its}
         given = Evidence.of(checkpoint, groups, shapes, factored=True).given(names)

@@ -302,7 +302,10 @@ def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, fil
                        file.unreferenced_nbytes, file.archives, LazyTree(file.tree, file.several))
         )  # fmt: skip
     known = {Path(file.path) for file in files}
-    stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)
+    others = [path for path in folder.glob("*.distcp") if path not in known]
+    empty = {str(path) for path in others if not path.stat().st_size}
+    checkpoint.claims |= dict.fromkeys(empty, Claim(IMPLIED, "of a rank that had nothing to save"))
+    stray = sorted(path.name for path in others if str(path) not in empty)
     if stray:
         said = f"not part of the checkpoint, which does not name them: {listed(stray)}"
         checkpoint.warnings.append(said)

@@ -166,8 +166,8 @@ class RankFiles:
         held = list(across)
         rank, first = held[0]
         if {(one.kind, len(one.shape), one.dtype) for _, one in held} == {(PLAIN, 1, first.dtype)}:
-            sizes = [one.shape[0] for _, one in held]  # where all ranks have nothing, it is an empty parameter
-            if 0 in sizes and len(set(sizes)) > 1:
+            sizes = [one.shape[0] for _, one in held]
+            if len(set(sizes)) > 1:
                 raise UnsupportedError(
                     f"{label} is in one-dimensional pieces, and no file says where they lie, as in a "
                     "LOCAL_STATE_DICT of FSDP1 with use_orig_params",

@@ -36,7 +36,6 @@ from zckpt.formats.torch_files.optimizer import (
 from zckpt.formats.torch_files.tensors import (
     as_mapping,
     by_name,
-    carried,
     describe,
     identity_of,
     read_scalars,
@@ -80,6 +79,8 @@ class Model:
         For each tree, the first rank of it, which record begins at an offset.
     form : tuple of int or None
         Of its DTensors, where it has any.
+    rest : dict of int to (TorchFile, dict of str to object)
+        What modules keep besides tensors, of the ranks that have any.
     """
 
     files: RankFiles
@@ -88,6 +89,7 @@ class Model:
     records: dict[int, Sequence[Record]] = field(default_factory=dict)
     at: dict[int, dict[int, int]] = field(default_factory=dict)
     form: Form | None = None
+    rest: dict[int, tuple[TorchFile, dict[str, object]]] = field(default_factory=dict)
 
     def sum(self, rank: int, tensor: Tensor) -> tuple[int, int] | None:
         """Return size and CRC-32 of the record that a tensor of a rank's file begins with."""
@@ -205,6 +207,8 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             if has_checksums(file.records):
                 model.records[rank] = file.records
             if reader is None:
+                if (like := model.rest.get(model.files.tree[rank])) is not None:
+                    model.rest[rank] = file, like[1]
                 continue
             root = value_at(file.root, place)
             if not isinstance(root, dict) or not root:
@@ -214,13 +218,14 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             nodes = by_name(root, file.path)
             held = {name: reader.held(node) for name, node in nodes.items()}
             tensors = stated(held)
+            rest = without(nodes, *tensors)
+            if rest:
+                model.rest[rank] = file, rest
             if rank == model.files.there[0]:
-                rest = without(nodes, *tensors)
                 strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
                 if strange:
                     raise UnsupportedError("holds something other than tensors", expected="a model's state dict",
                                            found=listed(strange))  # fmt: skip
-                checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
                 # `state_dict` sets the names of modules on its result.
                 state = root.state if isinstance(root, OrderedMapping) else None
                 versions = dict_of(state).get("_metadata")
@@ -477,7 +482,7 @@ def _is_equal(model: Model, rank: int, one: Tensor, other: Tensor) -> bool:
     if not (one.is_contiguous and other.is_contiguous):
         return False
     a, b, path = model.sum(rank, one), model.sum(rank, other), model.files.paths[rank]
-    if a is not None and b is not None and a[0] == b[0] == one.nbytes:
+    if a is not None and b is not None and a[0] == b[0] == one.nbytes and a[1] and b[1]:
         return a == b
     starts = range(0, one.nbytes, READ_NBYTES)
     return all(_read(path, one, at, READ_NBYTES) == _read(path, other, at, READ_NBYTES) for at in starts)

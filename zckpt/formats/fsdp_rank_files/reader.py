@@ -26,7 +26,7 @@ from zckpt.formats.fsdp_rank_files.directory import (
     rank_name,
 )
 from zckpt.formats.fsdp_rank_files.held import is_share, shares, versions_with
-from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULE, give_masters, recorded_names
+from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULE, give_masters, of_rank, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.lost import is_lost
@@ -64,6 +64,7 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     model = read_models(checkpoint, directory.models, directory.places[0])
     own = read_torchfile(directory.own) if directory.own is not None else None
     _describe_mesh(checkpoint, model)
+    _keep_rest(checkpoint, model, directory)
     if directory.optimizers:
         known = names
         if own is not None:
@@ -94,6 +95,26 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
                 carry(checkpoint, path)
         checkpoint.is_numbered = False
     return checkpoint
+
+
+def _keep_rest(checkpoint: Checkpoint, model: Model, directory: Directory) -> None:
+    """Keep what modules have besides tensors: what all ranks have once, what one has otherwise by its rank."""
+    described = {one.path: one for one in checkpoint.files}
+    place = tuple(map(str, directory.places[0]))
+    first = next(iter(model.rest.values()), None)
+    for rank, (file, rest) in model.rest.items():
+        rules: Sequence[Rule] = ()
+        if directory.own is not None:
+            rules = [Rule((*place, key, "**"), COPY, f"as in {OWN_NAME}", tensors=True) for key in rest]
+        elif first is None or file is first[0]:
+            checkpoint.metadata |= {key: carried(file, value) for key, value in rest.items()}
+        else:
+            others, its = keep_others([first, (file, rest)], rest, *place)
+            for name, value in others.items():
+                key = name.removeprefix(f"{Path(file.path).stem}.")
+                checkpoint.metadata[of_rank(checkpoint, rank, key)] = value
+            rules = its[file.path]
+        described[file.path].rules = (*rules, *described[file.path].rules)
 
 
 def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:

@@ -146,12 +146,19 @@ class _Solver:
         return Counter(self.optimizer.files.tree[rank] for rank in self.ranks)
 
     def held(self, key: Key) -> list[tuple[Held, int]]:
-        """Return what so many ranks have of the slot that shows a parameter's shape: the one of most dimensions."""
+        """Return what so many ranks have of the slot that shows a parameter's shape.
+
+        It is one that is cut as weights are, or else the one of most dimensions.
+        """
         slots = self.optimizer.cut(key).values()
         found = [
             [(one, self.counts[tree]) for tree, one in held.by_tree.items() if self.counts[tree]] for held in slots
         ]
-        return max(found, key=lambda held: max((len(one.shape), math.prod(one.shape)) for one, _ in held), default=[])
+        return max(
+            found,
+            key=lambda held: max((one.kind != PLAIN, len(one.shape), math.prod(one.shape)) for one, _ in held),
+            default=[],
+        )
 
     def fits(self, kind: str, key: Key, shape: Shape) -> bool:
         """Tell whether a parameter of some shape, or a flat one of so many elements, may have the state."""
@@ -190,8 +197,10 @@ class _Solver:
         every = {**self.owners, **self.plain}
         said = Evidence.of(self.checkpoint, self.optimizer.keys, {},
                            rules=(lambda key, name: self.fits(kind, key, every[name]),))  # fmt: skip
+        if self.names is not None or len(self.keys) > len(self.owners):
+            said = replace(said, candidates={name: every[name] for name in self.model.held if name in every})
         if self.names is not None:
-            given = replace(said, candidates=every).recorded(self.names)
+            given = said.recorded(self.names)
             return [Reading(kind, _one_each(given.items()))] if given else []
         certain = said.certain()
         alone = Reading(kind, _one_each(certain.items()))
@@ -203,7 +212,7 @@ class _Solver:
                 found = _one_each(zip(self.keys, names, strict=True))
                 contradicted = any(found[number] != (name,) for number, name in certain.items() if ties)
                 return [Reading(kind, found, tuple(ties)), *([alone] if contradicted else [])]
-        fits = all(any(self.fits(kind, key, shape) for shape in self.owners.values()) for key in self.keys)
+        fits = all(any(self.fits(kind, key, shape) for shape in said.candidates.values()) for key in self.keys)
         return [alone] if fits and (kind == WHOLE or len(certain) == len(self.keys)) else []
 
     def in_turn(self) -> tuple[list[str] | None, Ties]:

@@ -38,6 +38,7 @@ from zckpt.formats.fsdp_rank_files.held import versions_with
 from zckpt.formats.fsdp_rank_files.kept import (
     ONE,
     extra_state,
+    of_modules,
     of_single_ranks,
     one_group,
     own_tree,
@@ -166,7 +167,7 @@ class Ranks:
     def trees(self, rank: int) -> dict[str, Any]:
         """Return what each file of a rank holds."""
         tensors = RankTensors(self.target, rank)
-        found: dict[str, Any] = {MODEL: self._model(tensors)}
+        found: dict[str, Any] = {MODEL: self._model(tensors, rank)}
         if self.optimizer is not None:
             cut = tensors.dtensor if self.units is None else tensors.shard
             states = {
@@ -179,7 +180,7 @@ class Ranks:
             found[OPTIMIZER] = {**self.optimizer, "state": states}
         return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)}
 
-    def _model(self, tensors: RankTensors) -> OrderedMapping:
+    def _model(self, tensors: RankTensors, rank: int) -> OrderedMapping:
         root = OrderedMapping()
         known: dict[int, object] = {}
         for name, (slot, dtype) in self.tensors.items():
@@ -187,6 +188,8 @@ class Ranks:
                 cut = bool(slot.shape) and name in self.checkpoint.parameters and not self.whole
                 known[id(slot)] = (tensors.dtensor if cut else plain_tensor)(slot, dtype, name)
             root[name] = known[id(slot)]
+        for name, value in of_modules(self.checkpoint, rank).items():
+            root[name] = value
         if self.units is not None:
             root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
         return root

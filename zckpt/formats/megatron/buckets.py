@@ -163,6 +163,8 @@ class Buffer:
         Of a line.
     stored, sizes : tuple of int, or None
         Elements of each bucket in the line, and without what pads it; None where buckets are written as one.
+    gradients : str
+        The type of its gradients; empty where that is not said.
     """
 
     dtype: str
@@ -170,6 +172,7 @@ class Buffer:
     numel: int
     stored: tuple[int, ...] | None = None
     sizes: tuple[int, ...] | None = None
+    gradients: str = ""
 
     def layouts(self, members: Sequence[Member], numels: Sequence[int | None]) -> Iterator[Layout]:
         """Yield the layouts in which parameters fill it; `numels`: at which sizes its buckets may have ended."""
@@ -218,10 +221,11 @@ def gathered(node: object, path: str) -> list[Buffer]:
             raise DamagedFileError("an unreadable buffer of the distributed optimizer",
                                    expected="flat tensors of one size, including `param`",
                                    found=listed(sorted(map(str, shapes))))  # fmt: skip
-        kind = types[0].name if isinstance(types, tuple) and types and isinstance(types[0], DType) else ""
+        said = [one.name for one in types if isinstance(one, DType)] if isinstance(types, tuple) else []
+        kind, gradients = (*said, "", "")[:2]
         named = {MASTER if key == PARAM else key: one for key, one in tensors.items()}
         lines = {key: Line(slot_of(key, one, path)) for key, one in named.items()}
-        found.append(Buffer(kind, lines, tensors[PARAM].shape[0]))
+        found.append(Buffer(kind, lines, tensors[PARAM].shape[0], gradients=gradients))
     return found
 
 

@@ -42,7 +42,7 @@ from zckpt.formats.megatron.buckets import (
 from zckpt.formats.megatron.cut import cuts_of
 from zckpt.formats.megatron.names import TIED, is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of
-from zckpt.formats.megatron.optimizer import SCALER, loss_scale_of
+from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale_of
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
@@ -128,7 +128,7 @@ def with_flat(
     except SourceError as error:
         checkpoint.warnings.append(
             f"the optimizer's state is in {len(items) + len(known.of(STATE))} flat buffers without names, which "
-            f"could not be read: {error.message}"
+            f"could not be read: {error.message} (save it as fully_reshardable with the program that wrote it)"
         )
         return common
     for name, its in reading.slots.items():
@@ -164,7 +164,7 @@ def _explain(checkpoint: Checkpoint, objects: Objects) -> None:
     """Say what the objects beside buffers are, in the files that hold them."""
     files = {file.path: file for file in checkpoint.files}
     for kind, about in (
-        (GROUPS, "hyperparameters"), (SCALER, SCALER), (STATE, ""), (SIZES, "sizes of buckets"),
+        (GROUPS, HYPERPARAMETERS), (SCALER, SCALER), (STATE, ""), (SIZES, "sizes of buckets"),
         (UNPADDED_SIZES, "sizes of buckets"),
     ):  # fmt: skip
         for at, (place, one) in enumerate(objects.of(kind)):
@@ -325,7 +325,9 @@ class _Chain:
                 lead = self._group(stage, 0, 0)
                 taken, chunk, layouts = self._filling([lead[n] for n in queue], done, first=at_front)
                 if not layouts:
-                    raise UnsupportedError(f"no number of layers fills the buckets of stage {stage}")
+                    raise UnsupportedError(
+                        f"no number of layers, all of them trained, fills the buckets of stage {stage}"
+                    )
                 done, at_front = done + taken, False
                 for layout in layouts:
                     self._take(found, chunk, layout, stage, queue.pop(0))

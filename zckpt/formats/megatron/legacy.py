@@ -25,7 +25,7 @@ from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, check_alike, cut_of, reordered
 from zckpt.formats.megatron.directory import FORMAT, LEGACY, OPTIMIZER_FILE, Place, missing
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
-from zckpt.formats.megatron.local import attach_distributed, attach_plain, optimizers_of
+from zckpt.formats.megatron.local import GRADIENTS, attach_distributed, attach_plain, optimizers_of
 from zckpt.formats.megatron.names import BUFFERS, TIED, in_order
 from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of, topology_of
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest
@@ -230,6 +230,8 @@ def read(place: Place) -> Checkpoint:
     _carry(checkpoint, every)
     if any(local.more for local in every):
         checkpoint.details["optimizer sharding"] = OPTIMIZER_FILE
+        if GRADIENTS in every[0].checkpoint.details:
+            checkpoint.details[GRADIENTS] = every[0].checkpoint.details[GRADIENTS]
     checkpoint.padding_spans += [spans for local in every for spans in local.checkpoint.padding_spans]
     topology, checkpoint.world_size = topology_of(common.arguments, checkpoint)
     checkpoint.topology = replace(topology, **sizes)

@@ -30,6 +30,7 @@ from zckpt.formats.megatron.cut import VOCABULARY, cuts_of
 from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.legacy import BOUNDS, FUSED, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.legacy_target import Target, target_of, with_sizes
+from zckpt.formats.megatron.local import GRADIENTS
 from zckpt.formats.megatron.names import TIED
 from zckpt.formats.megatron.norms import live_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
@@ -175,7 +176,7 @@ def _model(source: Source, target: Target) -> Model:
     arguments = arguments_of(checkpoint.metadata.get(ARGUMENTS))
     is_tied = top.pp > 1 and arguments.get(UNTIED) is not True
     is_tied = is_tied and not any(name.endswith("output_layer.weight") for name in ordered)
-    known = checkpoint.details.get("gradients")
+    known = checkpoint.details.get(GRADIENTS)
     gradients = {str(key): str(value) for key, value in known.items()} if isinstance(known, Mapping) else {}
     if arguments.get("accumulate_allreduce_grads_in_fp32") is False and arguments.get("bf16") is not True:
         gradients = {"float16": "float16"}

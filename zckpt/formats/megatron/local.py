@@ -23,9 +23,12 @@ from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.optimizer import EXPERTS, GROUPS, MASTERS, Held, optimizers
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, joined, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, dict_of
 from zckpt.state.inventory import ANY, IMPLIED, REST, Rule
 from zckpt.torchfile import Tensor, TorchFile
+
+GRADIENTS = "gradients"
+"""Under which the details have their types by the weights', where they are not float32."""
 
 
 def optimizers_of(node: object, steps: tuple[str, ...]) -> list[Held]:
@@ -154,6 +157,11 @@ def attach_distributed(
             for buffer, (_, names) in zip(buffers, groups, strict=True):
                 members = [Member(name, checkpoint.parameters[name].numel, name in shared) for name in names]
                 _attach_buffer(checkpoint, buffer, members, bucket_numels)
+                if buffer.gradients not in ("", "float32"):
+                    checkpoint.details[GRADIENTS] = {
+                        **dict_of(checkpoint.details.get(GRADIENTS)),
+                        buffer.dtype: buffer.gradients,
+                    }
             rules += gathered_rules(*([str(at)] if several is file.root else []))
     return rules
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.names import is_expert
@@ -34,6 +34,9 @@ SHARDING = "param_state_sharding_type"
 SHOWN = 40
 
 WEIGHT_DECAY, EXPERTS = "wd_mult", "is_expert_parallel"
+
+HYPERPARAMETERS = "hyperparameters"
+"""What the inventory says of values in param groups."""
 
 _QK_NORM = re.compile(r".*\.[qk]_layernorm\..*")
 
@@ -80,6 +83,11 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
             "neither the files nor Megatron's default rule tell which parameters each param group has: the groups "
             "are kept unchanged"
         )
+        for file in checkpoint.files:  # those beside flat buffers
+            file.rules = tuple(
+                replace(one, fate=CARRIED, about=GROUPS) if (one.fate, one.about) == (STATE, HYPERPARAMETERS) else one
+                for one in file.rules
+            )
     else:
         names = [name for its in found for name in its]
         if len(found) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
@@ -92,7 +100,7 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
             for name in its:
                 checkpoint.parameters[name].group = at
         checkpoint.param_groups += groups
-        rules += [Rule((*held.steps, GROUPS, ANY, ANY, REST), STATE, "hyperparameters") for held in every]
+        rules += [Rule((*held.steps, GROUPS, ANY, ANY, REST), STATE, HYPERPARAMETERS) for held in every]
     scales = (loss_scale_of(held.outer.get(SCALER), common.file.path) for held in every)
     checkpoint.loss_scale = next((one for one in scales if one is not None), checkpoint.loss_scale)
     return rules + keep_rest(checkpoint, common, every, () if found is None else (GROUPS,))

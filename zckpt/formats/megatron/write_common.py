@@ -17,7 +17,7 @@ from pathlib import Path
 from zckpt.compare.logical import parameter_values, single
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.evidence import refuse_unnamed
+from zckpt.evidence import refuse_ungrouped, refuse_unnamed
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.consolidated.model import model_tensors
 from zckpt.formats.format import TargetFiles
@@ -297,11 +297,7 @@ def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: lis
         raise UsageError("unusable --expert-parallel-size", expected="at least 1", found=expert_parallel_size)
     groups = checkpoint.param_groups
     grouped = {name for group in groups for name in group.parameters}
-    lost = [one.name for one in checkpoint.parameters.values()
-            if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
-    if lost:
-        raise UnsupportedError("it is unknown which parameters each param group has", found=listed(lost),
-                               advice="`zckpt consolidate` writes the model")  # fmt: skip
+    refuse_ungrouped(checkpoint)
     trained = [checkpoint.parameters[name] for name in grouped]
     most = {key for one in trained for key in one.optimizer_slots}
     lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)

@@ -47,6 +47,7 @@ class Zckpt(Format):
     owns = OWNED
     fingerprinted = True
     keeps_optimizers = True
+    needs_groups = False
     lists_files = True
 
     def find(self, search: Search) -> Found | NearMiss | None:

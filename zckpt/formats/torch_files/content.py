@@ -299,7 +299,14 @@ def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> 
 
 
 def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
-    """Where each of several optimizers has all parameters of one child of the model, and of no other, say of which."""
+    """Where each of several optimizers has all parameters of one child of the model, and of no other, say of which.
+
+    One for each parameter, which steps in the backward pass, may be called by its name.
+    """
+    if len(optimizers) > 1 and all(one.name in shapes and len(one.state.every_number) == 1 for one in optimizers):
+        for held in optimizers:
+            held.scope = held.name
+        return
     children: dict[str, dict[str, Shape]] = {}
     for name, shape in shapes.items():
         child, dot, rest = name.partition(".")

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any, TypeGuard
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER
@@ -96,18 +96,16 @@ class OptimizerState:
         shapes = {key: list(_shapes(value)) for key, value in state.items() if not slots or key in slots}
         return shown_shape(shapes | ({MASTER: [self.masters[number].shape]} if number in self.masters else {}))
 
-    def shapes(self, whole: AbstractSet[Shape]) -> dict[int, Shape | None]:
+    def shapes(self, whole: Iterable[Shape]) -> dict[int, Shape | None]:
         """Return the shape of each parameter as its state shows it; `whole`: those of the model's parameters.
 
-        Slots that have such a shape in every state show it, a moment say, if there are any: beside them optimizers keep
-        tensors that are larger, as Shampoo's kind does.
+        Slots that have such shapes in every state, and none of them more often than the model, show it, a moment say,
+        if there are any: beside them optimizers keep tensors that are larger, as Shampoo's kind does, or all alike.
         """
-        found = [
-            {key for key, value in _elementwise(state).items() if (its := {*_shapes(value)}) and its <= whole}
-            for state in self.state.values()
-            if any(True for value in state.values() for _ in _shapes(value))
-        ]
-        slots = set[object]().union(*found).intersection(*found) - {"step", "RMS"}
+        have = Counter(whole)
+        states = [_elementwise(state) for state in self.state.values() if any(map(list, map(_shapes, state.values())))]
+        shown = {key: [{*_shapes(state.get(key))} for state in states] for key in (states[0] if states else ())}
+        slots = {key for key, its in shown.items() if all(its) and Counter(chain(*its)) <= have} - {"step", "RMS"}
         return {number: self.shape(number, slots) for number in self.every_number}
 
 
@@ -416,7 +414,7 @@ def names_of(
 ) -> dict[int, str]:
     """Return the names that are certain, by number; parameters are as of `attach`, those `taken` are another's."""
     numbers = optimizer.every_number
-    shapes = optimizer.shapes({one.shape for one in checkpoint.parameters.values()})
+    shapes = optimizer.shapes(one.shape for one in checkpoint.parameters.values())
     said = Evidence.of(checkpoint, optimizer.numbers, shapes, factored=True)
     if taken:
         said = replace(said, candidates=without(said.candidates, *taken))

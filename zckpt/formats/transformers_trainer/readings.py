@@ -82,7 +82,7 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
     numbers = optimizer.every_number
     fewer = {n: shape for n, shape in weights.shapes.items() if n.rpartition(".")[2] not in UNTRAINED}
     candidates = weights.shapes if len(weights.shapes) == len(numbers) else fewer
-    said = Evidence(optimizer.numbers, candidates, optimizer.shapes({*candidates.values()}))
+    said = Evidence(optimizer.numbers, candidates, optimizer.shapes(candidates.values()))
     given = names if names is not None else optimizer.recorded_names
     if names is not None or len(given) == len(numbers):
         order = said.known(given)

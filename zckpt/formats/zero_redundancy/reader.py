@@ -327,6 +327,15 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
     ranks = read_ranks(checkpoint, directory.ranks)
     states = [rank.state for rank in ranks]
     if (total := sum(len(state.every_number) for state in states)) > (owned := len(checkpoint.owners)):
+        shapes = [[state.shape(number) for number in state.every_number] for state in states]
+        if any(one != shapes[0] for one in shapes):
+            raise UnsupportedError(
+                "each rank has pieces of the optimizer's state, as FSDP1's optimizer does, and no file says where they "
+                "lie",
+                path=path,
+                expected="the state of whole parameters, or sharded tensors",
+                advice="save what FSDP.optim_state_dict returns in its own program",
+            )
         raise UnsupportedError(
             "rank files have parameters several times: they are copies, as if each rank of DistributedDataParallel "
             "had saved all of them, not shares of one model",
