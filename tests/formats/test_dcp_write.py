@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zckpt
 from tests.logical import assert_same_state, assert_same_tree, opened
@@ -497,3 +498,61 @@ def test_values_of_one_dict_that_lie_in_several_files_are_written(tmp_path):
     loaded = {"train_state": {"step": torch.tensor(0), "seen": torch.tensor([0]), "state": b""}}
     dcp.load(loaded, checkpoint_id=tmp_path / "target", no_dist=True)
     assert loaded == {"train_state": train_state}
+
+
+# --- what modules keep besides tensors
+
+
+class Counting(torch.nn.Linear):
+    kept: Any = 0
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+class Bare(torch.nn.Identity):
+    """Without a tensor of its own, as what computes attention in Transformer Engine."""
+
+    get_extra_state, set_extra_state = Counting.get_extra_state, Counting.set_extra_state
+
+
+def counting(kept: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(Counting(3, 4), torch.nn.Sequential(Counting(4, 2), Bare()))
+    model[1][1].kept = model[0].kept = model[1][0].kept = kept
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("keys", ["nested", "flat"])
+@pytest.mark.parametrize("by_way", [[], ["deepspeed"], ["fsdp-rank-files", "deepspeed"], ["dcp", "dcp"]], ids=str)
+@pytest.mark.parametrize("source", ["torch", "nested", "flat"])
+@pytest.mark.every(3)
+def test_what_modules_keep_besides_tensors_is_in_the_model_wherever_it_comes_from(source, by_way, keys, tmp_path):
+    kept = {"count": 5, "amax": torch.arange(3.0)}
+    model, optimizer = counting(kept)
+    state, its = get_state_dict(model, optimizer)
+    path = tmp_path / "source"
+    if source == "torch":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    else:
+        whole = {"model": state, "optimizer": its} if source == "nested" else {**state, "optimizer": its}
+        dcp.save(whole, checkpoint_id=path, no_dist=True)
+    options = {"dcp": {}, "fsdp-rank-files": {"world_size": 2}, "deepspeed": {"world_size": 2, "stage": 3}}
+    for number, to in enumerate(by_way):
+        zckpt.convert(path, tmp_path / f"{number}", to=to, **options[to])
+        path = tmp_path / f"{number}"
+    zckpt.convert(path, tmp_path / "target", to="dcp", keys=keys)
+    other, _ = counting({"count": 0, "amax": torch.zeros(3)})
+    found = other.state_dict()
+    dcp.load({"model": found} if keys == "nested" else found, checkpoint_id=tmp_path / "target", no_dist=True)
+    other.load_state_dict(found)
+    for module in (other[0], *other[1]):
+        assert module.kept["count"] == 5
+        assert torch.equal(module.kept["amax"], kept["amax"])
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert zckpt.verify(tmp_path / "target", deep=True).sound

@@ -13,16 +13,18 @@ A program that does not know it can leave it alone: none of it is the model or t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, about
+from zckpt.formats.torch_files.content import EXTRA_STATE, STATE_DICT_KEYS
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float, dict_of
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.state.names import is_number
-from zckpt.torchfile import FromFile, Renderer, Tensor, TorchFile, brief
+from zckpt.torchfile import FromFile, Renderer, Tensor, TorchFile, brief, node_of, put_back
 from zckpt.torchfile.plain import LIMIT
 
 KEY = "zckpt"
@@ -152,6 +154,50 @@ def as_masters(checkpoint: Checkpoint, types: Mapping[object, object]) -> None:
         weight = one.slots.pop(WEIGHT, None)
         if weight is not None:
             one.slots = {MASTER: replace(weight, name=MASTER), **one.slots}
+
+
+def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
+    """Return what modules keep besides tensors, by its name in the model's state dict, and the metadata that are that.
+
+    Readers keep it under its name, behind the model's key in their file or not, or in a dict under that key. What two
+    models have, one of which may be the mean of the other, is in none.
+    """
+    held: list[tuple[str, str, object]] = []
+    left = Counter[str]()
+    for key, value in checkpoint.metadata.items():
+        inside = {key: value} if _is_extra(key) else dict_of(node_of(value))
+        its = [place for place in inside if isinstance(place, str) and _is_extra(place)]
+        left[key] = len(inside) if its else 1
+        held += [(key, place, value if place == key else put_back(value, inside[place])) for place in its]
+    modules = {""}
+    for name in [one.name for one in checkpoint.tensors()] if held else ():
+        while (name := name.rpartition(".")[0]) and name not in modules:
+            modules.add(name)
+    found: dict[str, list[tuple[str, str, object]]] = {}
+    for one in held:
+        if (known_as := _in_model(one[1], modules)) is not None:
+            found.setdefault(known_as, []).append(one)
+    values: dict[str, object] = {}
+    for known_as, several in found.items():
+        best = [one for one in several if one[1] == known_as] or several
+        if len(best) == 1:
+            [(key, _, values[known_as])] = best
+            left[key] -= 1
+    return values, {key for key, count in left.items() if not count}
+
+
+def _is_extra(key: str) -> bool:
+    return f".{key}".endswith(f".{EXTRA_STATE}")
+
+
+def _in_model(place: str, modules: Container[str]) -> str | None:
+    """Return the name in the model: that of a module which the model has, or which is in one that it has."""
+    parts = place.split(".")
+    for at in range(parts[0] in STATE_DICT_KEYS and parts[0] not in modules, len(parts)):
+        module = parts[at:-1]
+        if (module and ".".join(module) in modules) or ".".join(module[:-1]) in modules:
+            return ".".join(parts[at:])
+    return None
 
 
 def origin(checkpoint: Checkpoint) -> dict[str, object]:

@@ -12,6 +12,7 @@ from zckpt.errors import LayoutError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
+from zckpt.formats.remainder import of_modules
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.target import How, Proof
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, RankValue, Shape, Slot, itemsize, without
@@ -149,6 +150,9 @@ def prove_rest(
         raise broken(f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}")
     pairs = (checkpoint.metadata, written.metadata), (checkpoint.optimizer_metadata, written.optimizer_metadata)
     gone = [key for source, found in pairs for key in source if key not in found]
+    modules, of_modules_alone = of_modules(checkpoint)
+    if modules.keys() <= of_modules(written)[0].keys():  # in the model, whatever metadata had them before
+        gone = [key for key in gone if key not in of_modules_alone]
     missing = [] if restated is None else [key for key in gone if key not in restated]
     if missing:
         raise broken(f"{missing[0]} did not arrive")

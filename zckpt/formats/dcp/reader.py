@@ -29,7 +29,7 @@ from zckpt.formats.dcp.tree import (
     joined,
     owners,
 )
-from zckpt.formats.remainder import names_of_models
+from zckpt.formats.remainder import names_of_models, of_modules
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
@@ -228,7 +228,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
 
     What `zckpt.pt` holds as it was (`rewritten`) is there once more for programs that do not know that file.
     """
-    kept = {*checkpoint.metadata, *checkpoint.optimizer_metadata}
+    kept = {*checkpoint.metadata, *checkpoint.optimizer_metadata, *of_modules(checkpoint)[0]}
     single = {key for one in checkpoint.holders() for key in (*one.state, *one.optimizer_slots)}
     single |= {key for group in checkpoint.param_groups for key in (*group.hyperparameters, *group.state)}
     for file in checkpoint.files:

@@ -22,7 +22,7 @@ from typing import TypeGuard
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
-from zckpt.formats.torch_files.content import AVERAGES, STATE_DICT_KEYS, is_called_like, words
+from zckpt.formats.torch_files.content import AVERAGES, EXTRA_STATE, STATE_DICT_KEYS, is_called_like, words
 from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.state.names import aligned, bare_names
 from zckpt.torchfile import FromFile, each, node_of
@@ -260,7 +260,8 @@ def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[Mode
     if tensors and not is_list(node):
         yield ModelPart(path, tensors)
     for step, child in node.items():
-        yield from _dicts_of_tensors(child, (*path, step), taken)
+        if not str(step).endswith(EXTRA_STATE):  # a module's own
+            yield from _dicts_of_tensors(child, (*path, step), taken)
 
 
 def owners(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> list[ModelPart | None]:

@@ -23,10 +23,11 @@ from typing import Any
 from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
 from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.remainder import of_modules
 from zckpt.formats.torch_files.optimizer import flattened, with_names
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.torchfile import (
     DefaultMapping,
     Device,
@@ -92,7 +93,10 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
         State that no single parameter can hold, or names that make one key of two leaves.
     """
     model = model_tree(model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
-    root: dict[str, object] = {"model": model} if keys == NESTED else {str(n): v for n, v in model.items()}
+    modules, of_modules_alone = of_modules(checkpoint)
+    kept = {name: value for name, value in modules.items() if _is_readable(value)}
+    state = {**kept, **{str(n): v for n, v in model.items()}}
+    root: dict[str, object] = {"model": state} if keys == NESTED else state
     if checkpoint.param_groups:
         if "optimizer" in root:
             raise UnsupportedError("a tensor of the model has the optimizer's key")
@@ -100,7 +104,7 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
         root["optimizer"] = optimizer if keys == NESTED else _flattened(optimizer)
     found = {item.key: item for item in items_of(root)}
     others = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
-    for key, value in others.items():
+    for key, value in without(others, *(of_modules_alone if kept.keys() == modules.keys() else ())).items():
         is_named = keys == NESTED or not isinstance(node_of(value), TENSORS)  # else it would be one of the model's
         if key not in root and _is_readable(value) and is_named:
             more = list(_opened((key,), value, None))

@@ -27,14 +27,14 @@ from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirect
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.formats.deepspeed.shards import EXTRA_STATE_KEY, MODEL_KEYS, ModelShard, OptimizerShard, model_of
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
 from zckpt.formats.deepspeed.values import weight_or_master
 from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
 from zckpt.formats.latest import is_name
-from zckpt.formats.remainder import origin
+from zckpt.formats.remainder import of_modules, origin
 from zckpt.formats.torch_files.writer import new_storage, view
-from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, dict_of, without
-from zckpt.torchfile import TorchFile, node_of, put_back
+from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup, Topology, without
+from zckpt.torchfile import TorchFile, node_of
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -189,9 +189,9 @@ def _file(root: object) -> TorchFile:
 def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
     """Return a model file of which the keys are those of DeepSpeed and then the client's own."""
     metadata = checkpoint.metadata
-    step, kept = _steps(checkpoint), metadata.get(EXTRA_STATE_KEY)
+    step, (modules, of_modules_alone) = _steps(checkpoint), of_modules(checkpoint)
     content: dict[str, object] = {
-        "module": ordered((name, put_back(kept, one)) for name, one in dict_of(node_of(kept)).items()),
+        "module": ordered(modules.items()),
         "buffer_names": list(checkpoint.buffers),
         "optimizer": None,
         "param_shapes": None,
@@ -213,7 +213,7 @@ def _model(checkpoint: Checkpoint, layers: Sequence[object]) -> ModelShard:
         content |= {"num_experts": metadata.get("num_experts"), "ds_autoep_layers": layers}
     elif experts:
         content |= {"num_experts": experts, "ds_autoep_layers": None}
-    own = {*MODEL_KEYS, EXTRA_STATE_KEY}
+    own = {*MODEL_KEYS, *of_modules_alone}
     content |= {key: value for key, value in metadata.items() if key not in own and not is_counted(key)}
     shard = Shard(checkpoint.source, MODEL, mp_rank=0)
     return model_of(shard, _file(content))

@@ -20,7 +20,6 @@ from zckpt.evidence.order import GIVEN
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, MODEL, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import as_masters, remainder, types_of_weights
-from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
 from zckpt.formats.transformers_trainer.states import PER_GROUP, scheduler
 from zckpt.state import Checkpoint, ParamGroup
@@ -85,14 +84,6 @@ def extra_state(checkpoint: Checkpoint, rank: int, world_size: int, scheduler: o
 def of_rank(checkpoint: Checkpoint, rank: int, key: str) -> str:
     """Return the key of metadata for what one rank's model has otherwise than the first."""
     return f"{Path(rank_name(MODEL, checkpoint.world_size, rank)).stem}.{key}"
-
-
-def of_modules(checkpoint: Checkpoint, rank: int) -> dict[str, object]:
-    """Return what a rank's modules keep besides tensors, by name: its own, or else the first rank's."""
-    metadata, names = checkpoint.metadata, [one.name for one in checkpoint.tensors()]
-    ends = [key.removesuffix(EXTRA_STATE) for key in metadata if key.endswith(f".{EXTRA_STATE}")]
-    keys = [f"{end}{EXTRA_STATE}" for end in ends if any(name.startswith(end) for name in names)]
-    return {key: metadata.get(of_rank(checkpoint, rank, key), metadata[key]) for key in keys}
 
 
 ONE = "one"

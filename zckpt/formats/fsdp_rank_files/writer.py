@@ -38,7 +38,7 @@ from zckpt.formats.fsdp_rank_files.held import versions_with
 from zckpt.formats.fsdp_rank_files.kept import (
     ONE,
     extra_state,
-    of_modules,
+    of_rank,
     of_single_ranks,
     one_group,
     own_tree,
@@ -48,6 +48,7 @@ from zckpt.formats.fsdp_rank_files.kept import (
 from zckpt.formats.fsdp_rank_files.readings import FLAT
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
 from zckpt.formats.group_values import refuse_several
+from zckpt.formats.remainder import of_modules
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
@@ -154,6 +155,7 @@ class Ranks:
     ) -> None:
         self.checkpoint, self.target, self.units, self.scheduler = checkpoint, target, units, scheduler
         self.tensors = trained_tensors(checkpoint)  # 16-bit masters, too, as they are
+        self.modules, _ = of_modules(checkpoint)
         self.whole = units is not None and target.world_size == 1  # FSDP1 of one rank cuts nothing
         self.optimizer = self._optimizer() if checkpoint.param_groups else None
 
@@ -188,8 +190,8 @@ class Ranks:
                 cut = bool(slot.shape) and name in self.checkpoint.parameters and not self.whole
                 known[id(slot)] = (tensors.dtensor if cut else plain_tensor)(slot, dtype, name)
             root[name] = known[id(slot)]
-        for name, value in of_modules(self.checkpoint, rank).items():
-            root[name] = value
+        for name, value in self.modules.items():  # a rank's own, or else the first one's
+            root[name] = self.checkpoint.metadata.get(of_rank(self.checkpoint, rank, name), value)
         if self.units is not None:
             root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
         return root
