@@ -117,7 +117,7 @@ def test_a_scheduler_that_is_nowhere_is_named_and_waited_for_no_longer_than_said
             words=(str(name), "cannot reach the Dask scheduler"),
         )
     with socket.create_server(("127.0.0.1", 0)) as other:  # takes the call, as a dashboard does, and says nothing
-        words = ("cannot reach the Dask scheduler", "found timed out after")
+        words = ("cannot reach the Dask scheduler", "found no answer of a scheduler")
         name = f"dask://127.0.0.1:{other.getsockname()[1]}"
         refused(6, "verify", source, "--deep", "--executor", name, words=words)
     for name in ("user:secret@127.0.0.1:9", "127.0.0.1:9?token=secret"):

@@ -58,6 +58,7 @@ class DaskExecutor(Executor):
         from distributed.comm import CommClosedError, connect
         from distributed.utils import LoopRunner
 
+        waited = (TimeoutError, asyncio.TimeoutError)  # one class from Python 3.11 on
         try:
             where = f"tcp://{address}"
             if address.startswith("/"):  # a scheduler may be about to write it
@@ -70,11 +71,11 @@ class DaskExecutor(Executor):
             )
             comm.abort()
             self._client = Client(where, timeout=CONNECTED_SECONDS, set_as_default=False, name="zckpt")
-        except (OSError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
+        except (*waited, OSError, ValueError, KeyError, TypeError) as error:
             raise WorkerError(
                 "cannot reach the Dask scheduler",
                 path=address,
-                found=str(error) or "no answer of a scheduler",
+                found="no answer of a scheduler" if isinstance(error, waited) else str(error),
                 advice="start one with `dask scheduler`, and give its HOST:PORT",
             ) from error
         try:
