@@ -60,6 +60,10 @@ ADDED = ("lora_", "ia3_", "hada_", "lokr_", "oft_", "vera_", "boft_", "trainable
 """How what PEFT adds to a module is called; in memory the adapter's name is behind it."""
 
 
+MAGNITUDE = "lora_magnitude_vector"
+"""DoRA's, a module in memory and a tensor in files."""
+
+
 def without_adapter(name: str) -> str:
     """Return PEFT's name for a parameter as its files have it: without that of the adapter."""
     parts = name.split(".")
@@ -73,7 +77,7 @@ def without_adapter(name: str) -> str:
         else:
             found.append(part)
             skip = part.startswith(ADDED) and at + 1 < len(parts) and parts[at + 1] not in ("weight", "bias")
-    return ".".join(found).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+    return ".".join(found).replace(f"{MAGNITUDE}.weight", MAGNITUDE)
 
 
 def bare_names(names: Iterable[str], *, front: bool = True) -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch
 from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
-from zckpt.formats.remainder import BESIDE, OPTIMIZERS, RANDOM, are_of_save
+from zckpt.formats.remainder import BESIDE, OPTIMIZERS, RANDOM, are_of_save, of_modules
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, without
@@ -153,7 +153,7 @@ def read_other_state(
         by = find_format(checkpoint.format)
         taken |= by.own_metadata if by is not None else set()
         found.extra = without(values, *taken)
-        found.modules = _of_modules(checkpoint, values, modules)
+        found.modules = _of_modules(checkpoint, modules)
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)
     found.modules = _mapping(values, EXTRA_STATE, checkpoint)
@@ -187,10 +187,10 @@ def saved_by_us(checkpoint: Checkpoint) -> bool:
     return are_of_save(checkpoint.metadata.get(RANDOM))  # by a version that did not say so, or in DeepSpeed's files
 
 
-def _of_modules(checkpoint: Checkpoint, values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+def _of_modules(checkpoint: Checkpoint, keys: Collection[str]) -> dict[str, Any]:
     """Return what modules keep, from another program's file: a tensor of the model, or a value by its key."""
     found: dict[str, Any] = {}
-    beside = [*values.items(), *(item for one in values.values() if isinstance(one, Mapping) for item in one.items())]
+    kept = {name: value_of(node) for name, node in of_modules(checkpoint)[0].items()}
     for key in keys:
         its = checkpoint.buffers.get(key)
         if its is not None:
@@ -198,7 +198,7 @@ def _of_modules(checkpoint: Checkpoint, values: Mapping[str, Any], keys: Collect
             found[key] = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
             read_tensors([TensorRead(slot, Extent.whole(slot.shape), found[key])])
             continue
-        [first, *others] = [one for name, one in beside if f".{name}".endswith(f".{key}")] or [Ellipsis]
+        [first, *others] = [one for name, one in kept.items() if f".{name}".endswith(f".{key}")] or [Ellipsis]
         if not others and isinstance(first, PLAIN):
             found[key] = first
     return found

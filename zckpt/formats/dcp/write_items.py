@@ -103,8 +103,9 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
         optimizer = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         root["optimizer"] = optimizer if keys == NESTED else _flattened(optimizer)
     found = {item.key: item for item in items_of(root)}
-    others = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
-    for key, value in without(others, *(of_modules_alone if kept.keys() == modules.keys() else ())).items():
+    others: dict[str, object] = {} if checkpoint.step is None else {"step": checkpoint.step}
+    others |= without(checkpoint.metadata, *(of_modules_alone if kept.keys() == modules.keys() else ()))
+    for key, value in others.items():
         is_named = keys == NESTED or not isinstance(node_of(value), TENSORS)  # else it would be one of the model's
         if key not in root and _is_readable(value) and is_named:
             more = list(_opened((key,), value, None))

@@ -482,7 +482,7 @@ def _is_equal(model: Model, rank: int, one: Tensor, other: Tensor) -> bool:
     if not (one.is_contiguous and other.is_contiguous):
         return False
     a, b, path = model.sum(rank, one), model.sum(rank, other), model.files.paths[rank]
-    if a is not None and b is not None and a[0] == b[0] == one.nbytes and a[1] and b[1]:
+    if a is not None and b is not None and a[0] == b[0] == one.nbytes and a[1] and b[1]:  # 0: none is stated
         return a == b
     starts = range(0, one.nbytes, READ_NBYTES)
     return all(_read(path, one, at, READ_NBYTES) == _read(path, other, at, READ_NBYTES) for at in starts)

@@ -99,14 +99,16 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
 
 def _keep_rest(checkpoint: Checkpoint, model: Model, directory: Directory) -> None:
     """Keep what modules have besides tensors: what all ranks have once, what one has otherwise by its rank."""
+    if not model.rest:
+        return
     described = {one.path: one for one in checkpoint.files}
     place = tuple(map(str, directory.places[0]))
-    first = next(iter(model.rest.values()), None)
+    first = next(iter(model.rest.values()))
     for rank, (file, rest) in model.rest.items():
         rules: Sequence[Rule] = ()
         if directory.own is not None:
             rules = [Rule((*place, key, "**"), COPY, f"as in {OWN_NAME}", tensors=True) for key in rest]
-        elif first is None or file is first[0]:
+        elif file is first[0]:
             checkpoint.metadata |= {key: carried(file, value) for key, value in rest.items()}
         else:
             others, its = keep_others([first, (file, rest)], rest, *place)

@@ -18,11 +18,9 @@ from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
 from zckpt.state import Shape
+from zckpt.state.names import MAGNITUDE
 
 PEFT_FRONT = "base_model.model."
-
-MAGNITUDE = "lora_magnitude_vector"
-"""Of DoRA: a module with one weight, which its name in a file does not show."""
 
 UNTRAINED = ("running_mean", "running_var", "inv_freq")
 """Last parts of names of tensors that are no parameters, whatever their type."""
