@@ -530,17 +530,18 @@ def counting(kept: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 @pytest.mark.parametrize("keys", ["nested", "flat"])
 @pytest.mark.parametrize("by_way", [[], ["deepspeed"], ["fsdp-rank-files", "deepspeed"], ["dcp", "dcp"]], ids=str)
-@pytest.mark.parametrize("source", ["torch", "nested", "flat"])
+@pytest.mark.parametrize("source", ["torch", "nested", "flat", "torch beside a mean", "nested beside a mean"])
 @pytest.mark.every(3)
 def test_what_modules_keep_besides_tensors_is_in_the_model_wherever_it_comes_from(source, by_way, keys, tmp_path):
     kept = {"count": 5, "amax": torch.arange(3.0)}
     model, optimizer = counting(kept)
     state, its = get_state_dict(model, optimizer)
     path = tmp_path / "source"
-    if source == "torch":
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    mean = {"ema": counting({"count": 9, "amax": torch.ones(3)})[0].state_dict()} if "mean" in source else {}
+    if source.startswith("torch"):
+        torch.save({**mean, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     else:
-        whole = {"model": state, "optimizer": its} if source == "nested" else {**state, "optimizer": its}
+        whole = {**state, "optimizer": its} if source == "flat" else {**mean, "model": state, "optimizer": its}
         dcp.save(whole, checkpoint_id=path, no_dist=True)
     options = {"dcp": {}, "fsdp-rank-files": {"world_size": 2}, "deepspeed": {"world_size": 2, "stage": 3}}
     for number, to in enumerate(by_way):

@@ -156,11 +156,15 @@ def as_masters(checkpoint: Checkpoint, types: Mapping[object, object]) -> None:
             one.slots = {MASTER: replace(weight, name=MASTER), **one.slots}
 
 
+_OF_MODEL = frozenset([*STATE_DICT_KEYS, "module_extra_state"])
+"""What keys of metadata that are of the model begin with; the last is that of DeepSpeed's reader."""
+
+
 def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     """Return what modules keep besides tensors, by its name in the model's state dict, and the metadata that are that.
 
     Readers keep it under its name, behind the model's key in their file or not, or in a dict under that key. What two
-    models have, one of which may be the mean of the other, is in none.
+    models have is that of the one with a usual key, not of a mean beside it; or of none.
     """
     held: list[tuple[str, str, object]] = []
     left = Counter[str]()
@@ -179,7 +183,7 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
             found.setdefault(known_as, []).append(one)
     values: dict[str, object] = {}
     for known_as, several in found.items():
-        best = [one for one in several if one[1] == known_as] or several
+        best = [one for one in several if one[0] == known_as or one[0].partition(".")[0] in _OF_MODEL] or several
         if len(best) == 1:
             [(key, _, values[known_as])] = best
             left[key] -= 1
