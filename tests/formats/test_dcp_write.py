@@ -11,6 +11,7 @@ import pickle
 import re
 import zipfile
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -557,3 +558,36 @@ def test_what_modules_keep_besides_tensors_is_in_the_model_wherever_it_comes_fro
         assert torch.equal(module.kept["amax"], kept["amax"])
     assert torch.equal(other[0].weight, model[0].weight)
     assert zckpt.verify(tmp_path / "target", deep=True).sound
+
+
+@pytest.mark.parametrize(("to", "options", "path"), [
+    ("consolidated", {}, ""), ("zero-redundancy", {"world_size": 2}, "model.pt"),
+    ("accelerate", {"fsdp": "full"}, "pytorch_model_fsdp.bin"),
+    ("accelerate", {"fsdp": "sharded", "world_size": 2}, "pytorch_model_fsdp_0"), (None, {}, "")])  # fmt: skip
+@pytest.mark.parametrize("kept", [{"count": 5, "amax": torch.arange(3.0)}, Fraction(1, 3)], ids=["plain", "a class"])
+def test_every_model_that_torch_files_hold_has_what_modules_keep(kept, to, options, path, tmp_path):
+    """As strict loading wants it; but nothing that a reader may not be able to load."""
+    model, optimizer = counting(kept)
+    source, target = tmp_path / "source.pt", tmp_path / f"target{'' if path else '.pt'}"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    if to is None:
+        zckpt.consolidate(source, target)
+    else:
+        zckpt.convert(source, target, to=to, verify=True, **options)
+        assert zckpt.verify(target, deep=True).findings == []
+        zckpt.convert(target, tmp_path / "again", to="zckpt", verify=True)
+        assert "model" in zckpt.open(tmp_path / "again").metadata
+    other, _ = counting({"count": 0, "amax": torch.zeros(3)})
+    found = other.state_dict()
+    if isinstance(kept, Fraction):
+        found = {name: one for name, one in found.items() if not name.endswith("_extra_state")}
+    if path == "pytorch_model_fsdp_0":
+        dcp.load({"model": found}, checkpoint_id=target / path, no_dist=True)
+    else:
+        saved = torch.load(target / path, weights_only=not isinstance(kept, Fraction) or to != "consolidated")
+        found = saved.get("model", saved)
+    other.load_state_dict(found, strict=not isinstance(kept, Fraction))
+    assert torch.equal(other[0].weight, model[0].weight)
+    if not isinstance(kept, Fraction):
+        assert [module.kept["count"] for module in (other[0], *other[1])] == [5, 5, 5]
+        assert torch.equal(other[1][1].kept["amax"], kept["amax"])

@@ -395,7 +395,7 @@ def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iter
         absent = [one.name for one in checkpoint.tensors() if one.name not in tensors]
         if absent:
             raise UnsupportedError(f"no file holds the values of {listed(absent)}", path=checkpoint.source)
-        file = VirtualFile(lay_out("model.pt", model_tree(tensors)), threads=has_cores())
+        file = VirtualFile(lay_out("model.pt", model_tree(checkpoint, tensors)), threads=has_cores())
         found: dict[str, torch.Tensor] = load_plain(file, source=checkpoint.source)
         loading.read_nbytes += file.read_nbytes
         return dict(found)

@@ -16,13 +16,14 @@ import math
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from zckpt.errors import DamagedFileError, about
 from zckpt.formats.torch_files.content import EXTRA_STATE, STATE_DICT_KEYS
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float, dict_of
 from zckpt.state.dtypes import DTYPES
-from zckpt.state.inventory import IMPLIED, Rule
+from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.state.names import is_number
 from zckpt.torchfile import FromFile, Renderer, Tensor, TorchFile, brief, node_of, put_back
 from zckpt.torchfile.plain import LIMIT
@@ -222,10 +223,15 @@ def origin(checkpoint: Checkpoint) -> dict[str, object]:
 def restore_from(checkpoint: Checkpoint, file: TorchFile, *rules: Rule) -> None:
     """Add a file that is the tree to those of a checkpoint, and give the checkpoint what it says: see `restore`.
 
-    `rules`: of what the file has besides.
+    `rules`: of what the file has besides. What modules keep is in the model once more, for those who read that alone.
     """
+    models, of_model = [one for one in checkpoint.files if one.role == "model"], of_modules(checkpoint)[0]
     checkpoint.files.append(describe(file, "metadata", rules=(*remainder_rules(), *rules)))
     restore(checkpoint, file.root, file)
+    about_it = f"what the module keeps, as in {Path(file.path).name}"
+    again = [Rule((name, "**"), COPY, about_it, tensors=True) for name in of_modules(checkpoint)[0] if name in of_model]
+    for one in models:
+        one.rules = (*one.rules, *again)
 
 
 def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:

@@ -295,19 +295,21 @@ def lay_out(
         copied = [own if one.name == CONFIG_NAME else one for one in copied]
     if ADAPTER_CONFIG in assets and chosen.config is None and how.options["map"] not in (None, TRANSFORMERS):
         copied = [TargetFile.of(ADAPTER_CONFIG, of_modules(assets[ADAPTER_CONFIG], tensors))]
-    files = _model_files(path, tensors, chosen.max_shard_size, assets)
+    files = _model_files(checkpoint, path, tensors, chosen.max_shard_size, assets)
     slots = [chosen.slots] if isinstance(chosen.slots, str) else list(chosen.slots)
     if slots:
         files.append(_optimizer_file(checkpoint, path, slots, chosen.dtype))
     return TargetFiles([*files, *copied], is_file=not is_directory, copied=frozenset(assets)), len(tensors)
 
 
-def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]) -> list[TargetFile]:
+def _model_files(
+    checkpoint: Checkpoint, path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]
+) -> list[TargetFile]:
     kind = kind_of_model(path)
     if kind == TORCH:
         from zckpt.formats.torch_files import writer as torch_writer
 
-        return [torch_writer.lay_out(path.name, model_tree(tensors))]
+        return [torch_writer.lay_out(path.name, model_tree(checkpoint, tensors))]
     entries = [safetensors_layout.Entry(name, *one) for name, one in tensors.items()]
     if kind == SAFETENSORS:
         return [safetensors_layout.lay_out(path.name, entries)]

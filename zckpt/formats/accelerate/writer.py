@@ -29,7 +29,7 @@ from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import items_of, named_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.fsdp_rank_files.kept import DCP, ONE, follows, one_group
-from zckpt.formats.remainder import remainder, types_of_weights
+from zckpt.formats.remainder import of_modules, remainder, types_of_weights
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
@@ -93,10 +93,13 @@ def _of_model(checkpoint: Checkpoint, model: str) -> Checkpoint:
     """Return what is of one model under its own names; param groups only where all of their parameters are."""
     names = {one.name: one.name.removeprefix(f"{model}.") for one in checkpoint.tensors()}
     own = {name: short for name, short in names.items() if name != short}
+    modules, alone_there = of_modules(checkpoint)
+    its = {name.removeprefix(f"{model}."): one for name, one in modules.items() if name.startswith(f"{model}.")}
     alone = replace(
         checkpoint,
         parameters={name: one for name, one in checkpoint.parameters.items() if name in own},
         buffers={name: one for name, one in checkpoint.buffers.items() if name in own},
+        metadata={**without(checkpoint.metadata, *alone_there), **its},
     )
     groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
     return renamed(alone.regrouped(groups), own)
@@ -198,7 +201,7 @@ def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile
     for number, model in enumerate(parts.models):
         after = f"_{number}" if number else ""
         if full:
-            yield torch_writer.lay_out(f"{FSDP_MODEL}{after}.bin", model_tree(trained_tensors(model)))
+            yield torch_writer.lay_out(f"{FSDP_MODEL}{after}.bin", model_tree(model, trained_tensors(model)))
             continue
         tied = model.aliases
         entries = [safetensors_layout.Entry(name, *one) for name, one in trained_tensors(model, tied="drop").items()]
@@ -212,7 +215,7 @@ def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile
 
 def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[TargetFile]:
     trees: dict[str, dict[str, object]] = {
-        f"{FSDP_MODEL}_{number}": {"model": model_tree(trained_tensors(model))}
+        f"{FSDP_MODEL}_{number}": {"model": model_tree(model, trained_tensors(model))}
         for number, model in enumerate(parts.models)
     }
     for number, optimizer in enumerate(parts.optimizers):

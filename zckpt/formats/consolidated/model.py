@@ -17,11 +17,12 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.optimizer import optimizer_tree
-from zckpt.formats.remainder import KEY, known_names, names_in, remainder, restore_from
+from zckpt.formats.remainder import KEY, known_names, names_in, of_modules, remainder, restore_from
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import attach
+from zckpt.formats.torch_files.readable import is_readable
 from zckpt.formats.torch_files.reader import read_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
@@ -94,9 +95,10 @@ def _is_exact(parameter: Parameter, dtype: str | None) -> bool:
     return chosen is not None and chosen[0].name == MASTER and chosen[1] == chosen[0].dtype
 
 
-def model_tree(tensors: Tensors) -> OrderedMapping:
-    """Return a model's state dict; names of one slot share its storage."""
+def model_tree(checkpoint: Checkpoint, tensors: Tensors) -> OrderedMapping:
+    """Return a model's state dict, with what modules keep besides tensors; names of one slot share its storage."""
     root = OrderedMapping()
+    root.update((name, value) for name, value in of_modules(checkpoint)[0].items() if is_readable(value))
     tensors_of: dict[int, torch_writer.SlotTensor] = {}
     for name, (slot, dtype) in tensors.items():
         root[name] = tensors_of.setdefault(id(slot), torch_writer.SlotTensor(slot, dtype, name))
@@ -126,7 +128,7 @@ def lay_out(checkpoint: Checkpoint, *, dtype: str = "keep") -> list[TargetFile]:
 def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> TargetFile:
     """Return one torch file of all of it. Parameters and errors are those of `lay_out`."""
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
-    root: dict[str, object] = {"model": model_tree(tensors)}
+    root: dict[str, object] = {"model": model_tree(checkpoint, tensors)}
     if checkpoint.param_groups:
         root["optimizer"] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
     return torch_writer.lay_out(name, {**root, KEY: remainder(checkpoint) | known_names(checkpoint)})

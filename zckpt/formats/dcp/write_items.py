@@ -25,35 +25,15 @@ from zckpt.formats.consolidated.model import model_tensors, model_tree, optimize
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import of_modules
 from zckpt.formats.torch_files.optimizer import flattened, with_names
+from zckpt.formats.torch_files.readable import MAPPINGS, MAXIMUM_DEPTH, MAXIMUM_NODES, VALUES, is_readable
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
 from zckpt.state import Checkpoint, without
-from zckpt.torchfile import (
-    DefaultMapping,
-    Device,
-    DType,
-    FromFile,
-    Layout,
-    OrderedMapping,
-    Size,
-    Tensor,
-    each,
-    node_of,
-    walk_tensors,
-)
+from zckpt.torchfile import FromFile, Tensor, each, node_of, walk_tensors
 
 Path = tuple[str | int, ...]
 
-MAPPINGS = (dict, OrderedMapping, DefaultMapping)
 TENSORS = (SlotTensor, ValueTensor, Tensor)
-VALUES = (type(None), bool, int, float, complex, str, bytes, DType, Device, Layout, Size)
-"""What Python and torch can load wherever they are; anything else may name a class that a reader does not have."""
-
-MAXIMUM_DEPTH = 64
-"""Of what is opened: a file may nest without end, or hold a list that contains itself."""
-
-MAXIMUM_NODES = 100_000
-"""Of one value besides the model and the optimizer: a file may repeat one part of a tree in itself without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +72,8 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     UnsupportedError
         State that no single parameter can hold, or names that make one key of two leaves.
     """
-    model = model_tree(model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
-    modules, of_modules_alone = of_modules(checkpoint)
-    kept = {name: value for name, value in modules.items() if _is_readable(value)}
-    state = {**kept, **{str(n): v for n, v in model.items()}}
-    root: dict[str, object] = {"model": state} if keys == NESTED else state
+    model = model_tree(checkpoint, model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
+    root: dict[str, object] = {"model": model} if keys == NESTED else {str(name): one for name, one in model.items()}
     if checkpoint.param_groups:
         if "optimizer" in root:
             raise UnsupportedError("a tensor of the model has the optimizer's key")
@@ -104,10 +81,11 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
         root["optimizer"] = optimizer if keys == NESTED else _flattened(optimizer)
     found = {item.key: item for item in items_of(root)}
     others: dict[str, object] = {} if checkpoint.step is None else {"step": checkpoint.step}
-    others |= without(checkpoint.metadata, *(of_modules_alone if kept.keys() == modules.keys() else ()))
+    modules, of_modules_alone = of_modules(checkpoint)
+    others |= without(checkpoint.metadata, *(of_modules_alone if modules.keys() <= model.keys() else ()))
     for key, value in others.items():
         is_named = keys == NESTED or not isinstance(node_of(value), TENSORS)  # else it would be one of the model's
-        if key not in root and _is_readable(value) and is_named:
+        if key not in root and is_readable(value) and is_named:
             more = list(_opened((key,), value, None))
             new = {item.key for item in more}
             if len(new) == len(more) and not new & found.keys():
@@ -194,32 +172,6 @@ def _leaf(key: str, node: object, file: FromFile | None) -> object:
     return replace(file, node=node)
 
 
-def _is_readable(value: object) -> bool:
-    """Tell whether torch by itself can read a value, and whether it is a tree of reasonable size."""
-    waiting: list[tuple[int, object]] = [(0, value)]
-    budget = MAXIMUM_NODES
-    while waiting:
-        depth, node = waiting.pop()
-        node = node_of(node)  # each may be of another file
-        budget -= 1
-        if budget < 0 or depth > MAXIMUM_DEPTH - 2:
-            return False
-        if isinstance(node, MAPPINGS):
-            if not all(isinstance(key, (str, int, float)) for key in node):
-                return False
-            below: list[object] = list(node.values())
-        elif type(node) in (list, tuple):
-            below = list(node)  # type: ignore[call-overload]
-        elif type(node) in VALUES or (type(node) is Tensor and _is_plain(node)):
-            continue
-        else:
-            return False
-        if len(below) > budget:
-            return False
-        waiting.extend((depth + 1, one) for one in below)
-    return True
-
-
 def _is_exact(value: object) -> bool:
     """Tell whether a value that is readable, and has tensors, comes back from its items as it is."""
     waiting = [value.node] if isinstance(value, FromFile) else []
@@ -244,11 +196,6 @@ def _is_exact(value: object) -> bool:
         elif type(node) not in VALUES:
             return False
     return bool(storages)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is no more than its elements."""
-    return tensor.subclass is None and not tensor.metadata and tensor.state is None and not tensor.hooks
 
 
 def expanded(hyperparameters: Mapping[str, object]) -> dict[str, object]:

@@ -38,7 +38,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
     """
     check_world_size(world_size)
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
-    files = [torch_writer.lay_out(MODEL_NAME, model_tree(tensors))] if tensors else []
+    files = [torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, tensors))] if tensors else []
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         if per_rank:
