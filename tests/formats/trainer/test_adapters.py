@@ -169,7 +169,7 @@ def test_names_tell_what_peft_has_in_files(names, told):
 def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path):
     adapter("lora", tmp_path / "two" / "one", config=False)
     adapter("lora", tmp_path / "two" / "other", config=False)
-    with refusing(UnknownFormatError, "several PEFT adapters: one, other.*two/one"):
+    with refusing(UnknownFormatError, "holds PEFT adapters in folders: one, other.*two/one"):
         zckpt.open(tmp_path / "two")
     pipeline = tmp_path / "pipeline"
     for name in ("unet", "vae"):

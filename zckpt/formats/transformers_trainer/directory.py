@@ -181,7 +181,7 @@ def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, h
     folders = [Path(entry.path) for entry in entries if entry.is_dir()]
     adapters = [one.name for one in folders if ADAPTER_CONFIG in _files(one)]
     if adapters:
-        return NearMiss(f"holds several PEFT adapters: {listed(adapters)}", f"give one: {path / adapters[0]}")
+        return NearMiss(f"holds PEFT adapters in folders: {listed(adapters)}", f"give one: {path / adapters[0]}")
     if has_optimizer and STATE_NAME in names:
         return NearMiss(
             "is a Trainer directory without the model's files",
