@@ -13,12 +13,13 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.companions import copy_of
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, without
 from zckpt.state.names import ADDED, PEFT, without_adapter
 from zckpt.storage.files import entries_of, read_head
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model."
 FOLDERS = ("", "huggingface")
 
 MAXIMUM_CONFIG_NBYTES = 1 << 20
@@ -39,6 +40,9 @@ _NAMES = re.compile(
 def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, Path]:
     """Return the files that go with a checkpoint's weights, by name; those of one directory at most.
 
+    The configuration of an adapter that lies beside a whole model, and is not read, does not go with the model:
+    `from_pretrained` would look for the adapter.
+
     Parameters
     ----------
     checkpoint : Checkpoint
@@ -58,7 +62,11 @@ def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, 
     roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
     every = [_assets_in(root / folder) for root in roots for folder in FOLDERS]
     whole = [found for found in every if {CONFIG_NAME, ADAPTER_CONFIG} & found.keys()]
-    return next(iter(whole), {})
+    assets = next(iter(whole), {})
+    config = assets.get(ADAPTER_CONFIG)
+    adapters = {one.name for one in entries_of(config.parent) if one.name.startswith(ADAPTER_FILE)} if config else set()
+    is_apart = adapters and adapters.isdisjoint(Path(file.path).name for file in checkpoint.files)
+    return without(assets, ADAPTER_CONFIG) if is_apart else assets
 
 
 def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:

@@ -188,6 +188,19 @@ def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_pat
     }  # fmt: skip
 
 
+def test_a_whole_model_beside_its_adapter_does_not_get_the_adapters_configuration(tmp_path):
+    """As torchtune has them in one directory; `from_pretrained` would look for the adapter."""
+    folder = adapter("lora", tmp_path / "epoch_0", config=True)
+    (folder / "optimizer.pt").unlink()
+    save_file({"model.norm.weight": torch.ones(2)}, folder / "model.safetensors")
+    zckpt.consolidate(folder, tmp_path / "model", drop=["adapter_model.*"])
+    assert sorted(one.name for one in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    (folder / "model.safetensors").unlink()
+    torch.save({"another's name": torch.ones(2)}, folder / "adapter_model.pt")
+    zckpt.consolidate(folder, tmp_path / "adapter", drop=["adapter_model.pt"])
+    assert (tmp_path / "adapter/adapter_config.json").is_file()
+
+
 def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path):
     """As diffusers lays it out: large models in shards with an index, each with a config of its own."""
     pipeline = tmp_path / "pipeline"
