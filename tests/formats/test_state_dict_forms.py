@@ -258,6 +258,30 @@ def test_two_models_and_the_optimizer_of_each(tmp_path):
     assert torch.equal(others["optimizer_d"].state[again["discriminator"][1].bias]["exp_avg"], ours["exp_avg"])
 
 
+def test_equal_models_that_lie_with_their_optimizers(tmp_path):
+    models, optimizers = {key: body(5, 4) for key in "GD"}, {}
+    for key, model in models.items():
+        stepped(model, optimizers.setdefault(key, torch.optim.Adam(model.parameters(), lr=0.1)))
+    parts = {key: {"net": models[key].state_dict(), "opt": optimizers[key].state_dict()} for key in "GD"}
+    path = tmp_path / "c.pt"
+    torch.save({"G": {**parts["G"], "sched": {"last_epoch": 3}}, "D": parts["D"], "epoch": 4, "none": {}}, path)
+    for to in (None, "zckpt", "dcp"):
+        if to is not None:
+            zckpt.convert(path, tmp_path / to, to=to, verify=True)
+            path = tmp_path / to
+        for key, model in models.items():
+            opened = assert_state(path, model, {key: optimizers[key]}, prefix=f"{key}.")
+        assert opened.metadata == {"G": {"sched": {"last_epoch": 3}}, "epoch": 4, "none": {}}
+        again = nn.ModuleDict({key: body(5, 4) for key in "GD"})
+        others = {key: torch.optim.Adam(one.parameters()) for key, one in again.items()}
+        zckpt.load(path, model=again, optimizer=others)
+        assert torch.equal(others["D"].state[again["D"][0].bias]["exp_avg"],
+                           optimizers["D"].state[models["D"][0].bias]["exp_avg"])  # fmt: skip
+    torch.save({"G": parts["G"], "D": {"net": parts["D"]["net"]}}, path := tmp_path / "one.pt")
+    with refusing(UnsupportedError, "holds no state dict"):
+        zckpt.open(path)
+
+
 def test_equal_models_are_told_apart_by_their_keys(tmp_path):
     models = {"netG": body(5, 4), "netD": body(5, 4), "netG_ema": body(5, 4)}
     optimizers = {

@@ -6,6 +6,7 @@
 {"optimizer": [{...}, {...}]}, {"optimizers": {"a": {...}}}  several optimizers of one model: all are read
 {"generator": ..., "discriminator": ..., "optimizer_g": ..., "optimizer_d": ...}
                                                              several models: the names of each get its key in front
+{"G": {"model": ..., "optimizer": ...}, "D": {...}}          several, each with its optimizer: likewise
 
 Of several dicts of tensors one is the model if its key is a usual one and no optimizer needs another (the others are
 averages of it, or targets). An optimizer belongs to the model whose parameters it can have by their number and shapes;
@@ -83,6 +84,8 @@ class Content:
     optimizers : list of Held
     root, base : mapping
         The whole file, and the dict in which all these are; the same, or under `base_key` in it.
+    beside : dict of str to mapping
+        Where models lie in dicts with their optimizers, what else is in these.
     """
 
     models: dict[str, Node] = field(default_factory=dict)
@@ -91,6 +94,7 @@ class Content:
     root: Node = field(default_factory=dict)
     base: Node = field(default_factory=dict)
     base_key: object = None
+    beside: dict[object, Node] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -118,6 +122,8 @@ class Content:
         """
         if any(not one.path for one in self.optimizers):
             return {}  # the file is an optimizer, and nothing else
+        if self.beside:
+            return {key: self.beside.get(key, value) for key, value in self.root.items() if self.beside.get(key) != {}}
         gone = {one.path[0 if self.base_key is None else 1] for one in self.optimizers}
         rest: dict[object, object] = {}
         for key, value in self.base.items():
@@ -143,10 +149,26 @@ def content_of(root: Node, path: Path) -> Content:
             found.base = dict_of(inner)
             found.base_key = below[0]
             models, optimizers = _models(found.base), _optimizers(found.base, (below[0],), path)
+        elif below:
+            parts = {key: content_of(dict_of(root[key]), path) for key in below}
+            if all(part.models and part.optimizers for part in parts.values()):
+                return _together(root, parts)
     shapes = {key: shapes_of(model) for key, model in models.items()}
     _choose_optimizers(found, optimizers, shapes)
     _choose_models(found, models, shapes)
     return found
+
+
+def _together(root: Node, parts: dict[object, Content]) -> Content:
+    found = Content(root=root, base=root, beside={key: part.others for key, part in parts.items()})
+    for key, part in parts.items():
+        found.models |= {f"{key}.{prefix}": model for prefix, model in part.models.items()}
+        for held in part.optimizers:
+            held.path, held.scope = (key, *held.path), f"{key}.{held.scope}"
+            held.name = f"{key}.{held.name}" if held.name else str(key)
+        found.optimizers += part.optimizers
+        found.warnings += part.warnings
+    return _warned(found, parts)
 
 
 # --- what is there
@@ -265,11 +287,15 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
         return
     found.models, found.keys = {f"{key}.": model for key, model in models.items()}, set(models)
     if models:
-        found.warnings.append(
-            f"there are several models ({', '.join(map(str, models))}); tensor names begin with their keys"
-        )
+        _warned(found, models)
     for held in found.optimizers if models else ():
         _find_model(found, held, shapes)
+
+
+def _warned(found: Content, models: Iterable[object]) -> Content:
+    said = f"there are several models ({', '.join(map(str, models))}); tensor names begin with their keys"
+    found.warnings.append(said)
+    return found
 
 
 def _union(models: Mapping[object, Shapes]) -> dict[str, Shape]:
