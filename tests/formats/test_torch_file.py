@@ -16,6 +16,7 @@ from tests.formats.some_tensors import assert_same
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError
+from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files.reader import read
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import WEIGHT, Checkpoint, Scalar
@@ -512,9 +513,81 @@ def test_scheduler_and_random_states_are_kept_beside(tmp_path):
 # --- files that hold no state dict ------------------------------------------------------------------------------
 
 
-def test_whole_module_is_refused_with_advice(tmp_path):
-    with refusing(UnsupportedError, r"holds an object of .*Sequential, not a state dict; save model.state_dict\(\)"):
-        read(saved(tmp_path / "m.pt", network()))
+class Whole(torch.nn.Module):
+    """Tied weights, a layer under two names, a part that is None, buffers of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))] * 2)
+        self.none = None
+        self.register_module("nobody", None)
+        self.register_buffer("angles", torch.ones(9), persistent=False)
+        self.register_buffer("scale", torch.rand(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("place", [(), ("model",), ("ema",)])
+def test_a_module_that_was_saved_whole_is_its_state_dict(place, tmp_path, monkeypatch):
+    """Its class need not be there, and is not looked for."""
+    torch.manual_seed(0)
+    model = Whole()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(5, 4)).sum().backward()
+    optimizer.step()
+    root = {place[0]: model, "optimizer": optimizer.state_dict(), "epoch": 3} if place else model
+    path = saved(tmp_path / "m.pt", root)
+    monkeypatch.setattr(Whole, "__setstate__", lambda *_: pytest.fail("the module was made"))
+    checkpoint = zckpt.open(path)
+    state = model.state_dict()
+    assert checkpoint.warnings == ["holds a module as an object: its state dict is read, not its other attributes"]
+    assert {one.name for one in checkpoint.tensors()} == state.keys()
+    for name, tensor in state.items():
+        assert torch.equal(checkpoint.read(checkpoint.owner(name).name, "weight"), tensor)
+    assert checkpoint.aliases == {"head.weight": "embedding.weight", **{
+        f"blocks.1.{name}": f"blocks.0.{name}" for name, _ in model.blocks[0].named_parameters()}}  # fmt: skip
+    if place:
+        assert checkpoint.metadata == {"epoch": 3}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[parameter]["exp_avg"])
+    assert zckpt.verify(path, deep=True).sound
+    zckpt.consolidate(path, tmp_path / "m2.pt")
+    again = torch.load(tmp_path / "m2.pt")
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[name], one) for name, one in state.items())
+
+
+def test_a_tensor_of_a_module_that_no_state_dict_has_is_left_out(tmp_path):
+    model = Whole()
+    model.anchors = torch.ones(3)
+    path = saved(tmp_path / "m.pt", model)
+    assert [item.place for item in take_inventory(zckpt.open(path)).left_out] == ["state/anchors"]
+    with refusing(SourceError, "1 thing in it would be lost: .*anchors"):
+        zckpt.consolidate(path, tmp_path / "m2.pt")
+
+
+@pytest.mark.parametrize("kind", ["itself", "twice"])
+def test_modules_that_hold_each_other_without_end_are_refused(kind, tmp_path):
+    top = torch.nn.Module()
+    if kind == "itself":
+        top._modules["x"] = top
+    for _ in range(60 if kind == "twice" else 0):
+        above = torch.nn.Module()
+        above._modules |= {"a": top, "b": top}
+        top = above
+    with refusing(UnsupportedError, "holds modules that hold each other without end"):
+        read(saved(tmp_path / "m.pt", {"model": top, "w": torch.ones(2)}))
+
+
+def test_another_object_is_refused_with_advice(tmp_path):
+    optimizer = torch.optim.AdamW(network().parameters())
+    with refusing(UnsupportedError, r"holds an object of .*AdamW, not a state dict; save model.state_dict\(\)"):
+        read(saved(tmp_path / "m.pt", optimizer))
 
 
 class Marks:
