@@ -10,25 +10,29 @@ from typing import Any
 
 from zckpt.errors import UnsupportedError
 from zckpt.state.inventory import IMPLIED, Rule
-from zckpt.torchfile import Object, Place
+from zckpt.torchfile import MAX_DEPTH, Object
 
 KINDS = ("_parameters", "_buffers")
 
-MAXIMUM_MODULES, MAXIMUM_STEPS = 1_000_000, 600
-"""Of one file, and to one of them: modules may hold others, or themselves, without end."""
+MAXIMUM_MODULES = 1_000_000
+"""Of one file: modules may hold others, or themselves, without end."""
 
 
 def with_state_dicts(root: object) -> tuple[object, list[Rule]]:
-    """Return what a file holds with a state dict in the place of each module; and what the module's attributes are.
+    """Return what a file holds with a state dict in the place of each module; and what all else of the modules is.
 
     Raises UnsupportedError: modules hold each other without end.
     """
     if _is_module(root):
-        return _state_dict(root, ())
-    if not isinstance(root, dict) or not any(map(_is_module, root.values())):
+        return _state_dict(root), [_rule()]
+    if not isinstance(root, dict):
         return root, []
-    found = {key: _state_dict(one, (key,)) if _is_module(one) else (one, []) for key, one in root.items()}
-    return {key: tree for key, (tree, _) in found.items()}, [rule for _, rules in found.values() for rule in rules]
+    found = {key: _state_dict(one) for key, one in root.items() if _is_module(one)}
+    return {**root, **found} if found else root, [_rule(str(key)) for key in found]
+
+
+def _rule(*place: str) -> Rule:
+    return Rule((*place, "**"), IMPLIED, "attributes of a module, which no state dict has", tensors=True)
 
 
 def _is_module(node: object) -> bool:
@@ -36,25 +40,21 @@ def _is_module(node: object) -> bool:
     return isinstance(state, dict) and all(isinstance(state.get(key), dict) for key in (*KINDS, "_modules"))
 
 
-def _state_dict(module: object, place: Place) -> tuple[dict[str, object], list[Rule]]:
+def _state_dict(module: object) -> dict[str, object]:
     found: dict[str, object] = {}
-    rules: list[Rule] = []
-    waiting: list[tuple[str, Any, Place]] = [("", module, place)]
+    waiting: list[tuple[str, Any, int]] = [("", module, 0)]
     for _ in range(MAXIMUM_MODULES):
         if not waiting:
-            return found, [*rules, Rule((*map(str, place), "**"), IMPLIED, "attributes of a module")]
-        prefix, one, at = waiting.pop()
-        if len(at) > MAXIMUM_STEPS:
+            return found
+        prefix, one, depth = waiting.pop()
+        if depth > MAX_DEPTH:
             break
         named = one.state.get("_non_persistent_buffers_set")
         gone = named if isinstance(named, (set, frozenset)) else ()
         for kind in KINDS:
             for name, value in one.state[kind].items():
-                if kind == "_buffers" and name in gone:
-                    steps = (*map(str, at), "state", kind, str(name))
-                    rules.append(Rule(steps, IMPLIED, "a buffer that is not persistent", tensors=True))
-                elif value is not None:
+                if value is not None and (kind != "_buffers" or name not in gone):
                     found[f"{prefix}{name}"] = value
         inside = [(name, its) for name, its in one.state["_modules"].items() if _is_module(its)]
-        waiting += [(f"{prefix}{name}.", its, (*at, "state", "_modules", name)) for name, its in reversed(inside)]
+        waiting += [(f"{prefix}{name}.", its, depth + 1) for name, its in reversed(inside)]
     raise UnsupportedError("holds modules that hold each other without end", advice="save model.state_dict()")
