@@ -532,20 +532,23 @@ class Whole(torch.nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("place", [(), ("model",), ("ema",)])
-def test_a_module_that_was_saved_whole_is_its_state_dict(place, tmp_path, monkeypatch):
-    """Its class need not be there, and is not looked for."""
+@pytest.mark.parametrize(("place", "is_whole"), [((), False), (("model",), False), (("ema",), True)])
+def test_a_module_that_was_saved_whole_is_its_state_dict(place, is_whole, tmp_path, monkeypatch):
+    """Its class need not be there, and is not looked for; an optimizer may be whole, too."""
     torch.manual_seed(0)
     model = Whole()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(5, 4)).sum().backward()
     optimizer.step()
-    root = {place[0]: model, "optimizer": optimizer.state_dict(), "epoch": 3} if place else model
+    its = optimizer if is_whole else optimizer.state_dict()
+    root = {place[0]: model, "optimizer": its, "epoch": 3} if place else model
     path = saved(tmp_path / "m.pt", root)
     monkeypatch.setattr(Whole, "__setstate__", lambda *_: pytest.fail("the module was made"))
     checkpoint = zckpt.open(path)
     state = model.state_dict()
-    assert checkpoint.warnings == ["holds a module as an object: its state dict is read, not its other attributes"]
+    assert checkpoint.warnings == [
+        "holds a module or an optimizer as an object, of which its state dict is read and no more"
+    ]
     assert {one.name for one in checkpoint.tensors()} == state.keys()
     for name, tensor in state.items():
         assert torch.equal(checkpoint.read(checkpoint.owner(name).name, "weight"), tensor)

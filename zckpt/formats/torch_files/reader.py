@@ -19,7 +19,7 @@ from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
-from zckpt.formats.torch_files.modules import with_state_dicts
+from zckpt.formats.torch_files.objects import with_state_dicts
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, dict_of, without
@@ -49,9 +49,11 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     refuse_share(file)
     checkpoint = Checkpoint(str(path), "torch")
     with about(path):
-        root, of_modules = with_state_dicts(file.root)
-    if of_modules:
-        checkpoint.warnings.append("holds a module as an object: its state dict is read, not its other attributes")
+        root, of_objects = with_state_dicts(file.root)
+    if of_objects:
+        checkpoint.warnings.append(
+            "holds a module or an optimizer as an object, of which its state dict is read and no more"
+        )
     if isinstance(root, Object):
         error = UnsupportedError(
             f"holds an object of {root.qualified}, not a state dict",
@@ -86,7 +88,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if isinstance(rest, dict):
         restore(checkpoint, rest, file)
     rules = [rule for one in content.optimizers for rule in one.rules]
-    checkpoint.files.append(describe(file, "model", rules=(*rules, *of_modules, *remainder_rules(KEY))))
+    checkpoint.files.append(describe(file, "model", rules=(*of_objects, *rules, *remainder_rules(KEY))))
     return checkpoint
 
 
