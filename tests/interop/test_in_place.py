@@ -120,7 +120,7 @@ SLICED = Spec(
         pytest.param(*case, marks=pytest.mark.nightly if n else [])
         for n, case in enumerate(
             [
-                (4, {"tensor_parallel": 4, "stage": 1}), (1, {"tensor_parallel": 1}), (2, {}), (6, {"stage": 3}),
+                (1, {"tensor_parallel": 1}), (4, {"tensor_parallel": 4, "stage": 1}), (2, {}), (6, {"stage": 3}),
                 (3, {"tensor_parallel": 1, "stage": 3}), (4, {"stage": 1}), (4, {"stage": 3}),
             ]
         )

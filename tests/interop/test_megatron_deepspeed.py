@@ -78,7 +78,7 @@ def assert_is(folder: Path) -> None:
         assert torch.equal(checkpoint.read(name, SLOTS.get(slot, slot)), expected), key
 
 
-@pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
+@pytest.mark.parametrize("case", some(FEW[:1], [*FEW[1:], *MANY]), ids=str)
 def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(case, made, tmp_path):
     folder, (stages, degree, dp) = made(case.source), case.target
     assert_is(folder)
