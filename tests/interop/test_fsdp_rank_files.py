@@ -84,7 +84,7 @@ def test_other_ranks_go_on_where_these_left_off(wrap, ranks, other, others, opti
 
 @pytest.mark.parametrize(
     ("wrap", "ranks"),
-    some([("fsdp2", 2), ("fsdp1", 2)], [("fsdp1 orig mesh", 2), ("fsdp1 hsdp groups", 4), ("fsdp2 hsdp", 4),
+    some([("fsdp2", 2)], [("fsdp1", 2), ("fsdp1 orig mesh", 2), ("fsdp1 hsdp groups", 4), ("fsdp2 hsdp", 4),
                                         ("fsdp2 tp", 4)]),
 )  # fmt: skip
 def test_files_under_a_programs_own_names_are_read_and_converted(wrap, ranks, tmp_path):

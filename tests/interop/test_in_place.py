@@ -95,7 +95,7 @@ def test_sub_groups_are_cut_as_the_engine_cuts_them():
 @pytest.mark.parametrize(
     ("target", "stage", "world_size"),
     [
-        pytest.param(to, stage, n, marks=[] if (to, stage) in (("zckpt", 3), ("dcp", 2)) else pytest.mark.nightly)
+        pytest.param(to, stage, n, marks=[] if (to, stage) in (("zckpt", 0), ("dcp", 2)) else pytest.mark.nightly)
         for to in ("zckpt", "dcp", "universal", "consolidated")
         for stage, n in ((0, 1), (1, 2), (2, 1), (3, 3))
     ],

@@ -29,13 +29,13 @@ KEPT = [
     short("s2_dp3_elastic", world_size=3, elastic=True),
     short("s2_dp3_bf16master", world_size=3, bf16_master=True),
     short("s2_dp3_zerodim_fp32", world_size=3, dtype="fp32", zero_dim=True),
+    small("s3_dp3_subgroup", stage=3, sub_group_size=50),
+]
+MORE = [
     short("moe_ep2_dp4", model="moe", expert_parallel=2, world_size=4),
     short("tp2_s2_fp32_dp2", **MEGATRON, dtype="fp32", universal_version=0.4),
     short("pp2_s1_dp1", **PIPELINE, world_size=2, stage=1),
-    small("s3_dp3_subgroup", stage=3, sub_group_size=50),
     small("s1_dp3_empty", stage=1, empty=True),
-]
-MORE = [
     short("s1_dp2_fp16", stage=1, world_size=2, dtype="fp16"),
     short("s2_dp2", stage=2, world_size=2),
     short("s3_dp2_fp32", stage=3, world_size=2, dtype="fp32"),

@@ -255,6 +255,7 @@ def test_copies_that_drifted_apart_become_their_mean(stage, made, tmp_path):
             assert torch.equal(bits(found.read(name, "weight")), bits(master.bfloat16()))
 
 
+@pytest.mark.nightly
 def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made, tmp_path):
     source = sliced("drift_s2", 2, invariant=False, dtype="fp32", world_size=2)
     cut(source, 2).assert_goes_on(made(source), tmp_path / "cut")

@@ -78,6 +78,7 @@ def test_deepspeed_resumes_what_was_sanitized(wanted, made, tmp_path):
     assert verdict.loss_difference == 0.0
 
 
+@pytest.mark.nightly
 def test_lean_form_would_change_the_training_under_a_scheduler(made, tmp_path):
     """Why slots keep their padding there: DeepSpeed steps once with the configuration's learning rate."""
     strip(made(SCHEDULED), tmp_path / "lean", padding=True)
