@@ -78,24 +78,6 @@ def test_deepspeed_resumes_what_was_sanitized(wanted, made, tmp_path):
     assert verdict.loss_difference == 0.0
 
 
-@pytest.mark.nightly
-def test_lean_form_would_change_the_training_under_a_scheduler(made, tmp_path):
-    """Why slots keep their padding there: DeepSpeed steps once with the configuration's learning rate."""
-    strip(made(SCHEDULED), tmp_path / "lean", padding=True)
-    for path in sorted((tmp_path / "lean").rglob("*optim_states.pt")):
-        content = torch.load(path, weights_only=False)
-        z = content["optimizer_state_dict"]
-        lengths = [master.numel() for master in z["single_partition_of_fp32_groups"]]
-        states = z["base_optimizer_state"]["state"]
-        z["base_optimizer_state"] = [{"exp_avg": states[i]["exp_avg"][:n]} for i, n in enumerate(lengths)]
-        z["base_optimizer_state_step"] = None
-        torch.save(content, path)
-    verdict = resume(tmp_path / "lean", SCHEDULED, made(SCHEDULED))
-    assert verdict.slots == []
-    assert verdict.hyperparameters != []
-    assert verdict.loss_difference > 0
-
-
 def test_deepspeed_resumes_zero3_without_unused_bytes(made, tmp_path):
     strip(made(STAGE3), tmp_path / "thin", unreferenced=True, padding=True)
     verdict = resume(tmp_path / "thin", STAGE3, made(STAGE3))
