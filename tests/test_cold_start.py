@@ -65,35 +65,44 @@ import json, os, sys
 import click  # once for all: nothing of it is heavy
 
 found = {}
-for command in json.load(sys.stdin):
+for commands in json.load(sys.stdin):
     reads, writes = os.pipe()
     if os.fork() == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.argv = ["zckpt", *command.split()]
-        try:
-            from zckpt.cli import main
-            main()
-        except SystemExit as error:
-            os.write(writes, json.dumps([error.code, list(sys.modules)]).encode())
+        said = {}
+        for command in commands:
+            sys.argv = ["zckpt", *command.split()]
+            try:
+                from zckpt.cli import main
+                main()
+            except SystemExit as error:
+                said[command] = error.code, list(sys.modules)
+        with os.fdopen(writes, "w") as pipe:
+            json.dump(said, pipe)
         os._exit(0)
     os.close(writes)
     with os.fdopen(reads) as pipe:
-        found[command] = json.load(pipe)
+        found |= json.load(pipe)
     os.wait()
 print(json.dumps(found))
 """
-"""Runs each command in a process of its own that has loaded nothing, and says what it has loaded at its end."""
+"""Runs commands, each help and those that may load the same in a process that has loaded nothing; says after each one
+what is loaded then."""
 
 
 def load(folder: Path) -> dict[str, Any]:
+    alike: dict[object, list[str]] = {}
+    for command, needed in LOADED.items():
+        key = command if command.endswith(("--help", "--version")) else frozenset(needed)
+        alike.setdefault(key, []).append(command)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input=json.dumps(list(LOADED)),
+        input=json.dumps([*alike.values()]),
         capture_output=True, text=True, env=environment(), check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
-    assert [status for status, _ in found.values()] == [0] * len(LOADED), done.stderr
+    assert {command: status for command, (status, _) in found.items()} == dict.fromkeys(LOADED, 0), done.stderr
     return found
 
 

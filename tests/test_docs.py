@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import click
 import pytest
 
 import zckpt
-from tests.cli.console import ROOT, environment, run
+from tests.cli.console import ROOT, run
+from tests.gloo import forked
 from zckpt.cli import cli
 
 README = (ROOT / "README.md").read_text()
@@ -132,12 +132,13 @@ def train(directory: Path) -> Path:
     tools, _, training = blocks(PYTHON, "python")
     assert "ZeroOptimizer(" in training
     assert 'zckpt.open("run/global_step500")' in tools
-    (directory / "program.py").write_text(PREPARED + training + tools)
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=directory, capture_output=True, text=True, env=environment(), check=False
-    )
-    assert done.returncode == 0, done.stderr
+    forked(run_in, directory, PREPARED + training + tools)
     return directory
+
+
+def run_in(directory: Path, program: str) -> None:
+    os.chdir(directory)
+    exec(program, {"__name__": "__main__"})
 
 
 @pytest.fixture

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import zckpt
-from tests.cli.console import FIXTURES, environment
+from tests.cli.console import FIXTURES
 from tests.refusals import refusing
 from tests.truth import Truth, assert_same, bits
 from zckpt.errors import DamagedFileError
@@ -54,15 +52,6 @@ def test_exported_name_is_there_and_documented(name):
 
 def test_the_face_is_what_dir_lists():
     assert dir(zckpt) == sorted(zckpt.__all__)
-
-
-def test_modules_are_there_without_a_further_import():
-    program = "import zckpt; print(zckpt.hf.prepare_resume.__name__, zckpt.dcp.Reader.__name__, zckpt.optim.__name__)"
-    program += "; print(zckpt.deepspeed.any_world_size.__name__)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=True
-    )
-    assert done.stdout.split() == ["prepare_resume", "Reader", "zckpt.optim", "any_world_size"]
 
 
 def test_a_checkpoint_shows_itself_in_two_lines():

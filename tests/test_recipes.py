@@ -365,10 +365,7 @@ MADE: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that holds every checkpoint of the page."""
-    directory = tmp_path_factory.mktemp("recipes")
+def _everything(directory: Path) -> Path:
     for name, path in FOUND.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).symlink_to(path)
@@ -379,9 +376,9 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def there(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def there(shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with every checkpoint of the page in it."""
-    for one in everything.iterdir():
+    for one in shared("recipes", _everything).iterdir():
         (tmp_path / one.name).symlink_to(one)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -80,9 +80,9 @@ def test_without_workers_or_a_scheduler_it_ends_and_can_be_gone_on_with(gone, so
     (folder / "slow").touch()
     words = [sys.executable, "-m", "tests.executors.dying", "consolidate", source, target]
     given = {**environment(), MARK: str(folder / "mark"), "DASK_DISTRIBUTED__SCHEDULER__NO_WORKERS_TIMEOUT": "3s"}
-    with dask_cluster(folder, 2) as name:
+    with dask_cluster(folder, 1) as name:
         with Client(name.replace("dask", "tcp"), set_as_default=False) as client:
-            client.wait_for_workers(2)
+            client.wait_for_workers(1)
             pids = list(client.run(os.getpid).values()) if gone == "workers" else [client.run_on_scheduler(os.getpid)]
         quiet = ["-q"] if gone == "scheduler" else []
         process = subprocess.Popen([*words, "--executor", name, *quiet], env=given, stderr=subprocess.PIPE, text=True)
@@ -103,19 +103,12 @@ def test_without_workers_or_a_scheduler_it_ends_and_can_be_gone_on_with(gone, so
 
 
 def test_a_scheduler_that_is_nowhere_is_named_and_waited_for_no_longer_than_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(on_dask, "CONNECTED_SECONDS", 1)
+    monkeypatch.setattr(on_dask, "CONNECTED_SECONDS", 0.3)
     (tmp_path / "none.json").write_text("[]")
     source = FIXTURES / "s2_bf16_dp2"
     for name in (tmp_path / "no.json", tmp_path / "none.json"):
-        refused(
-            6,
-            "verify",
-            source,
-            "--deep",
-            "--executor",
-            f"dask://{name}",
-            words=(str(name), "cannot reach the Dask scheduler"),
-        )
+        words = (str(name), "cannot reach the Dask scheduler")
+        refused(6, "verify", source, "--deep", "--executor", f"dask://{name}", words=words)
     with socket.create_server(("127.0.0.1", 0)) as other:  # takes the call, as a dashboard does, and says nothing
         words = ("cannot reach the Dask scheduler", "found no answer of a scheduler")
         name = f"dask://127.0.0.1:{other.getsockname()[1]}"

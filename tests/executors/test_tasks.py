@@ -120,7 +120,7 @@ def test_missing_package_is_named(source, monkeypatch):
 
 
 def test_scheduler_that_is_not_there(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("zckpt.executors.on_dask.CONNECTED_SECONDS", 1)
+    monkeypatch.setattr("zckpt.executors.on_dask.CONNECTED_SECONDS", 0.3)
     done = run("consolidate", source, tmp_path / "t.pt", "--executor", "dask://127.0.0.1:1")
     assert done.returncode == 6
     assert "127.0.0.1:1: cannot reach the Dask scheduler" in done.stderr

@@ -174,6 +174,8 @@ class Supervised:
                 self._answer()
             elif self._pidfd in ready:
                 self._ended()
+            else:  # it asks no more, and ends: to look until it has would keep it from that
+                self._waiting.unregister(self._listener)
         except BaseException:
             self.kill()
             raise

@@ -15,8 +15,6 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests import gloo
 from tests.cli.console import run
 from tests.faults.system_calls import SYNCING, Answer, Call, Supervised, can_ask, real_syncs
 from tests.faults.verbs import RUN, called, checkpointer, optimizer_state, saved, trained, tree, whole_save
@@ -108,8 +107,7 @@ class Together(RuleBasedStateMachine):
         def decide(call: Call) -> Answer:
             return 0 if call.name in SYNCING else None
 
-        name = getattr(act, "__name__", "save")
-        self.actors.append((f"{name} {said}", Supervised(acting, self.out, decide)))
+        self.actors.append((f"{act.__name__} {said}", Supervised(acting, self.out, decide)))
 
     @precondition(lambda self: len(self.actors) < ACTORS)
     @rule(act=st.sampled_from(READERS))
@@ -120,8 +118,11 @@ class Together(RuleBasedStateMachine):
     @rule()
     def a_save_begins(self) -> None:
         self.step += 1
-        step = self.step
-        self.begin(lambda out: saved(out, step))
+
+        def save(out: Path, step: int = self.step) -> None:
+            saved(out, step)
+
+        self.begin(save)
 
     @precondition(lambda self: self.actors)
     @rule(which=st.integers(0, ACTORS - 1), calls=st.sampled_from([1, 3, 10, 30, 100, 300]))
@@ -204,7 +205,6 @@ def together(examples: int) -> None:
         run_state_machine_as_test(Together, settings=given)
 
 
-@pytest.mark.parametrize("examples", some([1], [100]))
+@pytest.mark.parametrize("examples", some([3], [100]))
 def test_readers_saves_prunes_and_packs_at_once(examples):
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        pool.submit(together, examples).result()
+    gloo.forked(together, examples)

@@ -44,8 +44,9 @@ FLOATS = mixtral("autoep2_s0_fp32_dp4", 4, 2, stage=0)
 FLAT = mixtral("autoep2_s0_flat_dp2", 2, 2, dtype="bf16", stage=0, optimizer="fused")
 
 
-OVER = [(TWO, None, 2, 1), (CUT, None, 2, 1), (TWO, 3, 2, 1)]
+OVER = [(TWO, 3, 2, 1)]
 MORE_OVER = [
+    (TWO, None, 2, 1), (CUT, None, 2, 1),
     *((TWO, None, *cut) for cut in ((2, 2), (4, 4))),
     *((FOUR, None, *cut) for cut in ((2, 2), (2, 1), (4, 4))),
     *((CUT, None, *cut) for cut in ((2, 2), (4, 4), (4, 1))),

@@ -34,9 +34,10 @@ SMALL = {"world_size": 3, "groups": 2}
 
 CASES = some([
     (spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0, **SMALL), 2, 1),
+    (spec("s3_fp32_sgdm", stage=3, dtype="fp32", optimizer="sgdm", **SMALL), 2, 3),
+], [
     (spec("s3_fp32", stage=3, dtype="fp32"), 3, 1),
     (spec("s1_fp32_sgdm", stage=1, dtype="fp32", optimizer="sgdm"), 2, 3),
-], [
     (spec("s2_bf16"), 3, 2),
     (spec("s2_lion", optimizer="lion"), 3, 2),
     (spec("s2_fp16", dtype="fp16"), 3, 3),
@@ -61,7 +62,7 @@ def test_deepspeed_resumes_what_went_around_the_ring(source, world_size, stage, 
 
 
 @pytest.mark.parametrize(("dtype", "stage"), each(["fp32", "bf16"], [1, 2, 3]))
-@pytest.mark.every(2)
+@pytest.mark.every(3, 1)
 def test_a_run_without_zero_goes_on_with_it(stage, dtype, made, tmp_path):
     source = spec(f"s0_{dtype}", stage=0, dtype=dtype, world_size=2)
     folder = made(source)

@@ -21,7 +21,9 @@ from zckpt.formats.safetensors import shards as safetensors_shards
 
 pytestmark = pytest.mark.interop
 
-WRAPS = some([("fsdp2", 3), ("fsdp1", 3), ("hsdp", 4), ("fsdp2_tp", 4)], [("fsdp2", 2), ("tp", 3)])
+WRAPS = some(
+    [("fsdp1", 2), ("hsdp", 2), ("fsdp2_tp", 4)], [("fsdp2", 2), ("fsdp2", 3), ("fsdp1", 3), ("hsdp", 4), ("tp", 3)]
+)
 STEPS = 2
 
 

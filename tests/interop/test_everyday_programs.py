@@ -359,7 +359,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("one", "other", "ranks"), cases())
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_one_program_goes_on_where_another_left_off(one, other, ranks, shared, tmp_path):
     def make(folder: Path) -> tuple[Path, Run]:
         return folder / "saved", SAVES[one](folder)

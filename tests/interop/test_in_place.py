@@ -95,7 +95,7 @@ def test_sub_groups_are_cut_as_the_engine_cuts_them():
 @pytest.mark.parametrize(
     ("target", "stage", "world_size"),
     [
-        pytest.param(to, stage, n, marks=[] if (to, stage) in (("zckpt", 3), ("dcp", 2)) else pytest.mark.nightly)
+        pytest.param(to, stage, n, marks=[] if (to, stage) in (("zckpt", 0), ("dcp", 2)) else pytest.mark.nightly)
         for to in ("zckpt", "dcp", "universal", "consolidated")
         for stage, n in ((0, 1), (1, 2), (2, 1), (3, 3))
     ],
@@ -120,7 +120,7 @@ SLICED = Spec(
         pytest.param(*case, marks=pytest.mark.nightly if n else [])
         for n, case in enumerate(
             [
-                (4, {"tensor_parallel": 4, "stage": 1}), (1, {"tensor_parallel": 1}), (2, {}), (6, {"stage": 3}),
+                (1, {"tensor_parallel": 1}), (4, {"tensor_parallel": 4, "stage": 1}), (2, {}), (6, {"stage": 3}),
                 (3, {"tensor_parallel": 1, "stage": 3}), (4, {"stage": 1}), (4, {"stage": 3}),
             ]
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 import zckpt
 from tests.fsdp_training.training import truth
-from tests.gloo import run
+from tests.gloo import on_ranks, run
 from tests.resuming import lightning_of
 from zckpt.errors import TargetError, UnsupportedError, UsageError
 
@@ -268,11 +268,12 @@ def average(rank, world_size, directory: Path, averages: bool, stock: bool) -> l
     return held
 
 
-@pytest.mark.parametrize(("averages", "stock"), [(True, False), (True, True), (False, False)])
-def test_the_average_of_weights_that_lightning_keeps_comes_back(averages, stock, tmp_path):
-    [saved] = run(average, 1, tmp_path / "x.ckpt", averages, stock, fresh=True)
+@on_ranks(1, each=[(True, False), (True, True), (False, False)], fresh=True)
+def test_the_average_of_weights_that_lightning_keeps_comes_back(rank, world_size, averages, stock, tmp_path):
+    directory = tmp_path / f"{averages}-{stock}.ckpt"
+    saved = average(rank, world_size, directory, averages, stock)
     assert averages != all(torch.equal(saved[0][key], saved[1][key]) for key in saved[0])
-    [resumed] = run(average, 1, tmp_path / "x.ckpt", True, False, fresh=True)
+    resumed = average(rank, world_size, directory, True, False)
     for before, after in zip(saved, resumed, strict=True):
         assert before.keys() == after.keys()
         assert all(torch.equal(value, after[key]) for key, value in before.items())

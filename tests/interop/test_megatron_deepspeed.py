@@ -78,7 +78,7 @@ def assert_is(folder: Path) -> None:
         assert torch.equal(checkpoint.read(name, SLOTS.get(slot, slot)), expected), key
 
 
-@pytest.mark.parametrize("case", some(FEW, MANY), ids=str)
+@pytest.mark.parametrize("case", some(FEW[:1], [*FEW[1:], *MANY]), ids=str)
 def test_models_of_megatron_deepspeed_are_read_and_cut_for_other_ranks(case, made, tmp_path):
     folder, (stages, degree, dp) = made(case.source), case.target
     assert_is(folder)
@@ -252,7 +252,9 @@ def test_a_map_of_another_order_or_another_age_is_refused(made, tmp_path):
         zckpt.consolidate(bare, tmp_path / "out", map=f"{OLDER}-2023", map_config=tmp_path / "config.json")
 
 
-def test_universal_folders_of_fewer_keys_than_heads_are_said_to_be_for_one_rank(made, tmp_path):
+def test_universal_folders_say_how_the_program_cuts_them(made, tmp_path):
+    """Of fewer keys than heads, for one rank. What no rule says is known: DeepSpeed cuts by rows what has no key."""
+
     def shared(content: dict[str, Any]) -> None:
         content["args"].num_key_value_heads = 1
 
@@ -260,11 +262,6 @@ def test_universal_folders_of_fewer_keys_than_heads_are_said_to_be_for_one_rank(
     done = zckpt.convert(source, tmp_path / "universal", to="universal")
     assert [note for note in done.notes if "right for one tensor-parallel rank" in note]
     assert "one block of rows" not in str(zckpt.convert(made(FEW[1].source), tmp_path / "one", to="universal").notes)
-
-
-def test_universal_folders_say_how_the_program_cuts_them(made, tmp_path):
-    """What no rule says is known: DeepSpeed would cut by rows what has no other key beside it."""
-    zckpt.convert(made(FEW[1].source), tmp_path / "one", to="universal")
     zckpt.convert(tmp_path / "one", tmp_path / "two", to="universal")
     for folder in (tmp_path / "one", tmp_path / "two"):
         of = {key: torch.load(next(folder.glob(f"zero/2.{key}.weight/fp32.pt")), weights_only=False)

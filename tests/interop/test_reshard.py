@@ -21,7 +21,6 @@ S1 = spec("s1_bf16", stage=1)
 S1_FP32 = spec("s1_fp32", stage=1, dtype="fp32")
 S2 = spec("s2_bf16")
 S2_FP32 = spec("s2_fp32", dtype="fp32")
-S2_FP16 = spec("s2_fp16", dtype="fp16")
 S3 = spec("s3_bf16", stage=3)
 S3_FP32 = spec("s3_fp32", stage=3, dtype="fp32")
 S3_FP16 = spec("s3_fp16", stage=3, dtype="fp16")
@@ -29,33 +28,21 @@ ROUND_ROBIN = small("s2_rr", round_robin=True)
 ALIGNED = small("s2_palign", parameter_alignment=True)
 
 CASES = [
-    cut(S2, 3),
-    cut(S3, 3),
-    cut(S2_FP16, 3),
-    cut(S2, 3, stage=3),
-    cut(S3, 3, stage=1),
+    cut(small("s2_fp16", dtype="fp16"), 2),
+    cut(small("s2_frozengroup", frozen_in_group=True), 2, stage=3),
+    cut(small("s3_bf16", stage=3), 2, stage=1),
     cut(small("s3_sgdm", stage=3, optimizer="sgdm"), 2),
-    cut(small("s2_adagrad", optimizer="adagrad", groups=1), 2),
-    cut(S2, 3, round_robin=True),
-    cut(ALIGNED, 6, parameter_alignment=False),
-    cut(small("s1_rr_palign", stage=1, round_robin=True, parameter_alignment=True), 4),
-    cut(small("s1_bf16opt", stage=1, bf16_optimizer=True), 2),
+    cut(small("s1_rr_palign", stage=1, round_robin=True, parameter_alignment=True), 2),
     cut(small("s1_bf16opt_rr", stage=1, bf16_optimizer=True, round_robin=True), 2),
-    cut(small("s3_subgroup", stage=3, sub_group_size=50), 2),
-    cut(small("s2_frozengroup", frozen_in_group=True), 2),
-    cut(small("s1_empty", stage=1, empty=True), 2),
-    cut(small("s2_zerodim", zero_dim=True), 4),
     cut(small("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0), 2),
 ]
 MORE = [
     # ranks and element types
-    *(cut(S2, world) for world in (1, 2, 6, 12)),
-    *(cut(S3, world) for world in (1, 6, 12)),
+    *(cut(S2, world) for world in (1, 2, 3, 6, 12)),
+    *(cut(S3, world) for world in (1, 3, 6, 12)),
     *(cut(S1_FP32, world) for world in (1, 3, 6)),
     *(cut(S3_FP32, world) for world in (1, 2, 6)),
-    cut(S2_FP32, 3),
     cut(S3_FP16, 3),
-    cut(spec("s2_dp12", world_size=12), 4),
     cut(spec("s3_dp12", stage=3, world_size=12), 4),
     # stages
     cut(S1, 3, stage=2),
@@ -64,6 +51,7 @@ MORE = [
     cut(S3_FP32, 3, stage=2),
     cut(S3_FP32, 4, stage=1),
     # optimizers
+    cut(small("s2_adagrad", optimizer="adagrad", groups=1), 2),
     *(cut(small(f"s2_{kind}", optimizer=kind), 2) for kind in ("sgdm", "lion", "fused_layout")),
     *(cut(small(f"s3_{kind}", stage=3, optimizer=kind), 2) for kind in ("lion", "fused_layout")),
     cut(spec("s3_sgdm_fp32", stage=3, dtype="fp32", optimizer="sgdm"), 6),
@@ -72,12 +60,16 @@ MORE = [
     cut(ROUND_ROBIN, 4),
     cut(ROUND_ROBIN, 2, round_robin=False),
     cut(ALIGNED, 2),
+    cut(ALIGNED, 6, parameter_alignment=False),
+    cut(S2, 3, round_robin=True),
     cut(S2, 3, parameter_alignment=True),
     cut(S2_FP32, 3, parameter_alignment=True, round_robin=True),
     # other forms, odd parameters
-    cut(small("s1_bf16opt", stage=1, bf16_optimizer=True), 6),
+    *(cut(small("s1_bf16opt", stage=1, bf16_optimizer=True), world) for world in (2, 6)),
     cut(small("s1_bf16opt_palign", stage=1, bf16_optimizer=True, parameter_alignment=True), 6),
     cut(small("s3_frozengroup", stage=3, frozen_in_group=True), 2),
+    cut(small("s3_subgroup", stage=3, sub_group_size=50), 2),
+    cut(small("s1_empty", stage=1, empty=True), 2),
     cut(small("s2_untied", tied=False), 2),
     cut(small("s2_zerodim", zero_dim=True), 2, stage=1),
     cut(small("s3_client", stage=3, client_state=odd_client_state(), scheduler=True, clip=1.0), 4),

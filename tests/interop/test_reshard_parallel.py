@@ -61,7 +61,7 @@ MORE_MOE = [
 
 
 @pytest.mark.parametrize("case", some(MOE, MORE_MOE), ids=str)
-@pytest.mark.every(3)
+@pytest.mark.every(4, 1)
 def test_deepspeed_resumes_experts(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
 
@@ -109,7 +109,7 @@ MORE_EXPERTS = [
 
 
 @pytest.mark.parametrize("case", some(EXPERTS, MORE_EXPERTS), ids=str)
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_deepspeed_resumes_experts_that_are_spread_otherwise(case, made, tmp_path):
     """Over tensor-parallel ranks as well, data-parallel first, or of each layer over a number of its own."""
     case.assert_goes_on(made(case.source), tmp_path / "cut", MOE_TOLERANCE[case.source.dtype])
@@ -231,7 +231,7 @@ MORE_SLICES = [
 
 
 @pytest.mark.parametrize("case", some(SLICES, MORE_SLICES), ids=str)
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_deepspeed_resumes_slices(case, made, tmp_path):
     case.assert_goes_on(made(case.source), tmp_path / "cut")
 
@@ -255,6 +255,7 @@ def test_copies_that_drifted_apart_become_their_mean(stage, made, tmp_path):
             assert torch.equal(bits(found.read(name, "weight")), bits(master.bfloat16()))
 
 
+@pytest.mark.nightly
 def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made, tmp_path):
     source = sliced("drift_s2", 2, invariant=False, dtype="fp32", world_size=2)
     cut(source, 2).assert_goes_on(made(source), tmp_path / "cut")

@@ -62,9 +62,11 @@ SLICED = sliced("pp2_tp2", 2, 2)
 
 EXPERT_LAYERS = "Embedding=embed,_Experts,_FeedForward,_Experts,LayerNorm,Embedding=embed"
 
-FEW = [to(TWO, 1, 3), cut(sliced("pp2_tp2_bf16", 2, 2, dtype="bf16"), 3)]
+SLICED_BF16 = sliced("pp2_tp2_bf16", 2, 2, dtype="bf16")
+FEW = [to(TWO, 1, 3), cut(SLICED_BF16, 1, tensor_parallel_size=1)]
 
 MANY = [
+    cut(SLICED_BF16, 3),
     *(cut(TWO, ranks) for ranks in (1, 3)),
     cut(TWO, 2, pipeline_parallel_size=1),
     to(TWO, 2, 3),

@@ -112,7 +112,7 @@ def test_what_stages_and_slices_have_of_their_own_is_read_so(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source", some([MUON, MUON_S3, NADAM], [MUON_FP32, MUON_ALIGNED, MUON_TWO]), ids=lambda one: one.name
+    "source", some([NADAM], [MUON, MUON_S3, MUON_FP32, MUON_ALIGNED, MUON_TWO]), ids=lambda one: one.name
 )
 def test_what_is_read_is_the_truth(source, made, tmp_path):
     folder = made(source)
@@ -122,8 +122,16 @@ def test_what_is_read_is_the_truth(source, made, tmp_path):
     assert verified.sound, verified.findings
 
 
-MATRICES = [cut(MUON, 2), cut(MUON, 2, stage=3), cut(MUON_S3, 2, stage=2), cut(NADAM, 4)]
-MORE = [cut(MUON, 4), cut(MUON_TWO, 3), cut(MUON_FP32, 4, stage=2), cut(MUON_ALIGNED, 3)]
+MATRICES = [cut(MUON, 2, stage=3), cut(NADAM, 2)]
+MORE = [
+    cut(MUON, 2),
+    cut(MUON_S3, 2, stage=2),
+    cut(NADAM, 4),
+    cut(MUON, 4),
+    cut(MUON_TWO, 3),
+    cut(MUON_FP32, 4, stage=2),
+    cut(MUON_ALIGNED, 3),
+]
 
 
 @pytest.mark.parametrize("case", some(MATRICES, MORE), ids=str)
@@ -137,6 +145,7 @@ def test_matrix_on_two_ranks_is_whole_on_both(made):
     copies = {(one.name, one.rank) for one in found.duplicates if one.slot.name == "momentum_buffer"}
     assert {rank for _, rank in copies} == {1, 2}
     assert found.parameters["up.0.weight"].slots["momentum_buffer"].dtype == "bfloat16"
+    assert zckpt.verify(made(MUON), deep=True).sound
     assert torch.equal(found.read("down.1.weight", "momentum_buffer").float(),
                        Truth(made(MUON)).tensors["momentum_buffer/down.1.weight"])  # fmt: skip
 

@@ -57,7 +57,7 @@ def test_every_program_that_is_known_is_run():
 @pytest.mark.parametrize(
     ("program", "world_size", "kinds"),
     some(
-        [("deepspeed", 2, SOME), ("fsdp2", 1, SOME), ("zckpt", 1, SOME)],
+        [("deepspeed", 2, SOME[:3]), ("fsdp2", 1, SOME[1:3]), ("zckpt", 1, SOME[2:])],
         [(program, ranks, KINDS) for program in PROGRAMS for ranks in (1, 2)],
     ),
 )
@@ -203,7 +203,7 @@ def test_masters_come_back_in_fsdp2_where_it_says_so(name, tmp_path):
     loads += [("reader", tmp_path / "default"), ("load", tmp_path / "default")]
     shapes = {name: tuple(one.shape) for name, one in masters.items()}
     groups = [[*group.parameters] for group in source.param_groups]
-    rounded, *whole = gloo.run(weights_by, 2, loads, shapes, groups)[0]
+    rounded, *whole = gloo.run(weights_by, 1, loads, shapes, groups)[0]
     for name, master in masters.items():
         assert torch.equal(rounded[name], master.bfloat16().float())
         assert all(torch.equal(one[name], master) for one in whole)

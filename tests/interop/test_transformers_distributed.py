@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,13 +22,29 @@ from zckpt.formats.account import take_inventory
 pytestmark = pytest.mark.interop
 
 
+TRAINED = {"fsdp_size": 2}
+
+
+@pytest.fixture
+def trained(shared) -> Callable[..., tuple[Path, dict[str, torch.Tensor]]]:
+    """What so many ranks have saved, and the truth about it."""
+
+    def get(ranks: int, sizes: dict[str, int]) -> tuple[Path, dict[str, torch.Tensor]]:
+        def make(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+            return folder / "saved", gloo.run(train_and_save, ranks, sizes, folder / "saved")[0]
+
+        return shared("-".join(["distributed", *sizes]), make)
+
+    return get
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sizes"),
-    some([(2, {"fsdp_size": 2})], [(2, {"tp_size": 2}), (4, {"fsdp_size": 2, "tp_size": 2})]),
+    ("ranks", "sizes"), some([(2, TRAINED)], [(2, {"tp_size": 2}), (4, {"fsdp_size": 2, "tp_size": 2})])
 )
-def test_shards_and_the_optimizer_beside_them_are_one_checkpoint(ranks, sizes, tmp_path):
+def test_shards_and_the_optimizer_beside_them_are_one_checkpoint(ranks, sizes, trained, tmp_path):
     source, beside = tmp_path / "saved", tmp_path / "run"
-    truth = gloo.run(train_and_save, ranks, sizes, source)[0]
+    saved, truth = trained(ranks, sizes)
+    shutil.copytree(saved, source)
     shutil.copytree(source, beside / "model")
     shutil.move(beside / "model" / "optimizer", beside / "optim")  # as NeMo Automodel has it
     for folder in (source, beside):
@@ -56,8 +74,8 @@ def test_shards_and_the_optimizer_beside_them_are_one_checkpoint(ranks, sizes, t
 @pytest.mark.parametrize(
     ("ranks", "sizes"), some([(3, {"fsdp_size": 3})], [(1, {"fsdp_size": 1}), (2, {"tp_size": 2})])
 )
-def test_it_resumes_at_another_number_of_ranks(ranks, sizes, tmp_path):
-    truth = gloo.run(train_and_save, 2, {"fsdp_size": 2}, tmp_path / "saved")[0]
-    found = gloo.run(load_elsewhere, ranks, sizes, tmp_path / "saved")[0]
+def test_it_resumes_at_another_number_of_ranks(ranks, sizes, trained):
+    source, truth = trained(2, TRAINED)
+    found = gloo.run(load_elsewhere, ranks, sizes, source)[0]
     assert found.keys() == truth.keys()
     assert [name for name, one in truth.items() if not torch.equal(one, found[name])] == []

@@ -33,7 +33,7 @@ ONE_OF_EACH = ["gpt_neox", "deepseek_v3", "vit_mae", "paligemma", "marian", "wav
     "family",
     some(ONE_OF_EACH, sorted({*chain(*families.FAMILIES.values())} - {*ONE_OF_EACH})),
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4, 2)
 def test_a_family_loads_and_trains_on_under_both_names(family):
     row = families.row(family)
     assert {proof: row[proof] for proof in families.PROOFS} == dict.fromkeys(families.PROOFS, "yes")

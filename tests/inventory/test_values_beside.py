@@ -23,7 +23,7 @@ SOURCES = {
     "deepspeed": ("s2_bf16_dp2", "global_step5"),
     "stage0": ("s0_bf16_dp2", "global_step5"),
     "universal": ("universal/s2_bf16_dp4", ""),
-    "megatron": ("other/mcore16_grouped_tp2_ep2/ckpt", "iter_0000002"),
+    "megatron": ("other/mcore11_gathered_fp16_dp2/ckpt", "iter_0000002"),
 }
 
 
