@@ -107,8 +107,8 @@ def load_by_dcp(rank, world_size, path: Path, source: str, members: list[int] | 
     """Damage one record after the other for `dcp.load`; return how many were refused by all that load."""
     refused = 0
     group = None if members is None else dist.new_group(members)
+    _, model, optimizer, _ = build(source, "fsdp" if members is None else "adamw")
     for one in [one for one in records(path) if one.nbytes > FLIPPED_NBYTES][::6]:
-        _, model, optimizer, _ = build(source, "fsdp" if members is None else "adamw")
         with flipped(one, rank):
             if members is not None and rank not in members:
                 continue

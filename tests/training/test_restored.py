@@ -97,7 +97,8 @@ def test_what_is_not_restored_is_named(rank, world_size, name, saved):
     zckpt.load(saved / name, **given(training))
     restored = zckpt.assert_restored(saved / name, **given(training))
     assert (restored.step, restored.notes) == (STEPS, [])
-    for change in CHANGES:
+    first = KINDS.index(kind) % 3
+    for change in CHANGES[first::3] if world_size == 2 else CHANGES:  # at 2 ranks each of some kinds, in every run
         if kind.optimizer == "sgd" and change is change_step:
             continue
         said = change(training, rank)
