@@ -279,7 +279,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("world_size", CASES)
-@pytest.mark.every(2, 1)
+@pytest.mark.every(4, 1)
 def test_numbers_are_those_of_deepspeed(world_size):
     """What is plain at one rank and two, all else at one stage of both in turn; over the first of its steps."""
     cases = [
