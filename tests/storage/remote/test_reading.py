@@ -31,7 +31,7 @@ from zckpt.storage import stand_ins
 from zckpt.storage.journal import Purpose
 from zckpt.storage.remote import attempts, web
 
-SOURCE = FIXTURES / "s2_bf16_dp4"
+SOURCE = FIXTURES / "s2_bf16_dp2"
 
 
 @pytest.fixture(autouse=True)
