@@ -53,13 +53,16 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["s3_bf16_dp3", "tp2_s1_bf16_dp2", "other/plain_adamw/ckpt.pt"])
-def test_any_layout_renders(name, show):
-    opened = show(inspection(open_checkpoint(FIXTURES / name)))
+def walk(opened: Opened) -> None:
     opened.page.locator("#map-stage").focus()
     for key in ("ArrowRight", "ArrowDown", "End", "Enter", "Home", "+", "-", "Escape"):
         opened.page.keyboard.press(key)
     opened.assert_clean()
+
+
+@pytest.mark.parametrize("name", ["tp2_s1_bf16_dp2", "other/plain_adamw/ckpt.pt"])
+def test_any_layout_renders(name, show):
+    walk(show(inspection(open_checkpoint(FIXTURES / name))))
 
 
 CONTRAST = """
@@ -162,7 +165,7 @@ def test_a_share_of_a_parameter_is_told_by_its_elements(show):
     opened.page.locator("#map-stage").focus()
     opened.page.keyboard.press("ArrowDown")
     assert "master float32: elements [3, 6) of 7, 12 B" in opened.page.locator("#map .detail").inner_text()
-    opened.assert_clean()
+    walk(opened)
 
 
 def tab_to(opened: Opened, selector: str, most: int = 40) -> None:

@@ -176,7 +176,7 @@ def _optimizer(kind: Kind, groups: list[dict[str, Any]]) -> Any:
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1e-2)
     if kind.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=1e-2)
+    return torch.optim.AdamW(groups, lr=1e-2, fused=kind.model == "fsdp")  # one operation on DTensors, which are slow
 
 
 def differences(found: State, expected: State) -> list[str]:
