@@ -12,18 +12,19 @@ import torch.distributed as dist
 from torch import nn
 
 import zckpt
-from tests.deepspeed_engine import Spec, models, optimizers, tensor_parallel
+from tests.deepspeed_engine import Spec, models, tensor_parallel
 from tests.deepspeed_engine.truth import global_expert
 from tests.gloo import run
 from tests.optim.zero.test_files import (
-    AS_DEEPSPEED,
     DTYPES,
     FIXTURES,
     STEPS,
     Slots,
     after,
     full,
+    groups_of_experts,
     losses,
+    optimizer_of,
     resume_in_deepspeed,
 )
 from tests.pairwise import some
@@ -52,22 +53,8 @@ def build(spec: Spec, seed: int = models.MODEL_SEED) -> tuple[torch.nn.Module, Z
         grid = tensor_parallel.use_grid(spec)
         options = {"process_group": grid.get_data_parallel_group(), "model_parallel": grid}
     model = models.build_model(spec, seed).to(DTYPES[spec.dtype])
-    if spec.model == "moe":
-        from deepspeed.moe.layer import MoE
-        from deepspeed.utils import groups as topology
-
-        for module in model.modules():
-            if isinstance(module, MoE):
-                module.set_deepspeed_parallelism()
-        name = f"ep_size_{spec.expert_parallel}"
-        options = {"expert_data_parallel_groups": {name: topology._get_expert_data_parallel_group(name)}}
-    theirs = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model))
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in theirs.param_groups]
-    return model, ZeroOptimizer(
-        groups, type(theirs), stage=spec.stage, clip_grad=spec.clip, overlap_comm=spec.stage == 2, **AS_DEEPSPEED,
-        **options,
-    )  # fmt: skip
+    options["expert_data_parallel_groups"] = groups_of_experts(spec, model)
+    return model, optimizer_of(spec, model, **options)
 
 
 def merged(optimizer: ZeroOptimizer, spec: Spec) -> Slots:

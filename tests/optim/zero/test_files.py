@@ -34,22 +34,36 @@ Slots = dict[str, dict[str, torch.Tensor]]
 def build(spec: Spec, seed: int = models.MODEL_SEED, **options: Any) -> tuple[torch.nn.Module, ZeroOptimizer]:
     """Return the model of a description and an optimizer like its engine's."""
     model = models.build_model(spec, seed).to(DTYPES[spec.dtype])
+    return model, optimizer_of(spec, model, **options)
+
+
+def optimizer_of(spec: Spec, model: torch.nn.Module, **options: Any) -> ZeroOptimizer:
     theirs = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in theirs.param_groups]
-    optimizer = ZeroOptimizer(
-        groups,
+    return ZeroOptimizer(
+        [{**group, "params": [(names[p], p) for p in group["params"]]} for group in theirs.param_groups],
         type(theirs),
         stage=spec.stage,
         clip_grad=spec.clip,
         round_robin_gradients=spec.round_robin,
         parameter_alignment=spec.parameter_alignment,
         elastic_checkpoint=spec.elastic,
-        overlap_comm=spec.stage == 2,
-        **AS_DEEPSPEED,
-        **options,
+        **{"overlap_comm": spec.stage == 2, **AS_DEEPSPEED, **options},
     )
-    return model, optimizer
+
+
+def groups_of_experts(spec: Spec, model: torch.nn.Module) -> dict[str, dist.ProcessGroup]:
+    """Let DeepSpeed part the experts of a model, and return the ranks that have the same, by the group's name."""
+    if spec.model != "moe":
+        return {}
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups as topology
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.set_deepspeed_parallelism()
+    name = f"ep_size_{spec.expert_parallel}"
+    return {name: topology._get_expert_data_parallel_group(name)}
 
 
 def losses(model: torch.nn.Module, optimizer: ZeroOptimizer, spec: Spec, steps: range) -> list[float]:
