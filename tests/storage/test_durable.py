@@ -415,6 +415,13 @@ def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
 # --- several runs at once ---------------------------------------------------------------------------------------
 
 
+def started(script: str, *arguments: object, **pipes: int) -> subprocess.Popen[str]:
+    """Start a script in another process."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
+
+
 @pytest.fixture
 def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
     """Another process that is writing to the file `t` and the directory `d`, until it is told to finish."""
@@ -442,10 +449,7 @@ def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
         both = Waits(lambda: write_directory(made, here / "d", reporter=Waits(until_told)))
         write_target(made, here / "t", reporter=both)
     """
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as run:
+    with started(script, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "writing\n"
         yield run
@@ -542,20 +546,12 @@ RACER = """
 
 def test_runs_that_race_for_a_target_never_leave_it_empty_or_mixed(tmp_path):
     """Locking and renaming are several steps; whatever their order, the target is one run's, whole."""
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    script = textwrap.dedent(RACER)
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, own, "60", str(tmp_path)], env=environment, stderr=subprocess.PIPE
-        )
-        for own in "abcd"
-    ]
+    runs = [started(RACER, own, 60, tmp_path, stderr=subprocess.PIPE) for own in "abcd"]
     seen = set()
     while any(run.poll() is None for run in runs):
         if (tmp_path / "t").exists():
             seen.add((tmp_path / "t").read_text())
-    errors = [run.communicate()[1].decode() for run in runs]
+    errors = [run.communicate()[1] for run in runs]
     assert errors == [""] * 4
     assert seen <= {own * 1000 for own in "abcd"}
     assert seen

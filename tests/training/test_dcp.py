@@ -228,9 +228,7 @@ def check_saved(
             assert (state["step"], state["count"].item()) == (SAVED, 7)
             assert state["rest"] == {"a": [1, "x", None], "t": (0.5, b"z")}
             assert torch.equal(state["rng"], torch.load(directory / "rng", weights_only=True))
-            restored = zckpt.load(
-                directory / name, model=by_load.model, optimizer=by_load.optimizer, scheduler=by_load.scheduler
-            )
+            restored = zckpt.load(directory / name, **by_load.given)
             assert (restored.step, restored.world_size) == (SAVED, at)
             for training in (by_dcp, by_load):
                 assert differences(training.state(), truth) == []

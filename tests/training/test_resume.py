@@ -42,7 +42,7 @@ def save_all(rank, world_size, directory: Path, names: list[str]) -> Losses:
         training.train(range(SAVED))
         truth = training.state()
         saving = zckpt.save(
-            directory / kind.name, model=training.model, optimizer=training.optimizer, scheduler=training.scheduler,
+            directory / kind.name, **training.given,
             step=SAVED, extra={"ranks": world_size, "table": torch.arange(3)}, async_=bool(number % 2),
         )  # fmt: skip
         losses[kind.name] = training.train(range(SAVED, SAVED + MORE))
@@ -63,9 +63,7 @@ def resume_all(rank, world_size, directories: list[Path], names: list[list[str]]
 
 def resume(kind: Kind, saved: Kind, directory: Path) -> list[float]:
     training = Training.of(kind, seed=1)  # other weights than were saved
-    restored = zckpt.load(
-        directory / saved.name, model=training.model, optimizer=training.optimizer, scheduler=training.scheduler
-    )
+    restored = zckpt.load(directory / saved.name, **training.given)
     assert (restored.step, restored.format) == (SAVED, "zckpt")
     assert restored.extra["ranks"] == restored.world_size
     assert torch.equal(restored.extra["table"], torch.arange(3))

@@ -34,11 +34,6 @@ from zckpt.storage.remote import attempts, web
 SOURCE = FIXTURES / "s2_bf16_dp2"
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch) -> None:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
-
-
 def put(served: Served, source: Path, name: str) -> str:
     """The URL of a copy of a checkpoint."""
     if not (served.directory / name).exists():

@@ -29,11 +29,6 @@ from zckpt.storage.remote.fsspec_stores import FsspecStore
 SOURCE = FIXTURES / "s2_bf16_dp2"
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch) -> None:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
-
-
 @pytest.fixture
 def s3_kind() -> str:
     return "s3-alone"
