@@ -30,6 +30,8 @@ from typing import Any
 
 import pytest
 
+from tests.pairwise import some
+
 COLLECTIVE_TIMEOUT = 300  # seconds a rank waits for its peers; then it says itself where it waited
 TIMEOUT = 600  # seconds for the whole run: one that hangs fails, and one on a busy machine does not
 GRACE = 2.0  # seconds that the other ranks get to report, too, once one has failed
@@ -131,29 +133,36 @@ def run(
 def on_ranks(*world_sizes: int, each: Sequence[Sequence[Any]] = ((),), fresh: bool = False) -> Callable[..., Any]:
     """Make a test of what each of so many ranks runs, given its rank, their number, and what pytest gives.
 
-    `each`: further arguments, before those of pytest; the same ranks run it with one after the other.
+    `each`: further arguments, before those of pytest; the same ranks run it with one after the other. Those that
+    `tests/pairwise.py` has marked are another test, which is `nightly`.
     """
+    every = [(bool(getattr(one, "marks", ())), getattr(one, "values", one)) for one in each]
+    parts = {rest: [values for marked, values in every if marked == rest] for rest in (False, True)}
 
     def of(body: Callable[..., None]) -> Any:
-        names = [*inspect.signature(body).parameters][2 + len(each[0]) :]
+        names = [*inspect.signature(body).parameters][2 + len(every[0][1]) :]
         given_number = ["world_size"] if len(world_sizes) > 1 else []
+        names += ["rest"] if parts[True] else []
 
         def test(**given: Any) -> None:
-            run(_in_turn, given.pop("world_size", world_sizes[0]), body.__module__, body.__name__, given, fresh=fresh)
+            number = given.pop("world_size", world_sizes[0])
+            run(_in_turn, number, body.__module__, body.__name__, given.pop("rest", False), given, fresh=fresh)
 
         functools.update_wrapper(test, body)
         del test.__wrapped__  # type: ignore[attr-defined]  # of which pytest would take the parameters
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*given_number, *names)]
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        test.body, test.each = body, each  # type: ignore[attr-defined]
+        test.body, test.each = body, parts  # type: ignore[attr-defined]
+        if parts[True]:
+            test = pytest.mark.parametrize("rest", some([False], [True]))(test)
         return pytest.mark.parametrize("world_size", world_sizes)(test) if given_number else test
 
     return of
 
 
-def _in_turn(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+def _in_turn(rank: int, world_size: int, module: str, name: str, rest: bool, given: dict[str, Any]) -> None:
     test = getattr(importlib.import_module(module), name)
-    for arguments in test.each:
+    for arguments in test.each[rest]:
         try:
             test.body(rank, world_size, *copy.deepcopy(arguments), **given)
         except BaseException as error:

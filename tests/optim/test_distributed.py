@@ -282,19 +282,21 @@ def set_gradient(parameter: Any) -> None:
     parameter.local_value().grad = torch.ones(3, 3)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        steps_are_those_of_one_optimizer,
-        groups_have_their_own_hyperparameters,
-        parameters_without_a_gradient_stay,
-        state_continues_elsewhere,
-        a_dict_of_another_optimizer_changes_nothing,
-        an_error_of_a_worker_is_raised,
-        callers_at_once_are_taken_one_after_the_other,
-        zero_grad_reaches_the_workers,
-    ],
-    ids=lambda what: what.__name__,
-)
-def test_on_workers(what, tmp_path):
-    on_workers(what, tmp_path)
+CHECKS = (
+    steps_are_those_of_one_optimizer, groups_have_their_own_hyperparameters, parameters_without_a_gradient_stay,
+    state_continues_elsewhere, a_dict_of_another_optimizer_changes_nothing, an_error_of_a_worker_is_raised,
+    callers_at_once_are_taken_one_after_the_other, zero_grad_reaches_the_workers,
+)  # fmt: skip
+
+
+def every_check() -> None:
+    for check in CHECKS:
+        try:
+            check()
+        except BaseException as error:
+            raise AssertionError(check.__name__) from error
+
+
+def test_on_workers(tmp_path):
+    """On the same workers, which take longer to start than most of the checks."""
+    on_workers(every_check, tmp_path)

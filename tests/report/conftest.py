@@ -99,5 +99,4 @@ def show(pages: Callable[..., Page], tmp_path: Path) -> Iterator[Callable[..., O
     for page, listeners in shown:
         for event, listener in listeners.items():
             page.remove_listener(event, listener)
-        page.goto("about:blank")
         page.emulate_media(color_scheme="light", media="null")

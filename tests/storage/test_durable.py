@@ -5,26 +5,30 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.pairwise import each
+from tests.gloo import WorkerError, forked
 from tests.plans import write_directory
+from zckpt.engine import workers
+from zckpt.engine import write as engine_write
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.targets import Hole, Literal, TargetFile
-from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, TargetExistsError, ZckptError
 from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.durable import written
 from zckpt.storage.ownership import Owned, partial_name
 
+BATCH_NBYTES = 1 << 16
 NBYTES = 3 * BATCH_NBYTES
 """Enough for several batches, so that something can go wrong between them."""
 
@@ -32,6 +36,16 @@ OLD = b"the old target"
 
 ANYTHING = Owned(lambda _: True)
 """A format that has files of any name of its own."""
+
+
+def small_batches(set_attribute: Callable[[object, str, object], None] = setattr) -> None:
+    for module in (workers, engine_write):
+        set_attribute(module, "BATCH_NBYTES", BATCH_NBYTES)
+
+
+@pytest.fixture(autouse=True)
+def of_small_batches(monkeypatch) -> None:
+    small_batches(monkeypatch.setattr)
 
 
 def content(nbytes: int = NBYTES) -> bytes:
@@ -236,32 +250,20 @@ def test_file_system_without_room_is_refused_before_anything_is_written(tmp_path
     assert listing(tmp_path) == []
 
 
-def child(script: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a script in another process."""
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    return subprocess.run(command, check=check, capture_output=True, text=True, env=environment, timeout=60)
+def fill_up(here: Path, directory: bool) -> str:
+    """Write in the middle of a run to a disk for which a limit on the size of files stands; return what is said."""
+    small_batches()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    made = copying(here, "t")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BATCH_NBYTES, BATCH_NBYTES))
+    with pytest.raises(TargetError) as error:
+        write(made, here / "t", directory=directory)
+    return str(error.value)
 
 
 def test_disk_that_fills_up_leaves_nothing_behind(directory, tmp_path):
-    """A limit on the size of files stands for the disk: writing fails in the middle of the run."""
-    script = """
-        import resource, signal, sys
-        from pathlib import Path
-        from tests.storage.test_durable import copying, write
-        from zckpt.errors import TargetError
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        made = copying(Path(sys.argv[1]), "t")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        try:
-            write(made, Path(sys.argv[1], "t"), directory=sys.argv[2] == "True")
-        except TargetError as error:
-            print(error)
-    """
-    found = child(script, tmp_path, directory).stdout
-    assert found == f"{tmp_path}/t: cannot be written: found File too large; nothing was left behind\n"
+    found = forked(fill_up, tmp_path, directory)
+    assert found == f"{tmp_path}/t: cannot be written: found File too large; nothing was left behind"
     assert listing(tmp_path) == []
 
 
@@ -300,42 +302,35 @@ def test_after_a_failure_the_next_run_succeeds(directory, tmp_path):
     assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
 
 
+class Signals(Reporter):
+    """Sends a signal to its own process between two batches."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def advance(self, nbytes: int) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+def ended(here: Path, directory: bool, by: signal.Signals) -> None:
+    small_batches()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    write(copying(here, "t"), here / "t", directory=directory, overwrite=True, reporter=Signals(by))
+
+
+def killed(here: Path, directory: bool) -> None:
+    with pytest.raises(WorkerError, match="ended without a result"):
+        forked(ended, here, directory, signal.SIGKILL)
+
+
 def test_interrupt_from_the_keyboard_leaves_nothing_behind(tmp_path):
-    script = """
-        import os, signal, sys
-        from pathlib import Path
-        from tests.storage.test_durable import Reporter, copying, write
-
-        class Interrupts(Reporter):
-            def advance(self, nbytes):
-                os.kill(os.getpid(), signal.SIGINT)
-
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
-        try:
-            write(copying(Path(sys.argv[1]), "t"), Path(sys.argv[1], "t"), reporter=Interrupts())
-        except KeyboardInterrupt:
-            print("interrupted")
-    """
-    assert child(script, tmp_path).stdout == "interrupted\n"
+    with pytest.raises(WorkerError, match="KeyboardInterrupt"):
+        forked(ended, tmp_path, False, signal.SIGINT)
     assert listing(tmp_path) == []
 
 
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    from tests.storage.test_durable import Reporter, copying, write
-
-    class Kills(Reporter):
-        def advance(self, nbytes):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    made = copying(Path(sys.argv[1]), "t")
-    write(made, Path(sys.argv[1], "t"), directory=sys.argv[2] == "True", overwrite=True, reporter=Kills())
-"""
-
-
 def test_killed_run_leaves_no_target_and_the_next_one_cleans_up(directory, tmp_path):
-    assert child(KILLED, tmp_path, directory, check=False).returncode == -signal.SIGKILL
+    killed(tmp_path, directory)
     assert listing(tmp_path) == [".t.zckpt-partial"]
     write(copying(tmp_path, "t"), tmp_path / "t", directory=directory)
     assert listing(tmp_path) == ["t"]
@@ -347,7 +342,7 @@ def test_killed_run_leaves_the_old_target(directory, tmp_path):
         (tmp_path / "t").mkdir()
     old = tmp_path / "t/old" if directory else tmp_path / "t"
     old.write_bytes(OLD)
-    assert child(KILLED, tmp_path, directory, check=False).returncode == -signal.SIGKILL
+    killed(tmp_path, directory)
     assert old.read_bytes() == OLD
     write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=True)
     assert listing(tmp_path) == ["t"]
@@ -420,14 +415,23 @@ def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
 # --- several runs at once ---------------------------------------------------------------------------------------
 
 
+def started(script: str, *arguments: object, **pipes: int) -> subprocess.Popen[str]:
+    """Start a script in another process."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
+
+
 @pytest.fixture
 def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
     """Another process that is writing to the file `t` and the directory `d`, until it is told to finish."""
     script = """
         import sys
         from pathlib import Path
-        from tests.storage.test_durable import copying, write_directory, write_target
+        from tests.storage.test_durable import copying, small_batches, write_directory, write_target
         from zckpt.engine import SilentReporter
+
+        small_batches()
 
         class Waits(SilentReporter):
             def __init__(self, then):
@@ -445,10 +449,7 @@ def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
         both = Waits(lambda: write_directory(made, here / "d", reporter=Waits(until_told)))
         write_target(made, here / "t", reporter=both)
     """
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as run:
+    with started(script, tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "writing\n"
         yield run
@@ -456,28 +457,19 @@ def other_run(tmp_path) -> Iterator[subprocess.Popen[str]]:
             run.kill()
 
 
-@pytest.mark.parametrize(("target", "overwrite"), each(["t", "d"], [False, True]))
-def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(target, overwrite, other_run, tmp_path):
-    made = copying(tmp_path, "t")
-    with pytest.raises(TargetError, match="another run is writing to this target"):
-        write(made, tmp_path / target, directory=target == "d", overwrite=overwrite)
-    assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
-    other_run.communicate("\n", timeout=60)
-    assert other_run.returncode == 0
-    assert listing(tmp_path) == ["d", "t"]
-    assert is_whole(tmp_path / "t")
-    assert is_whole(tmp_path / "d/t")
-
-
-def test_run_to_another_target_is_not_refused(other_run, tmp_path):
-    write_target(copying(tmp_path, "u"), tmp_path / "u")
-    assert is_whole(tmp_path / "u")
-
-
-def test_second_of_two_targets_that_is_being_written_leaves_nothing_of_the_first(other_run, tmp_path):
+def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(other_run, tmp_path):
+    """Nor does it leave anything of another target; a run to another target alone is not refused."""
+    for target, overwrite in product(["t", "d"], [False, True]):
+        with pytest.raises(TargetError, match="another run is writing to this target"):
+            write(copying(tmp_path, "t"), tmp_path / target, directory=target == "d", overwrite=overwrite)
     with pytest.raises(TargetError, match="another run"):
         write_target(copying(tmp_path, "a", "t"), tmp_path / "t")
     assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
+    write_target(copying(tmp_path, "u"), tmp_path / "u")
+    other_run.communicate("\n", timeout=60)
+    assert other_run.returncode == 0
+    assert listing(tmp_path) == ["d", "t", "u"]
+    assert all(is_whole(tmp_path / name) for name in ("t", "d/t", "u"))
 
 
 def test_lock_of_a_killed_run_does_not_outlive_it(other_run, tmp_path):
@@ -554,20 +546,12 @@ RACER = """
 
 def test_runs_that_race_for_a_target_never_leave_it_empty_or_mixed(tmp_path):
     """Locking and renaming are several steps; whatever their order, the target is one run's, whole."""
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    script = textwrap.dedent(RACER)
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, own, "60", str(tmp_path)], env=environment, stderr=subprocess.PIPE
-        )
-        for own in "abcd"
-    ]
+    runs = [started(RACER, own, 60, tmp_path, stderr=subprocess.PIPE) for own in "abcd"]
     seen = set()
     while any(run.poll() is None for run in runs):
         if (tmp_path / "t").exists():
             seen.add((tmp_path / "t").read_text())
-    errors = [run.communicate()[1].decode() for run in runs]
+    errors = [run.communicate()[1] for run in runs]
     assert errors == [""] * 4
     assert seen <= {own * 1000 for own in "abcd"}
     assert seen

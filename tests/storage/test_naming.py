@@ -65,14 +65,16 @@ def kill_before(number: int) -> None:
 
 
 def killed(
-    prepare: str, act: str, directory: Path, *, without_exchange: bool = False, module: str = __name__
+    prepare: str, act: str, directory: Path, *, without_exchange: bool = False, module: str = __name__, every: int = 1
 ) -> list[Path]:
-    """Let runs be killed one call later each, until one comes to its end; return what each has left, that one last."""
-    last = forked(kill_one_after_the_other, module, prepare, act, directory, without_exchange)
-    return [directory / str(number) for number in range(last + 1)]
+    """Let runs be killed so many calls later each, until one comes to its end; return what each has left, it last."""
+    last = forked(kill_one_after_the_other, module, prepare, act, directory, without_exchange, every)
+    return [directory / str(number) for number in range(0, last + 1, every)]
 
 
-def kill_one_after_the_other(module: str, prepare: str, act: str, directory: Path, without_exchange: bool) -> int:
+def kill_one_after_the_other(
+    module: str, prepare: str, act: str, directory: Path, without_exchange: bool, every: int
+) -> int:
     """Return how many were killed; a process forked for each spares it the start of an interpreter."""
     functions = vars(importlib.import_module(module))
     if without_exchange:
@@ -80,7 +82,7 @@ def kill_one_after_the_other(module: str, prepare: str, act: str, directory: Pat
     prepared = directory / "prepared"
     prepared.mkdir()
     functions[prepare](prepared)
-    for number in range(1000):
+    for number in range(0, 1000, every):
         here = directory / str(number)
         shutil.copytree(prepared, here, symlinks=True)
         child = os.fork()

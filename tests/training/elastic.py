@@ -30,12 +30,11 @@ def main(directory: Path, *, spare: bool) -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     training = Training.of(BY_NAME["zero2-plain-float32"])
-    everything = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
     options: dict[str, Any] = {"every": EVERY}
     if spare:
         options = {"every": 100, "replicate": True, "replicate_in": os.environ.get("SPARE_IN")}
     with zckpt.Checkpointer(directory / "run", **options) as checkpointer:
-        restored = checkpointer.resume(**everything)
+        restored = checkpointer.resume(**training.given)
         first = (restored.step or 0) if restored else 0
         step = first
         while not checkpointer.is_ending:
@@ -47,13 +46,13 @@ def main(directory: Path, *, spare: bool) -> None:
             time.sleep(SECONDS)
             step += 1
             if spare:
-                checkpointer.step(step, **everything)
+                checkpointer.step(step, **training.given)
             if rank == 0:
                 told = {"step": step, "loss": loss, "ranks": world_size, "first": first, "pid": os.getpid()}
                 with (directory / "steps").open("a") as file:
                     file.write(json.dumps(told) + "\n")
             if not spare:
-                checkpointer.step(step, **everything)
+                checkpointer.step(step, **training.given)
     dist.destroy_process_group()
 
 

@@ -31,19 +31,18 @@ def train(
 ) -> dict[str, Any]:
     """Resume, train up to a step, and let the last rank be told to end before one."""
     training = Training.of(BY_NAME["zero2-plain-float32"])
-    everything = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
     before = signal.getsignal(signal.SIGTERM)
     checkpointer = zckpt.Checkpointer(directory, **options)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        restored = checkpointer.resume(**everything)
+        restored = checkpointer.resume(**training.given)
     first = restored.step if restored and restored.step else 0
     losses = []
     for step in range(first, steps):
         losses += training.train([step])
         if step == terminated and rank == world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        checkpointer.step(step + 1, **everything, extra={"seen": step + 1})
+        checkpointer.step(step + 1, **training.given, extra={"seen": step + 1})
         if checkpointer.is_ending:
             break
     checkpointer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from tests.cli.console import FIXTURES
 from tests.deepspeed_engine import SPECS, Spec, models
 from tests.gloo import run
 from tests.logical import assert_same_slots
-from tests.pairwise import some
+from tests.pairwise import each, some
 from tests.training.trainings import BY_NAME, Training, differences, save_at, whole
 from tests.truth import Truth, assert_same, bits
 
@@ -99,7 +100,7 @@ def made(spec: Spec, kind: str) -> tuple[torch.nn.Module, torch.nn.Module, torch
     groups = [{**group, "params": [named[name] for name in group["params"]], "lr": 1.0} for group in groups]
     if spec.optimizer == "sgdm":
         return inner, model, torch.optim.SGD(groups, lr=1.0, momentum=0.5)
-    return inner, model, torch.optim.AdamW(groups, lr=1.0)
+    return inner, model, torch.optim.AdamW(groups, lr=1.0, fused=kind == "fsdp")
 
 
 def load_all(rank, world_size, kind: str, forms: list[str], every: int) -> int:
@@ -156,7 +157,7 @@ def check_hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimiz
 @pytest.mark.parametrize(
     ("world_size", "kind", "forms", "every"),
     some(
-        [(1, "plain", FORMS, 1), (2, "ddp", FORMS[1:] + FORMS[:1], 3), (3, "fsdp", FORMS[3:] + FORMS[:3], 3)],
+        [(1, "plain", FORMS, 1), (2, "ddp", FORMS[1:] + FORMS[:1], 3), (3, "fsdp", FORMS[3:] + FORMS[:3], 5)],
         [(2, "ddp", FORMS[1:] + FORMS[:1], 1), (3, "fsdp", FORMS[2:] + FORMS[:2], 1)],
     ),
 )
@@ -168,13 +169,17 @@ def test_load_of_any_checkpoint_gives_the_truth(world_size, kind, forms, every):
 KINDS = {"adamw-fsdp-float32": "nested", "adamw-ddp-float32": "flat", "sgd-compile-float32": "nested"}
 """What is saved, and in which form."""
 
+OFTEN = {1: ["adamw-ddp-float32"], 2: ["adamw-fsdp-float32"], 3: ["adamw-fsdp-float32", "sgd-compile-float32"]}
+"""What every run saves at each number of ranks."""
+
 SAVED, MORE = 3, 2
 
 
-def save_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
+def save_all(rank, world_size, directory: Path, names: list[str]) -> dict[str, list[float]]:
     """Train, save with `dcp.save` or `dcp.async_save`, keep the truth beside it, and train on."""
     losses = {}
-    for number, (name, form) in enumerate(KINDS.items()):
+    for number, name in enumerate(names):
+        form = KINDS[name]
         training = Training.of(BY_NAME[name])
         training.train(range(SAVED))
         truth = training.state()
@@ -195,12 +200,15 @@ def save_all(rank, world_size, directory: Path) -> dict[str, list[float]]:
     return losses
 
 
-def check_saved(rank, world_size, directories: list[Path]) -> list[dict[str, list[float]]]:
+def check_saved(
+    rank, world_size, directories: dict[int, Path], names: dict[int, list[str]]
+) -> list[dict[str, list[float]]]:
     """Hold what was saved against the truth, resume it in each way, and train on."""
     told = []
-    for directory in directories:
+    for at, directory in directories.items():
         losses: dict[str, list[float]] = {}
-        for name, form in KINDS.items():
+        for name in names[at]:
+            form = KINDS[name]
             truth = torch.load(directory / f"{name}.truth", weights_only=True)
             if rank == 0:
                 check_opened(zckpt.open(directory / name), truth)
@@ -220,10 +228,8 @@ def check_saved(rank, world_size, directories: list[Path]) -> list[dict[str, lis
             assert (state["step"], state["count"].item()) == (SAVED, 7)
             assert state["rest"] == {"a": [1, "x", None], "t": (0.5, b"z")}
             assert torch.equal(state["rng"], torch.load(directory / "rng", weights_only=True))
-            restored = zckpt.load(
-                directory / name, model=by_load.model, optimizer=by_load.optimizer, scheduler=by_load.scheduler
-            )
-            assert (restored.step, restored.world_size) == (SAVED, int(directory.name[-1]))
+            restored = zckpt.load(directory / name, **by_load.given)
+            assert (restored.step, restored.world_size) == (SAVED, at)
             for training in (by_dcp, by_load):
                 assert differences(training.state(), truth) == []
             losses[name] = by_dcp.train(range(SAVED, SAVED + MORE))
@@ -248,15 +254,21 @@ def check_opened(checkpoint: zckpt.OpenedCheckpoint, truth: dict[str, dict[str, 
                 assert owner.state[slot] == zckpt.Scalar(expected.item(), str(expected.dtype).removeprefix("torch."))
 
 
-@pytest.fixture(scope="module")
-def saved(shared) -> dict[int, tuple[Path, dict[str, list[float]]]]:
-    return {n: shared(f"test_dcp-at{n}", partial(save_at, save_all, n)) for n in (1, 2, 3)}
+@pytest.fixture
+def saved(shared) -> Callable[[int, list[str]], tuple[Path, dict[str, list[float]]]]:
+    def get(at: int, names: list[str]) -> tuple[Path, dict[str, list[float]]]:
+        return shared(f"test_dcp-{len(names)}-at{at}", partial(save_at, partial(save_all, names=names), at))
+
+    return get
 
 
-@pytest.mark.parametrize("world_size", some([3], [1]))
-def test_what_is_saved_is_the_truth_and_goes_on(world_size, saved):
-    told = run(check_saved, world_size, [directory for directory, _ in saved.values()])[0]
-    for (at, (_, expected)), found in zip(saved.items(), told, strict=True):
+@pytest.mark.parametrize(
+    ("world_size", "names"), some([(3, OFTEN)], [(n, {at: list(KINDS) for at in (1, 2, 3)}) for n in (1, 3)])
+)
+def test_what_is_saved_is_the_truth_and_goes_on(world_size, names, saved):
+    given = {at: saved(at, its) for at, its in names.items()}
+    told = run(check_saved, world_size, {at: directory for at, (directory, _) in given.items()}, names)[0]
+    for (at, (_, expected)), found in zip(given.items(), told, strict=True):
         for name, losses in found.items():
             if at == world_size:
                 assert losses == expected[name]
@@ -389,17 +401,15 @@ def test_a_rank_reads_the_bytes_of_its_own_chunks(tmp_path):
         assert own <= read < own + (150 << 10)  # the structure, its checksums, and what ranks say to each other
 
 
-def test_what_is_saved_converts_to_other_formats(saved, tmp_path):
-    for name in KINDS:
-        source = saved[3][0] / name
-        for to in ("dcp", "consolidated", "deepspeed", "universal"):
-            target = tmp_path / f"{name}-{to}"
-            zckpt.convert(source, target, to=to, **({"world_size": 2, "stage": 2} if to == "deepspeed" else {}))
-            zckpt.convert(target, tmp_path / f"{name}-{to}-back", to="zckpt")
-            mine, its = zckpt.open(tmp_path / f"{name}-{to}-back"), zckpt.open(source)
-            assert {p.name for p in mine.tensors()} == {p.name for p in its.tensors()}
-            for parameter in its.parameters.values():
-                assert_same_slots(mine, its, parameter.name)
+@pytest.mark.parametrize(("name", "to"), each(OFTEN[3], ["dcp", "consolidated", "deepspeed", "universal"]))
+def test_what_is_saved_converts_to_other_formats(name, to, saved, tmp_path):
+    source = saved(3, OFTEN[3])[0] / name
+    zckpt.convert(source, tmp_path / to, to=to, **({"world_size": 2, "stage": 2} if to == "deepspeed" else {}))
+    zckpt.convert(tmp_path / to, tmp_path / "back", to="zckpt")
+    mine, its = zckpt.open(tmp_path / "back"), zckpt.open(source)
+    assert {p.name for p in mine.tensors()} == {p.name for p in its.tensors()}
+    for parameter in its.parameters.values():
+        assert_same_slots(mine, its, parameter.name)
 
 
 def test_a_whole_checkpoint_becomes_a_torch_file(tmp_path):

@@ -15,7 +15,7 @@ import torch
 import zckpt
 from tests.folders import contents
 from tests.gloo import run
-from tests.pairwise import some
+from tests.pairwise import each, some
 from tests.truth import Truth, assert_same
 from zckpt.errors import SourceError, TargetError, TargetExistsError, UsageError
 from zckpt.hf import any_world_size, prepare_resume
@@ -192,20 +192,17 @@ def test_trainer_that_lost_its_optimizer_is_stopped(whole, tmp_path):
 # --- the files
 
 
-@pytest.mark.parametrize("to_stage", [None, 3])
-@pytest.mark.parametrize(
-    ("world_size", "states", "note"),
-    [
-        (1, {"rng_state.pth": "rng_state_0.pth"}, "rng_state_1.pth is left out: there is no rank 1"),
-        (2, {"rng_state_0.pth": "rng_state_0.pth", "rng_state_1.pth": "rng_state_1.pth"}, None),
-        (
-            3,
-            {"rng_state_0.pth": "rng_state_0.pth", "rng_state_1.pth": "rng_state_1.pth"},
-            "no random states for rank 2",
-        ),
-    ],
-)
-def test_another_number_of_ranks_keeps_all_that_the_trainer_has(world_size, states, note, to_stage, tmp_path):
+TWO = {name: name for name in ("rng_state_0.pth", "rng_state_1.pth")}
+STATES = [
+    (1, {"rng_state.pth": "rng_state_0.pth"}, "rng_state_1.pth is left out: there is no rank 1"),
+    (2, TWO, None),
+    (3, TWO, "no random states for rank 2"),
+]
+
+
+@pytest.mark.parametrize(("case", "to_stage"), each(STATES, [None, 3]))
+def test_another_number_of_ranks_keeps_all_that_the_trainer_has(case, to_stage, tmp_path):
+    world_size, states, note = case
     source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
     (source / "zero_to_fp32.py").write_text("print()\n")
     (source / "adapter").mkdir()

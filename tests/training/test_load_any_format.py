@@ -85,7 +85,7 @@ def make(family: str, groups: list[dict[str, Any]]) -> Any:
         return ZeroOptimizer(groups, torch.optim.AdamW, lr=1.0, stage=int(family[-1]))
     if family == "redundancy":
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1.0)
-    return torch.optim.AdamW(groups, lr=1.0)
+    return torch.optim.AdamW(groups, lr=1.0, fused=family == "fsdp")
 
 
 def check(model: torch.nn.Module, optimizer: Any, truth: Truth, dtype: torch.dtype) -> int:

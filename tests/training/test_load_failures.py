@@ -28,6 +28,7 @@ from tests.deepspeed_engine.models import build_model, param_groups
 from tests.deepspeed_engine.training import batch
 from tests.gloo import on_ranks, run
 from tests.live import equal, everything, same
+from tests.pairwise import each
 from tests.truth import Truth
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer, ZeroRedundancyOptimizer, files
@@ -157,16 +158,17 @@ def test_elements_that_cannot_be_cast_are_found_before_anything_is_changed(tmp_p
     assert torch.equal(other.weight, before)
 
 
+EXTRA = [
+    {"random_states": 7},
+    {"extra": "hello", "epoch": 3},
+    {"extra_state": {"x": 1}, "lr_scheduler": 3, "grad_scaler": None},
+    {"random_states": [{"torch": b"", "python": 1}], "extra": {"a": 1}},
+]
+
+
 @pytest.mark.parametrize(
-    "extra",
-    [
-        {"random_states": 7},
-        {"extra": "hello", "epoch": 3},
-        {"extra_state": {"x": 1}, "lr_scheduler": 3, "grad_scaler": None},
-        {"random_states": [{"torch": b"", "python": 1}], "extra": {"a": 1}},
-    ],
+    ("extra", "to"), each(EXTRA, [None, "zckpt", "dcp", "consolidated", "zero-redundancy", "universal"])
 )
-@pytest.mark.parametrize("to", [None, "zckpt", "dcp", "consolidated", "zero-redundancy", "universal"])
 def test_keys_of_the_users_that_are_called_as_ours_are_the_users(extra, to, tmp_path):
     model, optimizer = single()
     model(torch.ones(2, 4)).sum().backward()

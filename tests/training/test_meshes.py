@@ -44,7 +44,7 @@ def made(degrees: tuple[int, int] | None, seed: int, *, norm: bool = False) -> t
         mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("dp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"])
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, fused=not norm)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer | None, number: int) -> float:

@@ -314,11 +314,11 @@ def test_formats_of_deepspeed_and_torch_are_written(rank, world_size, tmp_path):
     for name, form in (("zero2-plain-float32", "deepspeed"), ("redundancy-ddp-float32", "zero-redundancy")):
         training = Training.of(BY_NAME[name])
         training.train(range(2))
-        given = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+        given = training.given
         zckpt.save(tmp_path / form, **given, step=2, extra={"epoch": 3}, format=form)
         assert zckpt.open(tmp_path / form).format == form
         other = Training.of(BY_NAME[name], seed=2)
-        restored = zckpt.load(tmp_path / form, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
+        restored = zckpt.load(tmp_path / form, **other.given)
         assert restored.step == 2
         assert restored.extra["epoch"] == 3
         assert differences(other.state(), training.state()) == []

@@ -19,21 +19,17 @@ from zckpt.optim import ZeroOptimizer
 STEPS = 3
 
 
-def given(training: Training) -> dict[str, Any]:
-    return {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
-
-
 def save_all(rank, world_size, directory: Path) -> None:
     for kind in KINDS:
         training = Training.of(kind)
         training.train(range(STEPS))
-        zckpt.save(directory / kind.name, **given(training), step=STEPS)
+        zckpt.save(directory / kind.name, **training.given, step=STEPS)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
-    run(save_all, 2, directory)
+    run(save_all, 3, directory)  # at 2, what is compiled would be traced
     return directory
 
 
@@ -93,23 +89,24 @@ def test_what_is_not_restored_is_named(rank, world_size, name, saved):
     kind = BY_NAME[name]
     training = Training.of(kind, seed=1)
     with pytest.raises(NotRestoredError):
-        zckpt.assert_restored(saved / name, **given(training))
-    zckpt.load(saved / name, **given(training))
-    restored = zckpt.assert_restored(saved / name, **given(training))
+        zckpt.assert_restored(saved / name, **training.given)
+    zckpt.load(saved / name, **training.given)
+    restored = zckpt.assert_restored(saved / name, **training.given)
     assert (restored.step, restored.notes) == (STEPS, [])
-    for change in CHANGES:
+    first = KINDS.index(kind) % 3
+    for change in CHANGES[first::3] if world_size == 2 else CHANGES:  # at 2 ranks each of some kinds, in every run
         if kind.optimizer == "sgd" and change is change_step:
             continue
         said = change(training, rank)
         if isinstance(training.optimizer, ZeroOptimizer) and change is change_weight:
             said = "of body.0.weight differs in "  # masters follow weights that the program has changed
         with pytest.raises(NotRestoredError) as error:
-            zckpt.assert_restored(saved / name, **given(training))
+            zckpt.assert_restored(saved / name, **training.given)
         assert any(said in one for one in error.value.differences), (change, error.value.differences)
         every = [None] * world_size
         torch.distributed.all_gather_object(every, error.value.differences)
         assert len(set(every)) == 1
-        zckpt.load(saved / name, **given(training))
+        zckpt.load(saved / name, **training.given)
 
 
 def test_the_first_element_that_differs_is_told(tmp_path):

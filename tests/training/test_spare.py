@@ -23,10 +23,6 @@ pytestmark = pytest.mark.interop
 ZERO, FSDP = BY_NAME["zero2-plain-float32"], BY_NAME["adamw-fsdp-float32"]
 
 
-def everything(training: Training) -> dict[str, Any]:
-    return {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
-
-
 def train(
     rank, world_size, directory: Path, nodes: list[str], steps: list[int], options: dict[str, Any]
 ) -> list[dict[str, Any]]:
@@ -39,13 +35,13 @@ def train(
         within = directory / nodes[rank]
         within.mkdir(exist_ok=True)
         checkpointer = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within, **settings)
-        restored = checkpointer.resume(**everything(training))
+        restored = checkpointer.resume(**training.given)
         first = restored.step if restored and restored.step else 0
         state = training.state()
         losses = []
         for step in range(first, last):
             losses += training.train([step])
-            checkpointer.step(step + 1, **everything(training), extra={"seen": step + 1})
+            checkpointer.step(step + 1, **training.given, extra={"seen": step + 1})
         assert checkpointer._spare is not None
         checkpointer._spare.finish()
         held = sorted(path.name for path in within.rglob("*") if path.suffix in (".safetensors", ".json"))
@@ -91,7 +87,7 @@ def test_no_step_is_lost_with_a_node(fsdp, tmp_path):
 
 def with_error(checkpointer: zckpt.Checkpointer, training: Training) -> None:
     with checkpointer:
-        checkpointer.step(7, **everything(training))
+        checkpointer.step(7, **training.given)
         _ = 1 // 0
 
 
@@ -105,7 +101,7 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
 
     def resumed(**more: Any) -> tuple[zckpt.Checkpointer, int]:
         made = zckpt.Checkpointer(run_directory, **options, **more)
-        restored = made.resume(**everything(training))
+        restored = made.resume(**training.given)
         return made, (restored.step or 0) if restored else 0
 
     def spares() -> list[Path]:
@@ -113,27 +109,27 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
 
     checkpointer, _ = resumed(async_=True)
     for step in (1, 2, 3):
-        checkpointer.step(step, **everything(training))
+        checkpointer.step(step, **training.given)
         assert len(spares()) == 1  # the last one only
     assert zckpt.open(spares()[0].parent).step == 3
-    checkpointer.save(2, **everything(training))  # back to an earlier step, which is then the latest
+    checkpointer.save(2, **training.given)  # back to an earlier step, which is then the latest
     checkpointer._finish()
     assert resumed()[1] == 2
     assert not spares()
 
     checkpointer, _ = resumed()
-    checkpointer.step(5, **everything(training))
+    checkpointer.step(5, **training.given)
     (run_directory / "latest").write_text("step-00000009")  # somebody goes on from elsewhere
     assert resumed()[1] == 2
 
     checkpointer, _ = resumed(replicate_every=2)
-    checkpointer.step(5, **everything(training))
+    checkpointer.step(5, **training.given)
     assert not spares()
-    checkpointer.step(6, **everything(training))
+    checkpointer.step(6, **training.given)
     (spares()[0].parent / "spare.json").unlink()  # killed before all was said
     assert resumed()[1] == 2
     checkpointer, _ = resumed()
-    checkpointer.step(5, **everything(training))
+    checkpointer.step(5, **training.given)
     for path in spares()[0].parent.iterdir():  # killed while it was removed
         if path.name != "spare.json":
             path.unlink()
@@ -143,12 +139,12 @@ def test_a_spare_is_gone_on_with_only_after_the_save_that_it_follows(rank, world
         with_error(resumed()[0], training)
     assert spares()  # what failed may be started again
     with resumed()[0] as checkpointer:
-        checkpointer.step(8, **everything(training))
+        checkpointer.step(8, **training.given)
         assert zckpt.open(spares()[0].parent).step == 8
     assert not spares()  # and what ended well is not
 
     checkpointer, _ = resumed()
-    checkpointer.step(9, **everything(training))
+    checkpointer.step(9, **training.given)
     shutil.rmtree(run_directory)  # another run
     assert resumed()[1] == 0
 
@@ -172,21 +168,19 @@ def fail(rank, world_size, directory: Path) -> list[str]:
     within = directory / f"node{rank}"
     within.mkdir()
     checkpointer = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within)
-    checkpointer.step(1, **everything(training))
+    checkpointer.step(1, **training.given)
     if rank == 1:
         [own] = within.rglob("node")
         own.parent.chmod(0o500)
     said = []
     try:
-        checkpointer.step(
-            2, **everything(training), extra={"odd": object()} if rank == 0 and os.getuid() == 0 else None
-        )
+        checkpointer.step(2, **training.given, extra={"odd": object()} if rank == 0 and os.getuid() == 0 else None)
     except zckpt.errors.ZckptError as error:
         said.append(str(error))
     for path in within.rglob("node"):
         path.parent.chmod(0o700)
     again = Training.of(ZERO, seed=1)
-    restored = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within).resume(**everything(again))
+    restored = zckpt.Checkpointer(directory / "run", replicate=True, replicate_in=within).resume(**again.given)
     assert restored is not None
     assert restored.step == 1
     return said
@@ -208,7 +202,7 @@ def test_an_error_waits_for_what_is_sent(rank, world_size, tmp_path):
     runs = [zckpt.Checkpointer(tmp_path / name, **options) for name in "ab"]
     for number in (1, 2):
         for checkpointer in runs:
-            checkpointer.step(number, **everything(training))
+            checkpointer.step(number, **training.given)
     for checkpointer in runs:
         with pytest.raises(ZeroDivisionError):
             with_error(checkpointer, training)
@@ -223,6 +217,6 @@ def test_a_spare_becomes_a_checkpoint_in_a_store(rank, world_size, tmp_path):
     training = Training.of(ZERO)
     for first in (0, 1, 2):
         checkpointer = zckpt.Checkpointer(url, replicate=True, replicate_in=tmp_path)
-        restored = checkpointer.resume(**everything(training))
+        restored = checkpointer.resume(**training.given)
         assert (restored.step if restored else 0) == first
-        checkpointer.step(first + 1, **everything(training))
+        checkpointer.step(first + 1, **training.given)

@@ -98,6 +98,11 @@ class Training:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
         return cls(kind, inner, model, optimizer, scheduler)
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is given to `save` and `load`."""
+        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+
     def train(self, steps: Iterable[int]) -> list[float]:
         """Train and return each step's loss over all ranks; what is compiled, is traced at 2 ranks only: it is slow."""
         with traced_if(dist.get_world_size() == 2):
@@ -176,7 +181,7 @@ def _optimizer(kind: Kind, groups: list[dict[str, Any]]) -> Any:
         return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1e-2)
     if kind.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=1e-2)
+    return torch.optim.AdamW(groups, lr=1e-2, fused=kind.model == "fsdp")  # one operation on DTensors, which are slow
 
 
 def differences(found: State, expected: State) -> list[str]:

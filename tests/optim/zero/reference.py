@@ -19,7 +19,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 """Of float32 weights near 1 after a few steps: the joined batch is summed in another order than ranks sum it."""
 
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-SMALL = 40  # elements in a bucket: the model fills several, and has parameters that are larger than one
+SMALL = 80  # elements in a bucket: the model fills several, and has parameters that are larger than one
 
 
 class Net(torch.nn.Module):

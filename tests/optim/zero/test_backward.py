@@ -27,6 +27,7 @@ from tests.optim.zero.reference import (
     make,
     stepped,
 )
+from tests.pairwise import each
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -44,7 +45,7 @@ def modes() -> Iterator[dict[str, Any]]:
     yield {"stage": 2, "overlap_comm": True, "reduce_scatter": True}
 
 
-def trains_as_unsharded(uses: Uses, rank: int, world_size: int, steps: int = 4, **options: Any) -> None:
+def trains_as_unsharded(uses: Uses, rank: int, world_size: int, steps: int = 3, **options: Any) -> None:
     """Train with a spare layer that is used or not, and compare."""
     model, twin, ours = beside_unsharded(**options)
     for step in range(steps):
@@ -65,7 +66,7 @@ USES: dict[str, Uses] = {
     "by turns": lambda step, rank: (step + rank) % 2 == 0,
     "not in the first backward": lambda step, rank: step > 0,
     "in the first backward only": lambda step, rank: step == 0,
-    "in one backward of one rank": lambda step, rank: (step, rank) == (2, 1),
+    "in one backward of one rank": lambda step, rank: (step, rank) == (1, 1),
 }
 
 
@@ -181,19 +182,17 @@ def test_accumulated_by_no_sync(rank, world_size):
         assert_alike(model)
 
 
-@on_ranks(2)
-def test_accumulated_by_backward_alone(rank, world_size):
+@on_ranks(2, each=each(modes(), (False, True)))
+def test_accumulated_by_backward_alone(rank, world_size, options, by_tensor):
     """Two losses, each with its own backward; and each pass is reduced."""
-    for options in modes():
-        for by_tensor in (False, True):
-            model, twin, ours = beside_unsharded(**options)
-            for step in range(3):
-                for loss in parts_of(step, rank):
-                    loss(model).backward() if by_tensor else ours.backward(loss(model))
-                ours.step()
-                twin.train(every_part(step, world_size), world_size)
-                twin.assert_is(model)
-            assert_alike(model)
+    model, twin, ours = beside_unsharded(**options)
+    for step in range(3):
+        for loss in parts_of(step, rank):
+            loss(model).backward() if by_tensor else ours.backward(loss(model))
+        ours.step()
+        twin.train(every_part(step, world_size), world_size)
+        twin.assert_is(model)
+    assert_alike(model)
 
 
 @on_ranks(2)
@@ -228,32 +227,30 @@ def test_zeroed_inside_of_no_sync(rank, world_size):
         twin.assert_is(model)
 
 
-@on_ranks(2)
-def test_put_by_hand(rank, world_size):
+@on_ranks(2, each=each(modes(), (1, 10_000)))
+def test_put_by_hand(rank, world_size, options, size):
     """Before any backward, later, and beside it; what was put there belongs to whoever did, and keeps its value."""
-    for options in modes():
-        for size in (1, 10_000):
-            model, twin, ours = beside_unsharded(reduce_bucket_size=size, **options)
-            for step in range(4):
-                if step == 2:
-                    ours.backward(loss_of(model, step, rank))
-                else:
-                    mine = [torch.full_like(p, (rank + 1.0) * (step + 1)) for p in model.parameters()]
-                    for parameter, gradient in zip(model.parameters(), mine, strict=True):
-                        parameter.grad = gradient
-                ours.step()
-                if step == 2:
-                    twin.train(losses(step, world_size), world_size)
-                else:
-                    average = (step + 1) * (1 + world_size) / 2
-                    twin.gradients([], 1)
-                    for parameter in twin.model.parameters():
-                        parameter.grad.fill_(average)
-                    twin.optimizer.step()
-                    assert all(torch.equal(g, torch.full_like(g, (rank + 1.0) * (step + 1))) for g in mine)
-                twin.assert_is(model)
-                assert all(p.grad is None for p in model.parameters())
-            assert_alike(model)
+    model, twin, ours = beside_unsharded(reduce_bucket_size=size, **options)
+    for step in range(4):
+        if step == 2:
+            ours.backward(loss_of(model, step, rank))
+        else:
+            mine = [torch.full_like(p, (rank + 1.0) * (step + 1)) for p in model.parameters()]
+            for parameter, gradient in zip(model.parameters(), mine, strict=True):
+                parameter.grad = gradient
+        ours.step()
+        if step == 2:
+            twin.train(losses(step, world_size), world_size)
+        else:
+            average = (step + 1) * (1 + world_size) / 2
+            twin.gradients([], 1)
+            for parameter in twin.model.parameters():
+                parameter.grad.fill_(average)
+            twin.optimizer.step()
+            assert all(torch.equal(g, torch.full_like(g, (rank + 1.0) * (step + 1))) for g in mine)
+        twin.assert_is(model)
+        assert all(p.grad is None for p in model.parameters())
+    assert_alike(model)
 
 
 def _half(model: Net, hidden: torch.Tensor) -> torch.Tensor:

@@ -34,22 +34,36 @@ Slots = dict[str, dict[str, torch.Tensor]]
 def build(spec: Spec, seed: int = models.MODEL_SEED, **options: Any) -> tuple[torch.nn.Module, ZeroOptimizer]:
     """Return the model of a description and an optimizer like its engine's."""
     model = models.build_model(spec, seed).to(DTYPES[spec.dtype])
+    return model, optimizer_of(spec, model, **options)
+
+
+def optimizer_of(spec: Spec, model: torch.nn.Module, **options: Any) -> ZeroOptimizer:
     theirs = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in theirs.param_groups]
-    optimizer = ZeroOptimizer(
-        groups,
+    return ZeroOptimizer(
+        [{**group, "params": [(names[p], p) for p in group["params"]]} for group in theirs.param_groups],
         type(theirs),
         stage=spec.stage,
         clip_grad=spec.clip,
         round_robin_gradients=spec.round_robin,
         parameter_alignment=spec.parameter_alignment,
         elastic_checkpoint=spec.elastic,
-        overlap_comm=spec.stage == 2,
-        **AS_DEEPSPEED,
-        **options,
+        **{"overlap_comm": spec.stage == 2, **AS_DEEPSPEED, **options},
     )
-    return model, optimizer
+
+
+def groups_of_experts(spec: Spec, model: torch.nn.Module) -> dict[str, dist.ProcessGroup]:
+    """Let DeepSpeed part the experts of a model, and return the ranks that have the same, by the group's name."""
+    if spec.model != "moe":
+        return {}
+    from deepspeed.moe.layer import MoE
+    from deepspeed.utils import groups as topology
+
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.set_deepspeed_parallelism()
+    name = f"ep_size_{spec.expert_parallel}"
+    return {name: topology._get_expert_data_parallel_group(name)}
 
 
 def losses(model: torch.nn.Module, optimizer: ZeroOptimizer, spec: Spec, steps: range) -> list[float]:
@@ -122,7 +136,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "options"), some(CASES, MORE), ids=[spec.name for spec, _ in CASES + MORE])
+@pytest.mark.parametrize(("spec", "options"), some(CASES[::2], CASES[1:2] + MORE))
 def test_deepspeed_trains_on_with_what_we_save(spec, options, tmp_path):
     path = tmp_path / "run" / f"global_step{STEPS}"
     path.parent.mkdir()
@@ -179,9 +193,10 @@ NAMES = ["s2_bf16_dp4", "s3_bf16_dp3", "s1_fp32_dp3", "s2_bf16_dp2_rr", "s1_bf16
          "s2_bf16_dp2_adagrad1g", "s1_fp32_dp4_sgdm", "s1_bf16_dp2_bf16opt"]  # fmt: skip
 
 
-@pytest.mark.parametrize("world_size", some([3], [1, 5]))
-def test_checkpoints_of_deepspeed_are_loaded_at_any_number_of_ranks(world_size):
-    names = NAMES[::2] if world_size == 5 else NAMES
+@pytest.mark.parametrize(
+    ("world_size", "names"), some([(3, NAMES[::2])], [(1, NAMES), (3, NAMES[1::2]), (5, NAMES[::2])])
+)
+def test_checkpoints_of_deepspeed_are_loaded_at_any_number_of_ranks(world_size, names):
     for name, results in zip(names, run(load_several, world_size, names)[0], strict=True):
         truth = Truth(FIXTURES / name)
         slots, weights, _ = results
@@ -276,7 +291,7 @@ def gathered_masters(optimizer: ZeroOptimizer, group: Any) -> torch.Tensor:
 def test_state_dicts_at_other_numbers_of_ranks(elastic, tmp_path):
     spec = Spec("states", stage=2, dtype="bf16", world_size=3, elastic=elastic)
     expected = run(keep_states, 3, spec, tmp_path)[0]
-    for world_size in (1, 2, 3, 4):
+    for world_size in (1, 3, 4):
         [found, *_] = run(restore_states, world_size, spec.at(world_size), tmp_path, 3)
         if not elastic and world_size != 3:
             assert "rigid state of 3 ranks does not fit" in found
@@ -336,12 +351,12 @@ def load_and_train(rank, world_size, spec: Spec, path: Path) -> tuple[Slots, lis
 
 
 def test_tools_treat_it_like_any_other(tmp_path):
-    spec = Spec("tools", stage=2, dtype="fp32", world_size=4)
+    spec = Spec("tools", stage=2, dtype="fp32", world_size=2)
     path = tmp_path / "run" / "global_step3"
     path.parent.mkdir()
-    results = run(save_run, 4, spec, path, {})
+    results = run(save_run, 2, spec, path, {})
     state = results[0][0]
-    trained = [sum(one[1][step] for one in results) / 4 for step in range(STEPS_AFTER)]
+    trained = [sum(one[1][step] for one in results) / 2 for step in range(STEPS_AFTER)]
     zckpt.reshard(path.parent, tmp_path / "three", world_size=3)
     zckpt.convert(path.parent, tmp_path / "universal", to="universal")
     zckpt.convert(path.parent, tmp_path / "native", to="zckpt")

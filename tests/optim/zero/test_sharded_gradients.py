@@ -28,6 +28,7 @@ from tests.optim.zero.reference import (
     make,
     stepped,
 )
+from tests.pairwise import each, pairwise
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -42,14 +43,11 @@ def prepared(attached: bool, **options: Any) -> tuple[torch.nn.Module, Net, Unsh
     return model, net, twin, ours
 
 
-WAYS = [
-    (attached, options)
-    for attached in (False, True)
-    for options in ({"stage": 1}, {"stage": 2}, {"stage": 2, "loss_scale": 64.0})
-]
+OPTIONS = ({"stage": 1}, {"stage": 2}, {"stage": 2, "loss_scale": 64.0})
+WAYS = each((False, True), OPTIONS)
 
 
-@on_ranks(3, each=[(*way, norm) for way, norm in zip(WAYS, [2.0, math.inf, 2.0, math.inf, 2.0, 2.0], strict=True)])
+@on_ranks(3, each=pairwise((False, True), OPTIONS, (2.0, math.inf)))
 def test_clipping_of_torch_by_norm(rank, world_size, attached, options, norm_type):
     """torch's own clipping gives the norm of the average, whatever the loss scale, and clips it."""
     model, net, twin, ours = prepared(attached, **options)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as
 import zckpt
 from tests.gloo import on_ranks
 from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, is_unchanged, losses, make, stepped
+from tests.pairwise import each
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -33,7 +34,7 @@ def seeded(rank, dtype: torch.dtype = torch.float32, *, freeze: bool = True) -> 
 BEGINNINGS = ({"stage": 1}, {"stage": 2, "offload": True}, {"round_robin_gradients": True, "elastic_checkpoint": True})
 
 
-@on_ranks(3, each=[(dtype, options) for dtype in DTYPES for options in BEGINNINGS])
+@on_ranks(3, each=each(DTYPES, BEGINNINGS))
 def test_ranks_begin_with_the_same_weights(rank, world_size, dtype, options):
     """All get the weights of the first rank; a step at a rate of zero changes nothing."""
     net = seeded(rank, dtype)
@@ -108,7 +109,7 @@ WRITES: list[Write] = [by_load_state_dict, by_data, by_other_memory, of_one_elem
 OPTIONS = ({"stage": 1}, {"stage": 2, "offload": True, "parameter_alignment": True})
 
 
-@on_ranks(2, each=[(write, dtype, options) for write in WRITES for dtype in DTYPES for options in OPTIONS])
+@on_ranks(2, each=each(WRITES, DTYPES, OPTIONS))
 def test_weights_that_somebody_writes_are_trained(rank, world_size, write, dtype, options):
     """The next step goes on from what was written; other masters keep what rounding has lost."""
     net = Net(dtype)

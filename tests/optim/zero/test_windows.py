@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from tests.optim.zero.reference import (
     make,
     stepped,
 )
+from tests.pairwise import each, pairwise
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -49,7 +49,7 @@ HOWS = ("optimizer.backward", "Tensor.backward")
 
 
 @pytest.mark.parametrize("syncs", ["each", "last", "none"])
-@on_ranks(2, each=[(how, {"stage": stage, "views": stage == 1}) for how in HOWS for stage in (1, 2)])
+@on_ranks(2, each=each(HOWS, [{"stage": stage, "views": stage == 1} for stage in (1, 2)]))
 def test_attached_steps_once_in_a_window(rank, world_size, how, options, syncs):
     """A step comes with the last backward of a window, whether DDP synchronises each of them, the last or none."""
     net = Net()
@@ -92,7 +92,7 @@ def wrapped(model: Split) -> DDP:
     return made
 
 
-@on_ranks(2, each=[(how, steps, {"stage": stage}) for how in HOWS for steps in (1, 2) for stage in (1, 2)])
+@on_ranks(2, each=pairwise(HOWS, (1, 2), [{"stage": stage} for stage in (1, 2)]))
 def test_parameters_that_ddp_does_not_reduce_are_trained(rank, world_size, how, steps, options):
     model = Split()
     twin = Unsharded(model)
@@ -132,7 +132,7 @@ def test_of_two_optimizers(rank, world_size):
     assert_near(model, other)
 
 
-@on_ranks(2, each=list(itertools.product(("all-reduce", "fp16", "power"), (1, 2))))
+@on_ranks(2, each=each(("all-reduce", "fp16", "power"), (1, 2)))
 def test_inner_hooks(rank, world_size, kind, steps):
     """As DDP with this hook and the plain optimizer; what is not in its buckets, is trained all the same."""
 
@@ -186,7 +186,7 @@ def test_hooks_that_are_refused(rank, world_size):
 STAGES = [{"stage": 1}, {"stage": 2}, {"stage": 1, "overlap_comm": False}]
 
 
-@on_ranks(2, each=[(attached, options) for attached in (False, True) for options in STAGES])
+@on_ranks(2, each=each((False, True), STAGES))
 def test_partial_window(rank, world_size, attached, options):
     """Five batches in windows of three: the last window is two, and is stepped."""
     net = Net()
@@ -238,7 +238,7 @@ class BrokenError(Exception):
     """Raised in a backward."""
 
 
-@on_ranks(2, each=[(at, stage) for at in (0, 2) for stage in (1, 2)])
+@on_ranks(2, each=each((0, 2), (1, 2)))
 def test_failure_in_a_window_whose_end_is_told(rank, world_size, at, stage):
     """A rank that fails in a window whose end is told goes through it with the others, and all go on."""
     net = Net()
@@ -315,7 +315,7 @@ def test_put_by_hand_after_backward(rank, world_size, stage):
     twin.assert_is(net)
 
 
-@on_ranks(2, each=list(itertools.product((1, 2), (1, 2))))
+@on_ranks(2, each=each((1, 2), (1, 2)))
 def test_joined_in_a_window(rank, world_size, steps, stage):
     """Attached, rank 0 has two windows and rank 1 has four."""
     net = Net()

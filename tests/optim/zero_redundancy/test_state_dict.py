@@ -25,6 +25,7 @@ from tests.optim.zero_redundancy.training import (
     twins,
     unsharded,
 )
+from tests.pairwise import each, some
 from zckpt.optim import ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.interop
@@ -39,18 +40,16 @@ def consolidated(optimizer: ZeroRedundancyOptimizer | TorchOptimizer, to: int = 
     return told[0]
 
 
-@on_ranks(3)
-def test_consolidated_is_the_unsharded_optimizers(rank, world_size):
-    for kind in OPTIMIZERS:
-        _, ours, _, theirs = pair = twins(kind, named=kind == "adamw")
-        assert_trained(pair)
-        for to in range(world_size):
-            ours.consolidate_state_dict(to=to)
-            if rank == to:
-                found, wanted = ours.state_dict(), theirs.state_dict()
-                assert list(found) == list(wanted)
-                assert_same_state(found["state"], wanted["state"], kind)
-                assert found["param_groups"] == wanted["param_groups"]
+@on_ranks(3, each=each(OPTIMIZERS, range(3)))
+def test_consolidated_is_the_unsharded_optimizers(rank, world_size, kind, to):
+    _, ours, _, theirs = pair = twins(kind, named=kind == "adamw")
+    assert_trained(pair)
+    ours.consolidate_state_dict(to=to)
+    if rank == to:
+        found, wanted = ours.state_dict(), theirs.state_dict()
+        assert list(found) == list(wanted)
+        assert_same_state(found["state"], wanted["state"], kind)
+        assert found["param_groups"] == wanted["param_groups"]
 
 
 def assert_trained(
@@ -63,21 +62,20 @@ def assert_trained(
     assert_same_parameters(model, other, what)
 
 
-@on_ranks(3)
-def test_loaded_from_each_other(rank, world_size):
-    for kind in OPTIMIZERS:
-        model, ours, other, theirs = pair = twins(kind)
-        assert_trained(pair)
-        whole, single = consolidated(ours, to=world_size - 1), copy.deepcopy(theirs.state_dict())
-        fresh = model, make(kind, model), other, unsharded(kind, other)
-        fresh[1].load_state_dict(single)
-        fresh[3].load_state_dict(whole)
-        assert_trained(fresh, 3, 4, what=kind)
-        torchs = TorchOptimizer(groups(other), OPTIMIZERS[kind][0], **OPTIMIZERS[kind][1])
-        torchs.load_state_dict(consolidated(fresh[1]))
-        back = make(kind, model)
-        back.load_state_dict(consolidated(torchs))
-        assert_trained((model, back, other, torchs), 5, 6, what=kind)
+@on_ranks(3, each=some([*zip(OPTIMIZERS)][::3], [one for at, one in enumerate(zip(OPTIMIZERS)) if at % 3]))
+def test_loaded_from_each_other(rank, world_size, kind):
+    model, ours, other, theirs = pair = twins(kind)
+    assert_trained(pair)
+    whole, single = consolidated(ours, to=world_size - 1), copy.deepcopy(theirs.state_dict())
+    fresh = model, make(kind, model), other, unsharded(kind, other)
+    fresh[1].load_state_dict(single)
+    fresh[3].load_state_dict(whole)
+    assert_trained(fresh, 3, 4, what=kind)
+    torchs = TorchOptimizer(groups(other), OPTIMIZERS[kind][0], **OPTIMIZERS[kind][1])
+    torchs.load_state_dict(consolidated(fresh[1]))
+    back = make(kind, model)
+    back.load_state_dict(consolidated(torchs))
+    assert_trained((model, back, other, torchs), 5, 6, what=kind)
 
 
 @on_ranks(3)
@@ -297,6 +295,6 @@ def load_at(rank, world_size, kind: str, weights: dict[str, Any], state: dict[st
 @pytest.mark.parametrize("kind", ["adamw_amsgrad", "sgd_nesterov"])
 def test_state_saved_at_4_continues_at_any_number_of_ranks(kind):
     weights, state, wanted = run(save_at, 4, kind)[0]
-    for world_size in (1, 2, 3, 5):
+    for world_size in (1, 2, 3, 5) if kind == "adamw_amsgrad" else (3, 5):
         for found in run(load_at, world_size, kind, weights, state):
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), world_size

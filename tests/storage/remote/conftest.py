@@ -10,6 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.storage.remote.servers import PASSWORD, USER, Proxy, proxied, serving
+from zckpt.storage.remote import attempts
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,7 @@ from zckpt.storage import stand_ins
 from zckpt.storage.journal import Purpose
 from zckpt.storage.remote import attempts, web
 
-SOURCE = FIXTURES / "s2_bf16_dp4"
-
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch) -> None:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+SOURCE = FIXTURES / "s2_bf16_dp2"
 
 
 def put(served: Served, source: Path, name: str) -> str:

@@ -64,14 +64,14 @@ def unfinished() -> list[Any]:
 def trained(kind: str = "zero2-plain-float32") -> tuple[Training, dict[str, Any]]:
     training = Training.of(BY_NAME[kind])
     training.train(range(2))
-    return training, {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+    return training, training.given
 
 
 def save_and_load(rank, bucket: str) -> dict[str, Any]:
     training, everything = trained()
     zckpt.save(f"{bucket}/step2", **everything, step=2, extra={"seen": 2}, fingerprint=True)
     again = Training.of(BY_NAME["zero2-plain-float32"], seed=1)
-    restored = zckpt.load(f"{bucket}/step2", model=again.model, optimizer=again.optimizer, scheduler=again.scheduler)
+    restored = zckpt.load(f"{bucket}/step2", **again.given)
     found = differences(again.state(), training.state())
     training.train([2])
     saving = zckpt.save(f"{bucket}/step3", **everything, step=3, async_=True)
@@ -117,7 +117,7 @@ def save_as(rank, bucket: str, here: str) -> list[str]:
             except zckpt.ZckptError as error:
                 refused.append(str(error))
     again = Training.of(BY_NAME["zero2-plain-float32"], seed=1)
-    zckpt.load(f"{bucket}/ds", model=again.model, optimizer=again.optimizer, scheduler=again.scheduler)
+    zckpt.load(f"{bucket}/ds", **again.given)
     return refused + differences(again.state(), trained()[0].state())
 
 
@@ -163,16 +163,15 @@ def test_a_rank_that_fails_leaves_nothing(what, s3, s3_proxy, settings):
 
 def a_run(rank, bucket: str, last: int, async_: bool) -> dict[str, Any]:
     training = Training.of(BY_NAME["zero2-plain-float32"])
-    everything = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
     with (
         warnings.catch_warnings(record=True) as warned,
         zckpt.Checkpointer(f"{bucket}/run", keep=2, every=1, async_=async_) as checkpointer,
     ):
-        restored = checkpointer.resume(**everything, verify=True)
+        restored = checkpointer.resume(**training.given, verify=True)
         first = restored.step if restored and restored.step else 0
         for step in range(first, last):
             training.train([step])
-            checkpointer.step(step + 1, **everything)
+            checkpointer.step(step + 1, **training.given)
     return {"first": first, "warned": [str(one.message) for one in warned], "notes": restored and restored.notes}
 
 

@@ -26,12 +26,7 @@ from zckpt.errors import TargetError
 from zckpt.storage.remote import attempts
 from zckpt.storage.remote.fsspec_stores import FsspecStore
 
-SOURCE = FIXTURES / "s2_bf16_dp4"
-
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch) -> None:
-    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+SOURCE = FIXTURES / "s2_bf16_dp2"
 
 
 @pytest.fixture
