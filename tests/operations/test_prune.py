@@ -13,6 +13,7 @@ import pytest
 import zckpt
 from tests.cli.console import FIXTURES, refused, run, succeeded
 from tests.operations.test_history import TAG, put
+from tests.pairwise import some
 from tests.refusals import refusing
 from tests.storage.test_naming import killed
 
@@ -260,12 +261,13 @@ def prune_all(here: Path) -> None:
     pruned(here, delete=True, also=["mine.txt"])
 
 
-def test_whenever_a_removal_is_killed_what_has_a_name_is_whole_and_the_next_one_ends_it(tmp_path):
+@pytest.mark.parametrize("step", some([4], [1]))
+def test_whenever_a_removal_is_killed_what_has_a_name_is_whole_and_the_next_one_ends_it(step, tmp_path):
     left = killed("four", "prune_all", tmp_path, module=__name__)
     assert len(left) > 24
     whole = files(FIXTURES / TAG)
     found = []
-    for here in left:
+    for here in left[::-step][::-1]:
         history = zckpt.history(here)
         found.append({one.name for one in history.checkpoints})
         assert "global_step4" in found[-1]
