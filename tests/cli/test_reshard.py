@@ -151,6 +151,7 @@ def test_overwrite_replaces_a_checkpoint(tmp_path):
         ("tp2_s1_bf16_dp2", ("--world-size", 3)),
     ],
 )
+@pytest.mark.every(2)
 def test_verify_compares_all_that_was_written(name, options, tmp_path):
     done = succeeded("reshard", FIXTURES / name, tmp_path / "out", *options, "--verify")
     assert "compared with the source, byte for byte" in done.stderr

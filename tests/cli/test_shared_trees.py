@@ -151,6 +151,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize(("place", "tree"), each(SHARDS, ["lists", "a dict in itself"]))
+@pytest.mark.every(2)
 def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree, place, tmp_path):
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
     name, path = SHARDS[place]

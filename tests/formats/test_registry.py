@@ -300,28 +300,27 @@ def test_file_that_a_format_claims_is_not_called_another_programs(tmp_path):
         assert wrong or re.search("format +claims", shown)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("import nothing_of_this_name", "ModuleNotFoundError"),
-        ("FORMAT = object()", "has no title"),
-        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
-    ],
-)
-def test_broken_package_is_one_clear_line(content, said, model, tmp_path):
+def test_broken_packages_are_one_clear_line_each(model, tmp_path):
     packages = tmp_path / "packages"
-    add_package(packages, "brokenformat", content)
+    contents = {
+        "import nothing_of_this_name": "ModuleNotFoundError",
+        "FORMAT = object()": "has no title",
+        "raise RuntimeError('two\\nlines')": "RuntimeError: two lines",
+    }
+    for number, content in enumerate(contents):
+        add_package(packages, f"broken{number}", content)
     (tmp_path / "unknown").mkdir()
-    broken, listed, other, unknown = run_with(
+    listed, other, unknown, *refused = run_with(
         packages,
-        ("convert", model, tmp_path / "out", "--to", "brokenformat"),
         ("formats",),
         ("convert", model, tmp_path / "out", "--to", "zckpt"),
         ("inspect", tmp_path / "unknown"),
+        *(("convert", model, tmp_path / "other", "--to", f"broken{number}") for number in range(3)),
     )
-    assert [status for status, _, _ in (broken, listed, other, unknown)] == [2, 0, 0, 3]
-    assert "the format brokenformat of of-brokenformat cannot be loaded" in broken[2]
-    assert said in broken[2]
-    assert "broken" in listed[1]
+    assert [status for status, _, _ in (listed, other, unknown, *refused)] == [0, 0, 3, 2, 2, 2]
     assert "not recognised as a checkpoint" in unknown[2]
-    assert "brokenformat" in unknown[2]
+    for number, said in enumerate(contents.values()):
+        assert f"the format broken{number} of of-broken{number} cannot be loaded" in refused[number][2]
+        assert said in refused[number][2]
+        assert f"broken{number}" in listed[1]
+        assert f"broken{number}" in unknown[2]

@@ -398,13 +398,18 @@ def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path):
         zckpt.open(target)
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(zckpt.open(FIXTURES / "s2_bf16_dp4"), tmp_path_factory.mktemp("kept") / "u")
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"groups": 3}, {"groups": [[], [], []]}, {"version": 9}, {"made": 5}, {"values": {"alpha": 1}}, {"frozen": "x"}],
     ids=str,
 )
-def test_what_zckpt_keeps_beside_is_checked(changes, tmp_path):
-    target = written(zckpt.open(FIXTURES / "s2_bf16_dp4"), tmp_path / "u")
+def test_what_zckpt_keeps_beside_is_checked(changes, kept, tmp_path):
+    target = Path(shutil.copytree(kept, tmp_path / "u"))
     path = target / "zero/optimizer_state.pt"
     resaved(path, zckpt={**load(path)["zckpt"], **changes})
     with pytest.raises(DamagedFileError):

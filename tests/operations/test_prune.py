@@ -160,10 +160,10 @@ def test_a_file_goes_with_the_digests_that_lie_beside_it(tmp_path):
 
 def test_models_of_one_step_go_together(tmp_path):
     at = tmp_path / "run"
+    zckpt.convert(FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "actor", to="fsdp-rank-files")
     for step in (5, 10):
         for role in ("actor", "critic"):
-            (at / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
-            zckpt.convert(FIXTURES / "hf_llama_s2_bf16_dp2", at / f"global_step_{step}" / role, to="fsdp-rank-files")
+            shutil.copytree(tmp_path / "actor", at / f"global_step_{step}" / role)
         shutil.copy(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", at / f"global_step_{step}" / "data.pt")
     assert gone(at) == {"global_step_5"}
 

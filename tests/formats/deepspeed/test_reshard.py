@@ -23,7 +23,7 @@ from tests.formats.deepspeed.contents import (
     tensor_bytes,
 )
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
-from tests.pairwise import each, of_each_kind
+from tests.pairwise import each, of_each_kind, some
 from tests.truth import Truth, assert_consolidated, assert_same, assert_same_groups, assert_state, bits
 from zckpt.torchfile import OrderedMapping, Tensor, plain
 
@@ -43,7 +43,7 @@ WORLD_SIZES = (1, 3, 7, 17)
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DENSE, WORLD_SIZES))
-@pytest.mark.every(4)
+@pytest.mark.every(7)
 def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size)
@@ -353,7 +353,7 @@ def test_one_model_file_holds_one_rank_of_it(tmp_path):
     assert sorted(done.notes) == sorted(f"{key} differs between ranks: {fate}" for key in named)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("s3_bf16_dp4", 6), ("s2_bf16_dp4", 3), ("s3_fp32_dp2", 2)])
+@pytest.mark.parametrize(("name", "world_size"), some([("s2_bf16_dp4", 3)], [("s3_bf16_dp4", 6), ("s3_fp32_dp2", 2)]))
 def test_first_rank_alone_lists_tied_parameters(name, world_size, tmp_path):
     tag = cut(run_of(name), tmp_path / "cut", world_size, stage=3)
     listed = [content_of(model_file(tag, rank))["shared_params"] for rank in range(world_size)]

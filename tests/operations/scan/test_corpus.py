@@ -101,7 +101,6 @@ def ran(shared) -> set[str]:
 def test_pickle_is_dangerous_and_not_run(case, tmp_path, ran):
     sentinel = tmp_path / "sentinel"
     (tmp_path / "model").write_bytes(corpus.PICKLES[case](sentinel))
-    assert scanned(tmp_path / "model").grade == "dangerous"
     done = run("scan", tmp_path, "--json")
     assert (done.returncode, json.loads(done.stdout)["grade"]) == (1, "dangerous")
     assert not sentinel.exists()
@@ -196,7 +195,7 @@ def programs(generator: random.Random) -> Iterator[bytes]:
 def test_whatever_python_would_import_is_found(tmp_path):
     """A scanner that stops, or reads on elsewhere, where Python does not, is one that is got past."""
     found = 0
-    for data in islice(programs(random.Random(0)), 20_000):
+    for data in islice(programs(random.Random(0)), 8_000):
         unpickler = Names(io.BytesIO(data))
         unpickler.names = set()
         with contextlib.suppress(Exception):
@@ -206,4 +205,4 @@ def test_whatever_python_would_import_is_found(tmp_path):
             scanner = Scanner()
             scanner.look(InMemory(data, "m.pkl"))
             assert any(one.name == "system" for one in scanner.mentions) or scanner.oddities, data
-    assert found > 1500
+    assert found > 600
