@@ -44,12 +44,9 @@ def test_universal_has_its_pointer_beside_it(tmp_path):
     assert inspected(tmp_path)["format"] == inspected(tmp_path / "step5")["format"]
 
 
-@pytest.mark.parametrize(("name", "more"), [
-    ("out", ("--to", "zckpt")), ("out", ("--to", "dcp")), ("out", ("--to", "dcp", "--fingerprint")),
-    ("out.pt", ("--to", "consolidated", "--fingerprint")),
-])  # fmt: skip
-def test_every_file_that_is_written_is_listed(name, more, tmp_path):
-    done = succeeded("convert", S2, tmp_path / name, "--json", *more)
+@pytest.mark.parametrize(("name", "to"), [("out", "dcp"), ("out.pt", "consolidated")])
+def test_a_fingerprint_is_listed_too(name, to, tmp_path):
+    done = succeeded("convert", S2, tmp_path / name, "--json", "--to", to, "--fingerprint")
     there = sorted(str(one) for one in tmp_path.rglob("*") if one.is_file())
     assert sorted(json.loads(done.stdout)["files"]) == there
 

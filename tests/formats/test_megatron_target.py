@@ -68,6 +68,7 @@ DECAYED, UNDECAYED = {"keys": is_matrix, "weight_decay": 0.1}, {"keys": is_bias,
     "mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2", "mcore_legacy_tp2_pp2",
     "mcore_legacy_dist_ep2",
 ])  # fmt: skip
+@pytest.mark.every(2)
 def test_megatrons_own_checkpoints_arrive_whole(name, tmp_path):
     source = OTHER / name / "ckpt"
     zckpt.convert(source, tmp_path / "out", to="megatron", world_size=2)

@@ -642,9 +642,14 @@ def every_slot(checkpoint: Checkpoint) -> list[tuple[tuple[str, str], Slot]]:
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path_factory.mktemp("original") / "native", 2)
+
+
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "native", 2)
+def directory(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "native"))
 
 
 def test_flipped_bits_are_found_and_the_tensor_named(directory):

@@ -271,6 +271,7 @@ FORMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.every(4)
 def test_a_checkpoint_is_the_same_as_with_a_tree_for_each_file(form, written, held):
     folder = written(**form)
     found = content(folder)

@@ -837,6 +837,7 @@ OTHER_FILES = sorted((FIXTURES / "other").glob("plain_*/**/*.pt"))
 
 
 @pytest.mark.parametrize("path", OTHER_FILES, ids=lambda path: str(path.relative_to(FIXTURES / "other")))
+@pytest.mark.every(2)
 def test_real_torch_files_are_loaded_equal(tmp_path, path):
     check_rewritten(path, tmp_path / "target.pt")
 

@@ -273,7 +273,7 @@ def test_names_of_the_modules_by_renaming(tmp_path):
         (SLICED, 2, "universal", {"pipeline_layers": SLICED_LAYERS, "tensor_parallel_size": 4, "world_size": 1}),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_another_format_is_dealt_to_stages(name, stages, to, options, tmp_path):
     """The files are those that `reshard` of the pipeline writes, but for what only DeepSpeed's own say."""
     options = {"pipeline_parallel_size": stages, "partition_method": "uniform", "world_size": 2, **options}

@@ -116,7 +116,7 @@ def test_each_rank_has_what_torch_would_cut(degrees, stage, source, tmp_path):
 
 
 @pytest.mark.parametrize(("between", "stages"), each([1, 2], [(2, 2), (3, 2), (1, 3)]))
-@pytest.mark.every(2)
+@pytest.mark.every(3, 1)
 def test_there_and_back_gives_the_same_state(between, stages, source, tmp_path):
     zckpt.reshard(source(), tmp_path / "between", world_size=3, tensor_parallel_size=between, stage=stages[0])
     zckpt.reshard(tmp_path / "between", tmp_path / "stage", world_size=2, stage=stages[1])
@@ -308,12 +308,6 @@ def test_without_rules_nothing_is_sliced(tmp_path):
     with refusing(UnsupportedError, "which parameters each rank has whole"):
         zckpt.reshard(run_of("s2_bf16_dp2_ucinfo"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_parameter_that_does_not_divide_is_named(source, tmp_path):
-    with refusing(LayoutError, r"layer\.qkv\.weight cannot be cut for 3"):
-        zckpt.reshard(source(), tmp_path / "cut", world_size=2, tensor_parallel_size=3)
-    assert not (tmp_path / "cut").exists()
 
 
 @pytest.mark.parametrize("missing", [r".*\.norm", "scale$"])

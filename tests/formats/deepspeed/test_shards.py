@@ -453,7 +453,7 @@ def test_file_that_grew_is_named_or_still_right(tag):
     refused(SourceError, tag, str(optimizer_file(tag, 0)))
 
 
-FLIPS = some([16], [400])
+FLIPS = some([8], [400])
 
 
 @pytest.mark.parametrize("flips", FLIPS)

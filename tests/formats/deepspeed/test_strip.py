@@ -157,6 +157,7 @@ def test_model_is_there_without_the_optimizer(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_bf16_dp2_elastic", "s3_bf16_dp3", "s0_bf16_dp2",
                                   "moe_ep2_s2_fp32_dp4", "tp2_s1_bf16_dp2"])  # fmt: skip
+@pytest.mark.every(2)
 def test_slots_by_name_stay_bit_for_bit(name, tmp_path):
     truth = Truth(FIXTURES / name)
     strip(FIXTURES / name, tmp_path / "some", keep_slots=["exp_avg_sq"])

@@ -37,7 +37,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("name", "number"), each(SOURCES, range(len(FORMATS))))
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_every_format_and_world_size(name, number, tmp_path):
     source, target = FIXTURES / name, tmp_path / "target"
     to, options = FORMATS[number]
@@ -61,7 +61,7 @@ def test_every_format_and_world_size(name, number, tmp_path):
         ("s1_bf16_dp2_bf16opt", {"world_size": 40}),
     ],
 )
-@pytest.mark.every(2)
+@pytest.mark.every(3)
 def test_slices_experts_and_forms_cut_anew(name, options, tmp_path):
     zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
     assert zckpt.diff(FIXTURES / name, tmp_path / "cut").equal
@@ -75,6 +75,7 @@ def test_slices_experts_and_forms_cut_anew(name, options, tmp_path):
         ["consolidated", "zckpt", "dcp"],
     ),
 )
+@pytest.mark.every(2)
 def test_what_other_programs_wrote(name, to, tmp_path):
     folder = FIXTURES / "other" / name
     source = folder / "ckpt" if (folder / "ckpt").exists() else folder / "ckpt.pt"
