@@ -197,6 +197,7 @@ def test_awq(tmp_path):
        for symmetric in (True, False)),
      ("mxfp8", 8, 32, True), ("nvfp4", 4, 16, True), ("mxfp4", 4, 32, True)],
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_compressed_tensors(kind, bits, size, symmetric, dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors

@@ -162,7 +162,7 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
 
 
 @pytest.mark.parametrize(("name", "world_size"), each([*RUNS, *OTHERS], WORLD_SIZES))
-@pytest.mark.every(5, 1)
+@pytest.mark.every(9, 1)
 def test_everything_comes_back(name, world_size, tmp_path):
     expected = open_checkpoint(FIXTURES / name)
     directory = written(expected, tmp_path / str(world_size), world_size)
@@ -574,6 +574,7 @@ def test_tensors_are_found_where_they_are_though_a_header_was_rewritten(director
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.every(2)
 def test_table_of_kinds_says_the_same_as_sums_one_by_one(name, world_size, tmp_path):
     reading = reading_of(written(open_checkpoint(FIXTURES / name), tmp_path / "native", world_size))
     table = Table(reading.listed, reading.cuts)

@@ -66,7 +66,7 @@ def test_what_is_written_here(to, options, tmp_path):
     assert_stays(whole, tmp_path / "model", {"weight", "master"} if to == "universal" else {"weight"})
     assert not (tmp_path / "model" / "fingerprint.json").exists()
     strip(whole, tmp_path / "masters", keep_slots=["master"])
-    assert_stays(whole, tmp_path / "masters", {"weight", "master"})
+    assert set(zckpt.open(tmp_path / "masters").slot_names()) - {"step"} == {"weight", "master"}
     strip(whole, tmp_path / "same", unreferenced=True, padding=True)
     assert contents(whole) == contents(tmp_path / "same")
 

@@ -106,6 +106,7 @@ def test_slices_stages_and_experts_come_together(name, to, tmp_path):
         ["zckpt", "consolidated", "dcp", "zero-redundancy", "fsdp-rank-files"],
     ),
 )
+@pytest.mark.every(2)
 def test_file_of_torch_save_is_a_source_like_any(name, to, tmp_path):
     source = FIXTURES / "other" / name / "ckpt.pt"
     names = list(Truth(source.parent).numbers.values())

@@ -11,7 +11,7 @@ import torch
 import zckpt
 from tests.cli.console import FIXTURES
 
-RANKS, DESCRIPTORS = 150, 128
+RANKS, DESCRIPTORS = 100, 96
 OF_DEEPSPEED = FIXTURES / "s2_bf16_dp3"
 LAYERS = {"dcp": RANKS, "fsdp-rank-files": 1, "megatron": RANKS}
 """Whole tensors are dealt over files, but those of FSDP's ranks, which are cut for all of them."""

@@ -121,6 +121,7 @@ def test_degree_is_what_the_groups_say(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"])
+@pytest.mark.every(2)
 def test_files_before_019_are_read_and_cut(name, tmp_path):
     tag, truth = before_019(name, tmp_path), Truth(FIXTURES / name)
     assert zckpt.verify(tag, deep=True).sound

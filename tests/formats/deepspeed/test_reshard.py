@@ -104,7 +104,7 @@ def assert_same_bits_of_frozen(found: zckpt.OpenedCheckpoint, expected: zckpt.Op
 
 
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_there_and_back_gives_the_same_files(name, tmp_path):
     ranks, between = (4, 6) if name in OF_FOUR else (3, 5) if name in OF_THREE else (2, 7)
     cut(run_of(name), tmp_path / "between", between)

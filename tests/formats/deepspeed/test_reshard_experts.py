@@ -93,6 +93,7 @@ def test_files_say_how_they_are_cut(name, experts, tmp_path):
         ("moe_ep2_s2_fp32_dp4", 4, {"world_size": 4, "expert_parallel_size": 4, "round_robin": True}),
     ],
 )
+@pytest.mark.every(3)
 def test_there_and_back_gives_the_same_files(name, ranks, between, tmp_path):
     original = tag_of(run_of(name))
     zckpt.reshard(run_of(name), tmp_path / "between", **between)

@@ -136,7 +136,7 @@ def test_zero3_keeps_its_padding_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("name", FLAT + OTHERS)
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 def test_model_is_there_without_the_optimizer(name, tmp_path):
     source, truth = FIXTURES / name, Truth(FIXTURES / name)
     before = zckpt.open(source)
