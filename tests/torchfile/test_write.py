@@ -508,6 +508,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("content", "options"), CASES)
+@pytest.mark.every(3)
 def test_what_torch_saved_is_loaded_equal_from_our_file(tmp_path, content, options):
     torch.save(content(), tmp_path / "source.pt", **options)
     before, after = check_rewritten(tmp_path / "source.pt", tmp_path / "target.pt")

@@ -7,17 +7,17 @@ import io
 import json
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 
 import zckpt
 from tests.cli.console import run
+from tests.gloo import forked
 from tests.operations.scan import corpus
 from tests.test_safety import called, named, text
 from zckpt.torchfile.scanning import InMemory, Scanner
@@ -72,29 +72,32 @@ NOT_RUN = {
 """By Python, which loads one; others go on. The last two run in the unpickler that is in Python, which dill has."""
 
 
-LOAD_EACH = """
-import pathlib, sys
-for path in pathlib.Path(sys.argv[1]).glob("*.pt"):
-    try:
-        load(path)
-    except Exception:
-        pass
-"""
+def load_each(load: Callable[[Path], object], directory: Path) -> None:
+    for path in directory.glob("*.pt"):
+        with contextlib.suppress(Exception):
+            load(path)
 
 
-def run_by(load: str, cases: dict[str, Callable[[Path], bytes]], directory: Path) -> set[str]:
+def by_pickle(path: Path) -> object:
+    return pickle.loads(path.read_bytes())
+
+
+def by_torch(path: Path) -> object:
+    return torch.load(path, weights_only=False)
+
+
+def run_by(load: Callable[[Path], object], cases: dict[str, Callable[[Path], bytes]], directory: Path) -> set[str]:
     """Which of the cases, which make a file of what is to run, do so when a program loads it."""
     for number, make in enumerate(cases.values()):
         (directory / f"{number}.pt").write_bytes(make(directory / f"{number}.ran"))
-    subprocess.run([sys.executable, "-c", load + LOAD_EACH, directory], check=True)
+    forked(load_each, load, directory)
     return {case for number, case in enumerate(cases) if (directory / f"{number}.ran").exists()}
 
 
 @pytest.fixture
 def ran(shared) -> set[str]:
     """Which of the pickles Python runs: the tricks are real."""
-    load = "import pickle\ndef load(path): pickle.load(path.open('rb'))"
-    return shared("pickles-ran", partial(run_by, load, corpus.PICKLES))
+    return shared("pickles-ran", partial(run_by, by_pickle, corpus.PICKLES))
 
 
 @pytest.mark.parametrize("case", corpus.PICKLES)
@@ -133,10 +136,9 @@ RUN_BY_TORCH = [
 
 
 def test_torch_runs_these(tmp_path):
-    load = "import torch\ndef load(path): torch.load(path, weights_only=False)"
     cases = {case: lambda ran, make=corpus.ARCHIVES[case]: make(corpus.system(ran))["model.pt"]
              for case in RUN_BY_TORCH}  # fmt: skip
-    assert run_by(load, cases, tmp_path) == {*RUN_BY_TORCH}
+    assert run_by(by_torch, cases, tmp_path) == {*RUN_BY_TORCH}
 
 
 @pytest.mark.parametrize("case", corpus.EXTENSIONS)
