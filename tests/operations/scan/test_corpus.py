@@ -79,7 +79,8 @@ def load_each(load: Callable[[Path], object], directory: Path) -> None:
 
 
 def by_pickle(path: Path) -> object:
-    return pickle.loads(path.read_bytes())
+    with path.open("rb") as file:  # one of them is about how a file is read
+        return pickle.load(file)
 
 
 def by_torch(path: Path) -> object:
