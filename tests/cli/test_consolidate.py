@@ -76,6 +76,7 @@ def nothing_in(directory: Path) -> bool:
 
 
 @pytest.mark.parametrize(("name", "dtype"), each(CAST, [None, "float32", "bfloat16", "float16", "keep"]))
+@pytest.mark.every(2)
 def test_dtype_is_rounded_as_torch_rounds_it(name, dtype, tmp_path):
     truth = Truth(FIXTURES / name)
     options = (*names_of(name, tmp_path), *(() if dtype is None else ("--dtype", dtype)))

@@ -226,6 +226,7 @@ def test_file_of_an_earlier_step_is_named(rank, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4"])
+@pytest.mark.every(2)
 def test_rank_with_another_step_is_named_among_many(name, rank, tmp_path):
     tag = copy(name, tmp_path)
 

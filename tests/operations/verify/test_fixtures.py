@@ -78,6 +78,7 @@ def test_optimizer_that_nothing_reads_is_an_error(deep):
 @pytest.mark.parametrize(
     "name", ["s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "universal/s2_bf16_dp4", "s2_fp16_dp2"]
 )
+@pytest.mark.every(2)
 def test_every_record_of_every_file_is_read_once(name):
     checkpoint = zckpt.open(FIXTURES / name)
     found = verify(FIXTURES / name, deep=True)
@@ -88,6 +89,7 @@ def test_every_record_of_every_file_is_read_once(name):
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2", "s1_bf16_dp2_empty"])
+@pytest.mark.every(2)
 def test_every_element_is_looked_at(name):
     checkpoint = zckpt.open(FIXTURES / name)
     elements = sum(slot.numel for p in checkpoint.tensors() for slot in p.slots.values())
