@@ -1,4 +1,4 @@
-"""Checkpoints of more ranks than a process may have open files: macOS allows 256 by default."""
+"""Checkpoints of more ranks than a process may have open files: `ulimit -n 256`, which macOS has by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import zckpt
 from tests.cli.console import FIXTURES
 
-RANKS, DESCRIPTORS = 100, 96
+RANKS, DESCRIPTORS = 300, 256
 OF_DEEPSPEED = FIXTURES / "s2_bf16_dp3"
 LAYERS = {"dcp": RANKS, "fsdp-rank-files": 1, "megatron": RANKS}
 """Whole tensors are dealt over files, but those of FSDP's ranks, which are cut for all of them."""
