@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
+from tests.cli.console import FIXTURES, refused, run, succeeded
 from tests.operations.diff.checkpoints import copied, rewrite
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
@@ -119,15 +118,9 @@ def test_only_the_weights_are_compared(changed):
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-@pytest.mark.every(2)
-def test_text_fits_the_width(columns, changed):
-    done = subprocess.run(
-        command("diff", SOURCE, changed),
-        capture_output=True,
-        text=True,
-        env={**environment(), "COLUMNS": str(columns)},
-        check=False,
-    )
+def test_text_fits_the_width(columns, changed, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    done = run("diff", SOURCE, changed)
     table = [line for line in done.stdout.splitlines() if "fc1.weight" in line or line.startswith("parameter")]
     assert len(table) == 2
     assert all(len(line) <= columns for line in table)

@@ -53,33 +53,24 @@ def test_a_dry_run_tells_exactly_what_is_written_and_the_document_is_one(verb, t
     assert verb not in ("consolidate", "reshard") or written["checked_elements"] > 0
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_what_a_person_reads(verb, tmp_path):
-    planned = succeeded(*of(verb, below=tmp_path), "--dry-run").stdout
+@pytest.mark.parametrize(("verb", "quiet"), each(VERBS, ["--quiet", "-q"]))
+def test_what_a_person_reads_and_what_is_there_is_replaced_only_when_told_and_only_if_it_is_a_target(
+    verb, quiet, tmp_path
+):
+    target = tmp_path / str(VERBS[verb][0])
+    planned = succeeded(*of(verb, target), "--dry-run").stdout
     assert "would write" in planned
     assert snapshot(tmp_path) == {}
-    done = succeeded(*of(verb, below=tmp_path))
+    done = succeeded(*of(verb, target))
     assert done.stdout == ""
-    assert str(tmp_path / str(VERBS[verb][0])) in done.stderr
+    assert str(target) in done.stderr
     assert verb != "reshard" or all(str(path) in planned for path in tmp_path.rglob("*") if path.is_file())
-    for option in ("--quiet", "-q"):
-        done = succeeded(*of(verb, below=tmp_path), "--overwrite", option)
-        assert (done.stdout, done.stderr) == ("", "")
-
-
-# --- the target
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_what_is_there_is_replaced_only_when_told_and_only_if_it_is_a_target(verb, tmp_path):
-    target = tmp_path / str(VERBS[verb][0])
-    succeeded(*of(verb, target))
-    names = snapshot(tmp_path).keys()
     before = snapshot(tmp_path)
     refused(4, *of(verb, target), words=(str(target.with_suffix("")), "already exists", "--overwrite"))
     assert snapshot(tmp_path) == before
-    succeeded(*of(verb, target), "--overwrite")
-    assert snapshot(tmp_path).keys() == names
+    done = succeeded(*of(verb, target), "--overwrite", quiet)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert snapshot(tmp_path).keys() == before.keys()
     if target.is_dir():
         (target / "mine.txt").write_text("precious")
         before = snapshot(tmp_path)

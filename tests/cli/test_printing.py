@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.cli.console import FIXTURES, command, environment, succeeded
+from tests.pairwise import some
 
 CKPT = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
 
@@ -42,17 +43,13 @@ def closed(descriptor: int, *arguments: object, **variables: str) -> subprocess.
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [("--json",), ("--parameters",)])
-def test_reader_may_leave_after_a_line(options, large):
-    assert left("inspect", large, *options) == (0, "")
-
-
-def test_what_verify_found_is_its_status_though_nobody_reads_it(large):
-    assert left("verify", "--deep", "--json", large) == (1, "")
-
-
-def test_what_diff_found_is_its_status_though_nobody_reads_it(large):
-    assert left("diff", "--json", large, CKPT) == (1, "")
+@pytest.mark.parametrize(
+    ("status", "arguments"),
+    some([(0, ("inspect", "--parameters")), (1, ("verify", "--deep", "--json"))],
+         [(0, ("inspect", "--json")), (1, ("diff", "--json", CKPT))]),
+)  # fmt: skip
+def test_what_was_found_is_the_status_though_nobody_reads_on_after_a_line(status, arguments, large):
+    assert left(*arguments, large) == (status, "")
 
 
 def test_closed_standard_output_is_said_in_one_line():
@@ -75,19 +72,23 @@ def test_other_closed_streams_do_no_harm(descriptor, tmp_path):
     assert torch.load(tmp_path / "model.pt")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_names_that_no_encoding_has_are_printed(encoding, tmp_path):
+@pytest.mark.parametrize(
+    ("encoding", "arguments"),
+    some(
+        [("ascii", ("inspect", "--parameters")), ("ascii", ("diff", CKPT)), ("utf-8", ("inspect", "--json"))],
+        [("ascii", ("inspect", "--json")), ("ascii", ("verify", "--deep"))],
+    ),
+)
+def test_names_that_no_encoding_has_are_printed(encoding, arguments, tmp_path):
     path = os.fsencode(tmp_path) + b"/\xff.pt"
     torch.save({"schön.\ud800": torch.ones(2)}, tmp_path / "model.pt")
     os.rename(tmp_path / "model.pt", path)  # noqa: PTH104  # a name that is not text
-    every = [("inspect", "--json"), ("inspect", "--parameters"), ("verify", "--deep"), ("diff", CKPT)]
-    for arguments in every if encoding == "ascii" else every[:1]:
-        done = subprocess.run(
-            [*command(*arguments), path],
-            capture_output=True, env={**environment(), "PYTHONIOENCODING": encoding}, check=False,
-        )  # fmt: skip
-        assert done.returncode == (1 if "diff" in arguments else 0), done.stderr
-        assert done.stderr == b""
-        if "--json" in arguments:
-            (parameter,) = json.loads(done.stdout)["parameters"]
-            assert parameter["name"] == "schön.\ud800"
+    done = subprocess.run(
+        [*command(*arguments), path],
+        capture_output=True, env={**environment(), "PYTHONIOENCODING": encoding}, check=False,
+    )  # fmt: skip
+    assert done.returncode == (1 if "diff" in arguments else 0), done.stderr
+    assert done.stderr == b""
+    if "--json" in arguments:
+        (parameter,) = json.loads(done.stdout)["parameters"]
+        assert parameter["name"] == "schön.\ud800"

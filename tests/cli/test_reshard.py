@@ -11,6 +11,7 @@ import zckpt
 from tests.cli.console import FIXTURES, copy, inspected, refused, run, succeeded
 from tests.folders import snapshot
 from tests.formats.deepspeed import sliced
+from tests.pairwise import some
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
 
@@ -28,7 +29,8 @@ def flat_files(world_size: int, folder: str = "") -> list[str]:
 
 
 def test_run_directory_comes_out_as_a_run_directory(tmp_path):
-    done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3)
+    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 6)
+    done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--overwrite")
     assert done.stdout == ""
     assert "wrote" in done.stderr
     assert files(tmp_path) == sorted(["cut/latest", *flat_files(3, "cut/global_step5/")])
@@ -74,27 +76,6 @@ def test_stage_form_and_order_together(tmp_path):
     assert found["details"]["round_robin_gradients"] is True
 
 
-def test_elastic_is_written(tmp_path):
-    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--elastic")
-    assert zckpt.open(tmp_path / "cut").details["optimizer_form"] == "elastic"
-
-
-def test_experts_are_regrouped(tmp_path):
-    source = FIXTURES / "moe_ep2_s2_fp32_dp4"
-    succeeded("reshard", source, tmp_path / "cut", "--world-size", 6, "--expert-parallel-size", 1)
-    assert inspected(tmp_path / "cut")["topology"] == {"dp": 6, "tp": 1, "pp": 1, "ep": 1}
-
-
-def test_slices_are_resharded(tmp_path):
-    source, options = FIXTURES / "tp2_s1_bf16_dp2", ("--tensor-parallel-size", 4, "--padded-vocab-size", 48)
-    succeeded("reshard", source, tmp_path / "cut", "--world-size", 3, *options)
-    assert inspected(tmp_path / "cut")["topology"] == {"dp": 3, "tp": 4, "pp": 1, "ep": 1}
-    optimizers = [f"_zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt" for dp in range(3) for tp in range(4)]
-    models = [f"mp_rank_{tp:02d}_model_states.pt" for tp in range(4)]
-    expected = ["latest", *(f"global_step5/{name}" for name in [*models, *(f"bf16{name}" for name in optimizers)])]
-    assert files(tmp_path / "cut") == sorted(expected)
-
-
 def test_rules_come_from_a_file(tmp_path):
     run_directory = sliced.make(tmp_path / "source", 2, 2, rules=None)
     rules = tmp_path / "rules.json"
@@ -132,28 +113,32 @@ def test_root_adds_another_nodes_files(tmp_path):
     assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
 
 
-def test_overwrite_replaces_a_checkpoint(tmp_path):
-    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 6)
-    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--overwrite")
-    assert files(tmp_path) == sorted(["cut/latest", *flat_files(3, "cut/global_step5/")])
-
-
 # --- what is printed
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("s2_bf16_dp4", ("--world-size", 6)),
-        ("s3_bf16_dp3", ("--world-size", 2, "--stage", 1)),
-        ("moe_ep2_s2_fp32_dp4", ("--world-size", 4, "--expert-parallel-size", 1)),
-        ("tp2_s2_fp32_dp2", ("--world-size", 1, "--tensor-parallel-size", 1)),
-        ("tp2_s1_bf16_dp2", ("--world-size", 3)),
-    ],
+    ("name", "options", "degrees"),
+    some(
+        [
+            ("moe_ep2_s2_fp32_dp4", ("--world-size", 6, "--expert-parallel-size", 1), (6, 1, 1, 1)),
+            (
+                "tp2_s1_bf16_dp2",
+                ("--world-size", 2, "--tensor-parallel-size", 4, "--padded-vocab-size", 48),
+                (2, 4, 1, 1),
+            ),
+        ],
+        [
+            ("s2_bf16_dp4", ("--world-size", 6), (6, 1, 1, 1)),
+            ("s3_bf16_dp3", ("--world-size", 2, "--stage", 1), (2, 1, 1, 1)),
+            ("tp2_s2_fp32_dp2", ("--world-size", 1, "--tensor-parallel-size", 1), (1, 1, 1, 1)),
+            ("tp2_s1_bf16_dp2", ("--world-size", 3), (3, 2, 1, 1)),
+        ],
+    ),
 )
-def test_verify_compares_all_that_was_written(name, options, tmp_path):
+def test_degrees_are_those_asked_for_and_verify_compares_all_that_was_written(name, options, degrees, tmp_path):
     done = succeeded("reshard", FIXTURES / name, tmp_path / "out", *options, "--verify")
     assert "compared with the source, byte for byte" in done.stderr
+    assert inspected(tmp_path / "out")["topology"] == dict(zip(("dp", "tp", "pp", "ep"), degrees, strict=True))
 
 
 def test_no_weight_check_compares_nothing(tmp_path):

@@ -129,6 +129,7 @@ def test_every_verb_reads_a_file_with_such_a_tree(tree, place, tmp_path):
 
 
 @pytest.mark.parametrize(("place", "tree"), each(PLACES, ["dicts", "a list in itself"]))
+@pytest.mark.every(2)
 def test_such_a_tree_may_be_anywhere_in_a_file(tree, place, tmp_path):
     source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
     in_one_line(run("inspect", source))
@@ -151,6 +152,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize(("place", "tree"), each(SHARDS, ["lists", "a dict in itself"]))
+@pytest.mark.every(2)
 def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree, place, tmp_path):
     source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
     name, path = SHARDS[place]

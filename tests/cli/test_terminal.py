@@ -15,15 +15,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("verb", COMMANDS)
-def test_colour_is_for_terminals(verb):
-    assert ESCAPE in on_terminal(*COMMANDS[verb])
+@pytest.mark.parametrize(("verb", "variables"), [("diff", {}), ("verify", {"NO_COLOR": ""})])
+def test_colour_is_for_terminals_and_an_empty_no_color_is_none(verb, variables):
+    assert ESCAPE in on_terminal(*COMMANDS[verb], **variables)
     assert ESCAPE not in run(*COMMANDS[verb]).stdout
 
 
-def test_no_color_is_heeded_unless_it_is_empty_and_tables_fit_the_terminal():
-    assert ESCAPE in on_terminal(*COMMANDS["verify"], NO_COLOR="")
-    assert ESCAPE not in on_terminal(*COMMANDS["verify"], NO_COLOR="1")
+def test_no_color_is_heeded_and_tables_fit_the_terminal():
     shown = on_terminal(*COMMANDS["diff"], NO_COLOR="1")
     assert ESCAPE not in shown
     lines = shown.split("different: ")[1].splitlines()

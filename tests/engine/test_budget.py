@@ -97,7 +97,7 @@ def traced() -> Iterator[Callable[[], int]]:
 
 def cast_and_columns(path: Path) -> list[TargetFile]:
     """A long tensor that is cast, and one whose columns are there in 8 slices."""
-    shape, rows = (3 * MEBIBYTE,), 24 << 10
+    shape, rows = (3 * MEBIBYTE // 2,), 12 << 10
     whole = Slot("weight", "float32", shape, (Span(Extent.whole(shape), str(path), 0, "float32"),))
     slices = [
         Span(Extent((0, 16 * i), (rows, 16), 0, 16 * rows), str(path), 64 * i * rows, "float32") for i in range(8)
@@ -111,11 +111,11 @@ def cast_and_columns(path: Path) -> list[TargetFile]:
 @pytest.mark.parametrize("threads", [None, 1, 16])
 @pytest.mark.every(2)
 def test_buffers_of_any_number_of_threads_stay_within_the_budget(tmp_path, threads):
-    (tmp_path / "s").write_bytes(np.random.default_rng(0).bytes(12 * MEBIBYTE))
+    (tmp_path / "s").write_bytes(np.random.default_rng(0).bytes(6 * MEBIBYTE))
     made = plan(cast_and_columns(tmp_path / "s"))
     write_directory(made, tmp_path / "first")  # loads what is loaded once
     with running_on(None if threads is None else ThreadPoolExecutor(threads)):
-        for memory in (2 * MEBIBYTE, 16 * MEBIBYTE):
+        for memory in (2 * MEBIBYTE, 8 * MEBIBYTE):
             with traced() as peak:
                 write_directory(made, tmp_path / "t", overwrite=True, memory=memory)
                 assert peak() < memory + BESIDES

@@ -165,8 +165,7 @@ def sliced(tmp_path: Path, whole: np.ndarray, dim: int, ranks: int) -> Slot:
     return slot_of(*spans, shape=whole.shape)
 
 
-@pytest.mark.parametrize("memory", BUDGETS)
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(("memory", "dim"), each(BUDGETS, [0, 1, 2]))
 def test_tensor_parallel_slices_are_put_together(dim, memory, tmp_path):
     whole = noise(37 * 61 * 53).reshape(37, 61, 53)
     slot = sliced(tmp_path, whole, dim, 4)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats import alike_files
@@ -79,7 +80,8 @@ def test_a_file_with_another_pickle_is_read_by_itself(tmp_path, changes):
     assert same(found, read_torchfile(path))
 
 
-def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(tmp_path, held):
+@pytest.mark.parametrize("step", some([3], [1]))
+def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(step, tmp_path, held):
     """A file that differs in one byte of its structure is refused, or read, exactly as it is without the other."""
     reader = AlikeReader()
     pattern = save(tmp_path / "rank_1.pt")
@@ -96,11 +98,11 @@ def test_each_byte_of_the_structure_matters_as_it_does_to_a_file_alone(tmp_path,
         *range(directory, directory + 150),
         *range(records[0].offset, records[0].offset + 400, 7),
     ]
-    for at in places:
+    for at in places[::step]:
         if at in tensors:
             continue
         broken = bytearray(data)
-        broken[at] ^= 1
+        broken[at] ^= 1 << at % 8 if step > 1 else 1
         changed.write_bytes(broken)
         assert outcome(lambda: reader.read(changed)) == outcome(lambda: read_torchfile(changed)), at
 

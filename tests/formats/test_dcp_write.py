@@ -120,7 +120,7 @@ def state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DEEPSPEED, [1, 3]), indirect=["world_size"])
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_torch_loads_the_truth_into_plain_tensors_and_nothing_is_lost_on_the_way_back(name, world_size, tmp_path):
     checkpoint, truth = open_checkpoint(FIXTURES / name), Truth(FIXTURES / name)
     back = assert_comes_back(checkpoint, tmp_path / "dcp", world_size)
@@ -455,7 +455,7 @@ def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tm
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp4", "s2_bf16_dp2_frozengroup", "s3_bf16_dp2_sgdm", "s2_bf16_dp2_client"])
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 def test_flat_keys_come_back_with_their_groups(name, world_size, tmp_path):
     checkpoint = open_checkpoint(FIXTURES / name)
     write_directory(plan(writer.lay_out(checkpoint, world_size=world_size, keys="flat")), tmp_path / "dcp")
@@ -529,10 +529,14 @@ def counting(kept: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("keys", ["nested", "flat"])
-@pytest.mark.parametrize("by_way", [[], ["deepspeed"], ["fsdp-rank-files", "deepspeed"], ["dcp", "dcp"]], ids=str)
-@pytest.mark.parametrize("source", ["torch", "nested", "flat", "torch beside a mean", "nested beside a mean"])
-@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    ("source", "by_way", "keys"),
+    each(
+        ["torch", "nested", "flat", "torch beside a mean", "nested beside a mean"],
+        [[], ["deepspeed"], ["fsdp-rank-files", "deepspeed"], ["dcp", "dcp"]],
+        ["nested", "flat"],
+    ),
+)
 def test_what_modules_keep_besides_tensors_is_in_the_model_wherever_it_comes_from(source, by_way, keys, tmp_path):
     kept = {"count": 5, "amax": torch.arange(3.0)}
     model, optimizer = counting(kept)
@@ -565,6 +569,7 @@ def test_what_modules_keep_besides_tensors_is_in_the_model_wherever_it_comes_fro
     ("accelerate", {"fsdp": "full"}, "pytorch_model_fsdp.bin"),
     ("accelerate", {"fsdp": "sharded", "world_size": 2}, "pytorch_model_fsdp_0"), (None, {}, "")])  # fmt: skip
 @pytest.mark.parametrize("kept", [{"count": 5, "amax": torch.arange(3.0)}, Fraction(1, 3)], ids=["plain", "a class"])
+@pytest.mark.every(2)
 def test_every_model_that_torch_files_hold_has_what_modules_keep(kept, to, options, path, tmp_path):
     """As strict loading wants it; but nothing that a reader may not be able to load."""
     model, optimizer = counting(kept)

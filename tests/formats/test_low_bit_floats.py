@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import run
+from tests.pairwise import each
 from tests.refusals import refusing
 
 FP8 = torch.float8_e4m3fn
@@ -137,8 +138,7 @@ def packed(codes, bits, dim):
     return words.movedim(-1, dim).contiguous()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("sorted_columns", [False, True])
+@pytest.mark.parametrize(("bits", "sorted_columns"), each([2, 3, 4, 8], [False, True]))
 def test_gptq(bits, sorted_columns, tmp_path):
     """As AutoGPTQ 0.7 and GPTQModel 7.7 have it; in the first format zeros are kept less one."""
     rows, columns, size = 2112, 160, 64  # the last group is short
@@ -197,6 +197,7 @@ def test_awq(tmp_path):
        for symmetric in (True, False)),
      ("mxfp8", 8, 32, True), ("nvfp4", 4, 16, True), ("mxfp4", 4, 32, True)],
 )  # fmt: skip
+@pytest.mark.every(2)
 def test_compressed_tensors(kind, bits, size, symmetric, dtype, tmp_path):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors

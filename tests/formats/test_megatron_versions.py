@@ -58,7 +58,7 @@ def test_every_slot_is_bit_equal_to_what_the_ranks_had(name):
     assert opened.warnings == []
 
 
-@pytest.mark.parametrize("name", some([*KINDS][1::2], [*KINDS][0::2]))
+@pytest.mark.parametrize("name", some([*KINDS][1::4], [one for one in KINDS if one not in [*KINDS][1::4]]))
 def test_the_verbs_work_on_it(name, tmp_path):
     source = OTHER / name / "ckpt"
     assert zckpt.verify(source, deep=True).findings == []

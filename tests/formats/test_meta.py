@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zckpt
+from tests.pairwise import each
 from tests.refusals import refusing
 from zckpt.errors import LayoutError, ShardError, UnsupportedError
 
@@ -47,8 +48,7 @@ def write(folder: Path, whole: Tensors, ranks: int, *, embedding: int, params: d
     return folder
 
 
-@pytest.mark.parametrize("embedding", [0, 1], ids=["llama3", "llama2"])
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("embedding", "ranks"), each([0, 1], [1, 2, 4, 8]))  # 0 is Llama 3, 1 is Llama 2
 def test_slices_are_the_whole_model(ranks, embedding, tmp_path):
     whole = llama()
     unsaid = {"vocab_size": -1} if embedding else {}  # the tokenizer's, in Llama 1 and 2

@@ -190,7 +190,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_format_of_another_package_is_written_and_read(example, model, tmp_path):
+def test_format_of_another_package_is_written_and_read_refuses_and_checks(example, model, tmp_path):
     target, back = tmp_path / "raw", tmp_path / "back"
     program = f"""
 import torch, zckpt
@@ -206,8 +206,9 @@ except zckpt.UsageError as error:
 else:
     raise AssertionError
 """
-    written, shown, *others, listed = run_with(
+    no_model, written, shown, *others, listed = run_with(
         example,
+        ("convert", FIXTURES / "s2_bf16_dp2", tmp_path / "out", "--to", "rawtensors"),
         ("convert", model, target, "--to", "rawtensors", "--alignment", 4096, "--verify"),
         ("inspect", target, "--json", "--files"),
         ("convert", target, back, "--to", "consolidated"),
@@ -225,20 +226,11 @@ else:
         ("tensors.raw", "tensor", "state", 3), ("tensors.json", "file", "implied", 1),
     }  # fmt: skip
     assert "rawtensors" in listed[1]
-
-
-def test_format_of_another_package_refuses_and_checks(example, model, tmp_path):
-    raw = tmp_path / "raw"
-    state, written = run_with(
-        example,
-        ("convert", FIXTURES / "s2_bf16_dp2", tmp_path / "out", "--to", "rawtensors"),
-        ("convert", model, raw, "--to", "rawtensors"),
-    )
-    assert (state[0], written[0]) == (5, 0)
-    assert "zckpt consolidate" in state[2]
-    with (raw / "tensors.raw").open("r+b") as file:
+    assert no_model[0] == 5
+    assert "zckpt consolidate" in no_model[2]
+    with (target / "tensors.raw").open("r+b") as file:
         file.truncate(10)
-    short, alone = run_with(example, ("inspect", raw), ("inspect", raw / "tensors.raw"))
+    short, alone = run_with(example, ("inspect", target), ("inspect", target / "tensors.raw"))
     assert short[0] == 3
     assert "is not in the file" in short[2]
     assert "without their list; give" in alone[2]
@@ -300,28 +292,27 @@ def test_file_that_a_format_claims_is_not_called_another_programs(tmp_path):
         assert wrong or re.search("format +claims", shown)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("import nothing_of_this_name", "ModuleNotFoundError"),
-        ("FORMAT = object()", "has no title"),
-        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
-    ],
-)
-def test_broken_package_is_one_clear_line(content, said, model, tmp_path):
+def test_broken_packages_are_one_clear_line_each(model, tmp_path):
     packages = tmp_path / "packages"
-    add_package(packages, "brokenformat", content)
+    contents = {
+        "import nothing_of_this_name": "ModuleNotFoundError",
+        "FORMAT = object()": "has no title",
+        "raise RuntimeError('two\\nlines')": "RuntimeError: two lines",
+    }
+    for number, content in enumerate(contents):
+        add_package(packages, f"broken{number}", content)
     (tmp_path / "unknown").mkdir()
-    broken, listed, other, unknown = run_with(
+    listed, other, unknown, *told = run_with(
         packages,
-        ("convert", model, tmp_path / "out", "--to", "brokenformat"),
         ("formats",),
         ("convert", model, tmp_path / "out", "--to", "zckpt"),
         ("inspect", tmp_path / "unknown"),
+        *(("convert", model, tmp_path / "other", "--to", f"broken{number}") for number in range(3)),
     )
-    assert [status for status, _, _ in (broken, listed, other, unknown)] == [2, 0, 0, 3]
-    assert "the format brokenformat of of-brokenformat cannot be loaded" in broken[2]
-    assert said in broken[2]
-    assert "broken" in listed[1]
+    assert [status for status, _, _ in (listed, other, unknown, *told)] == [0, 0, 3, 2, 2, 2]
     assert "not recognised as a checkpoint" in unknown[2]
-    assert "brokenformat" in unknown[2]
+    for number, said in enumerate(contents.values()):
+        assert f"the format broken{number} of of-broken{number} cannot be loaded" in told[number][2]
+        assert said in told[number][2]
+        assert f"broken{number}" in listed[1]
+        assert f"broken{number}" in unknown[2]

@@ -24,10 +24,10 @@ from zckpt.formats.account import take_inventory
 from zckpt.operations.strip import strip
 
 Made = Callable[[str, str], Path]
-READ = ["other/accel_fsdp2_dp2", "other/dcp_fsdp1_dp2", "other/dcp_fsdp2_dp3", "other/dcp_fsdp2_dp2_flatopt",
-        "other/dcp_fsdp2_dp2_raw", "other/lightning_fsdp2", "other/zckpt_v1", "universal/s2_bf16_dp4",
-        "universal/s3_bf16_dp2"]  # fmt: skip
-WRITTEN = [("zckpt", {"world_size": 3}), ("dcp", {"world_size": 3}), ("dcp", {"keys": "flat"}), ("universal", {})]
+READ = ["other/dcp_fsdp2_dp2_raw", "other/zckpt_v1", "universal/s3_bf16_dp2"]
+MORE = ["other/accel_fsdp2_dp2", "other/dcp_fsdp1_dp2", "other/dcp_fsdp2_dp3", "other/dcp_fsdp2_dp2_flatopt",
+        "other/lightning_fsdp2", "universal/s2_bf16_dp4"]  # fmt: skip
+WRITTEN = [("zckpt", {"world_size": 3}), ("dcp", {"keys": "flat"}), ("universal", {})]
 
 
 def assert_stays(whole: Path, thin: Path, slots: set[str]) -> None:
@@ -42,7 +42,7 @@ def assert_stays(whole: Path, thin: Path, slots: set[str]) -> None:
     assert not take_inventory(after).left_out
 
 
-@pytest.mark.parametrize("name", some(READ[::2], READ[1::2]))
+@pytest.mark.parametrize("name", some(READ, MORE))
 def test_what_other_programs_wrote(name, tmp_path):
     source = SOURCES[name]
     model = {"weight"} | ({"master"} if name.startswith("universal") else set())
@@ -57,16 +57,16 @@ def test_what_other_programs_wrote(name, tmp_path):
     assert zckpt.open(tmp_path / "some").param_groups[0].state == zckpt.open(source).param_groups[0].state
 
 
-@pytest.mark.parametrize(("to", "options"), WRITTEN)
+@pytest.mark.parametrize(("to", "options"), some(WRITTEN, [("dcp", {"world_size": 3})]))
 def test_what_is_written_here(to, options, tmp_path):
     whole = tmp_path / "run" / "whole"
     whole.parent.mkdir()
-    zckpt.convert(FIXTURES / "s2_bf16_dp4", whole, to=to, fingerprint=True, **options)
+    zckpt.convert(FIXTURES / "s2_bf16_dp2", whole, to=to, fingerprint=True, **options)
     strip(whole, tmp_path / "model", optimizer=True)
     assert_stays(whole, tmp_path / "model", {"weight", "master"} if to == "universal" else {"weight"})
     assert not (tmp_path / "model" / "fingerprint.json").exists()
     strip(whole, tmp_path / "masters", keep_slots=["master"])
-    assert_stays(whole, tmp_path / "masters", {"weight", "master"})
+    assert set(zckpt.open(tmp_path / "masters").slot_names()) - {"step"} == {"weight", "master"}
     strip(whole, tmp_path / "same", unreferenced=True, padding=True)
     assert contents(whole) == contents(tmp_path / "same")
 
@@ -82,7 +82,7 @@ def test_a_directory_of_other_files_keeps_a_fingerprint_that_is_true(tmp_path):
 
 @pytest.mark.parametrize("keys", ["nested", "flat"])
 def test_torch_loads_every_item_that_is_left(keys, tmp_path):
-    zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "whole", to="dcp", keys=keys, world_size=2)
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "whole", to="dcp", keys=keys, world_size=3)
     strip(tmp_path / "whole", tmp_path / "thin", keep_slots=["exp_avg"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a process without a group

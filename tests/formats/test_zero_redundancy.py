@@ -331,7 +331,7 @@ def test_names_in_another_order_are_refused(tmp_path):
     ], FORMS),
     ids=str,
 )  # fmt: skip
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_nothing_of_a_deepspeed_checkpoint_is_lost(name, form, tmp_path):
     source = opened(open_checkpoint(FIXTURES / name))
     assert_same_state(read(written(source, tmp_path / "out", **form)), source)

@@ -244,13 +244,13 @@ def test_no_flip_gives_a_wrong_model(encoding, tmp_path):
     file = version / "model-00000-of-00001.safetensors"
     whole = file.read_bytes()
     wrong = refusals = 0
-    for at in range(0, len(whole), max(len(whole) // 60, 1)):
+    for at in range(0, len(whole), max(len(whole) // 25, 1)):
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
         done = run("apply", base, version, tmp_path / f"out{at}", "-q")
         refusals += done.returncode == 3
         wrong += done.returncode == 0 and not is_version(tmp_path / f"out{at}", 1)
     assert wrong == 0
-    assert refusals > 40
+    assert refusals > 16
 
 
 @given(st.binary(max_size=60), st.data(), st.sampled_from(deltas.ENCODINGS))

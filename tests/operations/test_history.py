@@ -48,6 +48,7 @@ def names(run: Path) -> list[str]:
         ("other/dcphf_consolidated_dp2", ["ckpt"]),
     ],
 )
+@pytest.mark.every(2)
 def test_a_checkpoint_in_another_directory_of_its_is_listed_once(source, expected, tmp_path):
     run = put(tmp_path / "run", **{".": source})
     found = zckpt.history(run).checkpoints
@@ -73,11 +74,11 @@ def test_a_final_model_lies_beside_a_trainers_checkpoints(tmp_path):
 
 def test_models_that_were_saved_in_one_step_are_one_checkpoint(tmp_path):
     run = tmp_path / "run"
+    zckpt.convert(FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "actor", to="fsdp-rank-files")
     for step in (5, 10):
         for role in ("actor", "critic"):
             target = run / f"global_step_{step}" / role
-            target.parent.mkdir(parents=True, exist_ok=True)
-            zckpt.convert(FIXTURES / "hf_llama_s2_bf16_dp2", target, to="fsdp-rank-files")
+            shutil.copytree(tmp_path / "actor", target)
     (run / "latest_checkpointed_iteration.txt").write_text("10")
     found = zckpt.history(run).checkpoints
     assert [(one.name, one.latest) for one in found] == [("global_step_5", False), ("global_step_10", True)]

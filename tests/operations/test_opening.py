@@ -115,6 +115,7 @@ def test_every_verb_has_the_same_words_for_where(name):
 
 
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.every(2)
 def test_shards_on_two_nodes_and_a_tag(verb, tmp_path):
     first, second = tmp_path / "node0", tmp_path / "node1"
     shutil.copytree(SOURCE, first)

@@ -47,8 +47,7 @@ def made(tmp_path_factory):
     """A run of several formats and world sizes, and its store."""
     top = tmp_path_factory.mktemp("packed")
     for name, fixture in MADE.items():
-        if (FIXTURES / fixture).exists():
-            shutil.copytree(FIXTURES / fixture, top / "run" / name)
+        shutil.copytree(FIXTURES / fixture, top / "run" / name)
     zckpt.pack(top / "run", top / "s.zckpt")
     return top
 
@@ -108,7 +107,7 @@ def test_what_is_packed_again_takes_no_room_and_the_store_is_smaller_than_the_fi
     assert (again.packed, len(again.present)) == ([], len(list((made / "run").iterdir())))
 
 
-@pytest.mark.parametrize("name", [name for name, fixture in MADE.items() if (FIXTURES / fixture).exists()])
+@pytest.mark.parametrize("name", some(["step-3", "step-5", "step-6"], ["step-1", "step-2", "step-4"]))
 def test_every_verb_reads_it_in_place_as_from_the_directory(made, name, tmp_path):
     inside, outside = made / "s.zckpt" / name, made / "run" / name
     assert zckpt.diff(inside, outside).equal
@@ -218,11 +217,11 @@ def flipped(directory: Path, seed: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("part", some([0], range(1, 12)))
+@pytest.mark.parametrize("part", some([0], range(1, 36)))
 def test_no_flip_gives_a_wrong_file(made, tmp_path, part):
     right = contents(made / "run")
     survivors = 0
-    for seed in range(30 * part, 30 * part + 30):
+    for seed in range(10 * part, 10 * part + 10):
         store = tmp_path / f"{seed}.zckpt"
         shutil.copytree(made / "s.zckpt", store)
         flipped(store, seed)
@@ -239,14 +238,14 @@ def test_no_flip_gives_a_wrong_file(made, tmp_path, part):
             }
             shutil.rmtree(out)
         shutil.rmtree(store)
-    assert survivors > 20
+    assert survivors > 6
 
 
-@pytest.mark.parametrize("part", some([0], range(1, 10)))
+@pytest.mark.parametrize("part", some([0], range(1, 30)))
 def test_no_flip_of_a_patch_gives_a_wrong_file(made, tmp_path, part):
     base, result = made / "run" / "step-4", made / "run" / "step-2"
     zckpt.patch(base, result, tmp_path / "p")
-    for seed in range(30 * part, 30 * part + 30):
+    for seed in range(10 * part, 10 * part + 10):
         shutil.copytree(tmp_path / "p", tmp_path / "q")
         flipped(tmp_path / "q", seed)
         try:
@@ -276,6 +275,7 @@ def test_a_damaged_chunk_is_named_and_costs_the_checkpoints_that_need_it_only(ma
 @pytest.mark.parametrize(
     ("a", "b"), [("step-1", "step-2"), ("step-2", "step-3"), ("step-3", "step-4"), ("step-4", "step-1")]
 )
+@pytest.mark.every(2)
 def test_a_patch_is_applied_to_the_same_state_in_any_format(made, a, b, tmp_path):
     base, result = made / "run" / a, made / "run" / b
     done = zckpt.patch(base, result, tmp_path / "p")

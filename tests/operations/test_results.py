@@ -27,7 +27,7 @@ VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
     "stats": (lambda _: zckpt.stats(SOURCE, slots=["exp_avg"]), [SOURCE, "--slots", "exp_avg"]),
     "show": (lambda _: zckpt.show(SOURCE, "fc1.weight", slice="0:2,1"), [SOURCE, "fc1.weight", "--slice", "0:2,1"]),
     "resume-check": (lambda _: zckpt.resume_check(SOURCE, program="fsdp2"), [SOURCE, "--for", "fsdp2"]),
-    "list": (lambda _: zckpt.history(SOURCE.parent / "universal"), [SOURCE.parent / "universal"]),
+    "list": (lambda _: zckpt.history(SOURCE), [SOURCE]),
     "prune": (lambda _: zckpt.prune(SOURCE, keep_last=1), [SOURCE, "--keep-last", 1]),
     "pack": (lambda at: zckpt.pack(SOURCE, at / "st"), [SOURCE, "st"]),
     "patch": (lambda at: zckpt.patch(SOURCE, OTHER / "global_step5", at / "p"), [SOURCE, OTHER / "global_step5", "p"]),

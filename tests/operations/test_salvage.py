@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, copy, inspected, refused, succeeded
+from tests.pairwise import some
 from zckpt.errors import ShardError, UnsupportedError, UsageError
 
 LOST = [
@@ -164,7 +165,7 @@ def test_a_rank_of_fsdp_that_is_lost(version: int, lost: int, tmp_path: Path) ->
     refused(3, "inspect", run, words=(f"rank {lost}", "missing", "--salvage"))
     with pytest.raises(ShardError, match="fill-from"):
         zckpt.convert(run, tmp_path / "new", to="dcp", salvage=True)
-    zckpt.convert(run, tmp_path / "new", to="dcp", salvage=True, fill_from=backup, verify=True)
+    zckpt.convert(run, tmp_path / "new", to="dcp", salvage=True, fill_from=backup)
     one, other = zckpt.open(tmp_path / "new"), zckpt.open(backup)
     for slot in ("weight", "master", "exp_avg", "exp_avg_sq"):
         for name, parameter in other.parameters.items():
@@ -176,11 +177,13 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 LLAMA = "hf_llama_s2_bf16_dp2"
 
 
-@pytest.mark.parametrize(("pattern", "slots"), [
-    (f"{NAME}/*", {"master", "exp_avg", "exp_avg_sq"}),
-    (f"{NAME}/exp_avg.pt", {"exp_avg"}),
-    (f"{NAME}/fp32.pt", {"master"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pattern", "slots"),
+    some(
+        [(f"{NAME}/*", {"master", "exp_avg", "exp_avg_sq"}), (f"{NAME}/fp32.pt", {"master"})],
+        [(f"{NAME}/exp_avg.pt", {"exp_avg"})],
+    ),
+)
 def test_files_of_a_universal_checkpoint_are_lost(pattern: str, slots: set[str], tmp_path: Path) -> None:
     source = copy(f"universal/{LLAMA}", tmp_path)
     lose(source, f"zero/{pattern}")

@@ -10,6 +10,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
+from tests.pairwise import each
 from tests.refusals import refusing
 
 SOURCE = FIXTURES / "s2_bf16_dp3"
@@ -18,8 +19,7 @@ SLICES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", SLICES)
-@pytest.mark.parametrize("slot", ["weight", "exp_avg"])
+@pytest.mark.parametrize(("text", "slot"), each(SLICES, ["weight", "exp_avg"]))
 def test_a_slice_is_what_numpy_says_it_is(slot, text):
     whole = zckpt.open(SOURCE).read("fc1.weight", slot).float().numpy()
     found = zckpt.show(SOURCE, "fc1.weight", slot=slot, slice=text)

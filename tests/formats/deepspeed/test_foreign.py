@@ -161,7 +161,7 @@ def nadam(folder: Path, form: str, *, late: bool = False) -> Path:
 def test_numbers_that_all_parameters_of_a_group_have_alike_are_the_groups(form, tmp_path):
     source = nadam(tmp_path, form)
     for stage in (2, 3):
-        zckpt.convert(source, tmp_path / f"{stage}", to="deepspeed", world_size=2, stage=stage, verify=True)
+        zckpt.convert(source, tmp_path / f"{stage}", to="deepspeed", world_size=2, stage=stage)
         (path, *_) = sorted(tag_of(tmp_path / f"{stage}").glob("zero_pp_rank_0_*optim_states.pt"))
         content = torch.load(path, weights_only=False)["optimizer_state_dict"]
         state = content["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]["state"][0]

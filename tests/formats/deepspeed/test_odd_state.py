@@ -46,7 +46,7 @@ def test_two_keys_of_one_tensor_stay_one(name, options, tmp_path):
     """torch gives back one tensor, and an optimizer that changes it under one key sees that under the other."""
     run = changed(name, tmp_path, _again)
     assert "exp_avg, again" in zckpt.open(run).warnings[0]
-    cut(run, tmp_path / "cut", 3, verify=True, **options)
+    cut(run, tmp_path / "cut", 3, **options)
     for state in loaded(tmp_path / "cut", 1).values():
         assert state["again"].data_ptr() == state["exp_avg"].data_ptr() != state["exp_avg_sq"].data_ptr()
     assert zckpt.diff(run, tmp_path / "cut").equal

@@ -23,7 +23,7 @@ from tests.formats.deepspeed.contents import (
     tensor_bytes,
 )
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
-from tests.pairwise import each, of_each_kind
+from tests.pairwise import each, of_each_kind, some
 from tests.truth import Truth, assert_consolidated, assert_same, assert_same_groups, assert_state, bits
 from zckpt.torchfile import OrderedMapping, Tensor, plain
 
@@ -43,7 +43,7 @@ WORLD_SIZES = (1, 3, 7, 17)
 
 
 @pytest.mark.parametrize(("name", "world_size"), each(DENSE, WORLD_SIZES))
-@pytest.mark.every(4)
+@pytest.mark.every(11)
 def test_everything_arrives_and_files_say_how_they_are_cut(name, world_size, tmp_path):
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size)
@@ -104,7 +104,7 @@ def assert_same_bits_of_frozen(found: zckpt.OpenedCheckpoint, expected: zckpt.Op
 
 
 @pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_there_and_back_gives_the_same_files(name, tmp_path):
     ranks, between = (4, 6) if name in OF_FOUR else (3, 5) if name in OF_THREE else (2, 7)
     cut(run_of(name), tmp_path / "between", between)
@@ -248,7 +248,7 @@ def test_parameter_alignment_can_be_switched(there, tmp_path):
 
 
 @pytest.mark.parametrize("name", of_each_kind(DENSE))
-@pytest.mark.every(3)
+@pytest.mark.every(4)
 def test_archives_are_sound_and_the_same_each_time_and_a_model_comes_out_of_them(name, tmp_path):
     first, second = (cut(run_of(name), tmp_path / which, 3) for which in ("first", "second"))
     assert contents(first) == contents(second)
@@ -275,6 +275,7 @@ def test_torch_loads_the_model_file_weights_only(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp2", "s1_bf16_dp2_empty"])
+@pytest.mark.every(2)
 def test_tied_weights_are_two_views_of_one_storage(name, tmp_path):
     """As DeepSpeed has them: two tensors, so that neither goes where the other is put."""
     tag = cut(run_of(name), tmp_path / "cut", 3)
@@ -353,7 +354,7 @@ def test_one_model_file_holds_one_rank_of_it(tmp_path):
     assert sorted(done.notes) == sorted(f"{key} differs between ranks: {fate}" for key in named)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("s3_bf16_dp4", 6), ("s2_bf16_dp4", 3), ("s3_fp32_dp2", 2)])
+@pytest.mark.parametrize(("name", "world_size"), some([("s2_bf16_dp4", 3)], [("s3_bf16_dp4", 6), ("s3_fp32_dp2", 2)]))
 def test_first_rank_alone_lists_tied_parameters(name, world_size, tmp_path):
     tag = cut(run_of(name), tmp_path / "cut", world_size, stage=3)
     listed = [content_of(model_file(tag, rank))["shared_params"] for rank in range(world_size)]

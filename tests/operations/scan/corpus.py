@@ -379,7 +379,7 @@ PICKLES: dict[str, Payload] = {
     "huntr LONG in another base": lambda s: b"L0x10L\n0" + system(s) + b".",
     "LONG4 of 2000 bytes": lambda s: b"\x8b" + struct.pack("<I", 2000) + b"\x01" * 2000 + b"0" + system(s) + b".",
     "GLOBAL behind 100 kB of opcodes": lambda s: b"N0" * 50_000 + system(s) + b".",
-    "GLOBAL behind 3 MB of opcodes": lambda s: b"N0" * 1_500_000 + system(s) + b".",
+    "GLOBAL behind 1 MB of opcodes": lambda s: b"N0" * 550_000 + system(s) + b".",
     "5000 other globals before": lambda s: b"".join(b"cos\npath\n0" for _ in range(5000)) + system(s) + b".",
     "5000 different globals before": lambda s: b"\x80\x04" + b"".join(
         text("os") + text(".".join(f"path.{'genericpath.' * (n >> bit & 1)}os" for bit in range(13)) + ".path")

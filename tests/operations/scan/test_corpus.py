@@ -7,17 +7,17 @@ import io
 import json
 import pickle
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 
 import zckpt
 from tests.cli.console import run
+from tests.gloo import forked
 from tests.operations.scan import corpus
 from tests.test_safety import called, named, text
 from zckpt.torchfile.scanning import InMemory, Scanner
@@ -72,36 +72,39 @@ NOT_RUN = {
 """By Python, which loads one; others go on. The last two run in the unpickler that is in Python, which dill has."""
 
 
-LOAD_EACH = """
-import pathlib, sys
-for path in pathlib.Path(sys.argv[1]).glob("*.pt"):
-    try:
-        load(path)
-    except Exception:
-        pass
-"""
+def load_each(load: Callable[[Path], object], directory: Path) -> None:
+    for path in directory.glob("*.pt"):
+        with contextlib.suppress(Exception):
+            load(path)
 
 
-def run_by(load: str, cases: dict[str, Callable[[Path], bytes]], directory: Path) -> set[str]:
+def by_pickle(path: Path) -> object:
+    with path.open("rb") as file:  # one of them is about how a file is read
+        return pickle.load(file)
+
+
+def by_torch(path: Path) -> object:
+    return torch.load(path, weights_only=False)
+
+
+def run_by(load: Callable[[Path], object], cases: dict[str, Callable[[Path], bytes]], directory: Path) -> set[str]:
     """Which of the cases, which make a file of what is to run, do so when a program loads it."""
     for number, make in enumerate(cases.values()):
         (directory / f"{number}.pt").write_bytes(make(directory / f"{number}.ran"))
-    subprocess.run([sys.executable, "-c", load + LOAD_EACH, directory], check=True)
+    forked(load_each, load, directory)
     return {case for number, case in enumerate(cases) if (directory / f"{number}.ran").exists()}
 
 
 @pytest.fixture
 def ran(shared) -> set[str]:
     """Which of the pickles Python runs: the tricks are real."""
-    load = "import pickle\ndef load(path): pickle.load(path.open('rb'))"
-    return shared("pickles-ran", partial(run_by, load, corpus.PICKLES))
+    return shared("pickles-ran", partial(run_by, by_pickle, corpus.PICKLES))
 
 
 @pytest.mark.parametrize("case", corpus.PICKLES)
 def test_pickle_is_dangerous_and_not_run(case, tmp_path, ran):
     sentinel = tmp_path / "sentinel"
     (tmp_path / "model").write_bytes(corpus.PICKLES[case](sentinel))
-    assert scanned(tmp_path / "model").grade == "dangerous"
     done = run("scan", tmp_path, "--json")
     assert (done.returncode, json.loads(done.stdout)["grade"]) == (1, "dangerous")
     assert not sentinel.exists()
@@ -134,10 +137,9 @@ RUN_BY_TORCH = [
 
 
 def test_torch_runs_these(tmp_path):
-    load = "import torch\ndef load(path): torch.load(path, weights_only=False)"
     cases = {case: lambda ran, make=corpus.ARCHIVES[case]: make(corpus.system(ran))["model.pt"]
              for case in RUN_BY_TORCH}  # fmt: skip
-    assert run_by(load, cases, tmp_path) == {*RUN_BY_TORCH}
+    assert run_by(by_torch, cases, tmp_path) == {*RUN_BY_TORCH}
 
 
 @pytest.mark.parametrize("case", corpus.EXTENSIONS)
@@ -196,7 +198,7 @@ def programs(generator: random.Random) -> Iterator[bytes]:
 def test_whatever_python_would_import_is_found(tmp_path):
     """A scanner that stops, or reads on elsewhere, where Python does not, is one that is got past."""
     found = 0
-    for data in islice(programs(random.Random(0)), 20_000):
+    for data in islice(programs(random.Random(0)), 8_000):
         unpickler = Names(io.BytesIO(data))
         unpickler.names = set()
         with contextlib.suppress(Exception):
@@ -206,4 +208,4 @@ def test_whatever_python_would_import_is_found(tmp_path):
             scanner = Scanner()
             scanner.look(InMemory(data, "m.pkl"))
             assert any(one.name == "system" for one in scanner.mentions) or scanner.oddities, data
-    assert found > 1500
+    assert found > 600

@@ -6,8 +6,6 @@ import io
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ def bits(value: object) -> object:
 
 
 @pytest.mark.parametrize("case", [*RUNS, *NEVER_RUNS])
-@pytest.mark.every(3)
+@pytest.mark.every(5)
 def test_payload_goes_and_all_else_stays(case, tmp_path):
     sentinel = tmp_path / "sentinel"
     source, target = poisoned(tmp_path, {**RUNS, **NEVER_RUNS}[case][1](sentinel)), tmp_path / "clean"
@@ -82,19 +80,12 @@ def test_dry_run_says_what_would_go_and_writes_nothing(tmp_path):
     assert not (tmp_path / "clean").exists()
 
 
-PROGRAM = """
-import sys, torch
-found = torch.load(sys.argv[1], weights_only=False)
-print(type(found["optimizer_state_dict"]["loss_scaler"]).__module__)
-"""
-
-
-def test_the_program_that_needs_the_known_classes_loads_them(tmp_path):
+def test_the_program_that_needs_the_known_classes_loads_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     source = poisoned(tmp_path, RUNS["os.system"][1](tmp_path / "sentinel"))
     succeeded("sanitize", source, tmp_path / "clean", "--quiet")
-    path = tmp_path / "clean" / OPTIMIZER
-    done = subprocess.run([sys.executable, "-c", PROGRAM, path], capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "deepspeed.runtime.fp16.loss_scaler"
+    found = torch.load(tmp_path / "clean" / OPTIMIZER, weights_only=False)["optimizer_state_dict"]
+    assert type(found["loss_scaler"]).__module__ == "deepspeed.runtime.fp16.loss_scaler"
     assert not (tmp_path / "sentinel").exists()
 
 

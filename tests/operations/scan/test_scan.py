@@ -17,12 +17,14 @@ import torch.distributed.checkpoint as dcp
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, inspected, refused, run, succeeded
 from tests.operations.scan import corpus
+from tests.pairwise import some
 from tests.test_safety import called, named, poisoned, text
 from zckpt.torchfile.grades import DATA_GLOBALS, grade
 
 
-def test_real_checkpoints_have_data_and_known_classes_of_the_program_that_wrote_it_only():
-    found = zckpt.scan(FIXTURES)
+@pytest.mark.parametrize("under", some(["other"], [""]))
+def test_real_checkpoints_have_data_and_known_classes_of_the_program_that_wrote_it_only(under):
+    found = zckpt.scan(FIXTURES / under)
     assert found.grade in ("data", "known"), [one for one in found.findings if one["grade"] not in ("data", "known")]
     needed = {one["program"] for one in found.findings if one["grade"] == "known"}
     assert needed == {"Accelerate", "DeepSpeed", "Megatron", "nanotron", "torch.distributed.checkpoint", "torchao",
@@ -56,9 +58,9 @@ def test_what_is_harmless_is_not_told_of(case, tmp_path):
 
 
 def test_tensors_of_any_bits_are_no_pickles(tmp_path):
-    """Thousands of storages of random bytes, with all opcodes first in some of them."""
+    """Storages of random bytes, with all opcodes first in some of them."""
     generator = np.random.default_rng(0)
-    tensors = [torch.from_numpy(generator.integers(0, 256, 64, dtype=np.uint8)) for _ in range(4000)]
+    tensors = [torch.from_numpy(generator.integers(0, 256, 64, dtype=np.uint8)) for _ in range(1000)]
     for number in range(256):
         tensors[number][0] = number
     for is_zip in (True, False):
@@ -66,7 +68,7 @@ def test_tensors_of_any_bits_are_no_pickles(tmp_path):
         found = zckpt.scan(tmp_path / "m.pt")
         assert found.grade == "data", found.findings
     (tmp_path / "raw").mkdir()
-    for number, one in enumerate(tensors[:1000]):
+    for number, one in enumerate(tensors[:300]):
         (tmp_path / "raw" / str(number)).write_bytes(one.numpy().tobytes())
     assert zckpt.scan(tmp_path / "raw").grade == "data"
 

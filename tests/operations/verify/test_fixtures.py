@@ -57,7 +57,7 @@ REMARKS = {
         [(name, False) for name in EVERY if name not in REMARKS and name not in EVERY[::12]],
     ),
 )
-@pytest.mark.every(3, 1)
+@pytest.mark.every(8, 1)
 def test_untouched_checkpoint_is_sound(name, deep):
     found = verify(FIXTURES / name, deep=deep)
     assert found.sound
@@ -78,6 +78,7 @@ def test_optimizer_that_nothing_reads_is_an_error(deep):
 @pytest.mark.parametrize(
     "name", ["s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "universal/s2_bf16_dp4", "s2_fp16_dp2"]
 )
+@pytest.mark.every(2)
 def test_every_record_of_every_file_is_read_once(name):
     checkpoint = zckpt.open(FIXTURES / name)
     found = verify(FIXTURES / name, deep=True)
@@ -88,6 +89,7 @@ def test_every_record_of_every_file_is_read_once(name):
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2", "s1_bf16_dp2_empty"])
+@pytest.mark.every(2)
 def test_every_element_is_looked_at(name):
     checkpoint = zckpt.open(FIXTURES / name)
     elements = sum(slot.numel for p in checkpoint.tensors() for slot in p.slots.values())
@@ -111,8 +113,7 @@ def test_what_rules_cut_is_one_piece_of_a_file(name):
     assert 0 < len(pieces) <= files < sum(len(spans) for _, spans in cut)
 
 
-@pytest.mark.parametrize("name", ["s3_bf16_dp4", "s2_bf16_dp4"])
-@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize(("name", "sums"), each(["s3_bf16_dp4", "s2_bf16_dp4"], [True, False]))
 def test_elements_of_what_is_one_piece_are_named(name, sums, tmp_path):
     run = copy(name, tmp_path)
     chosen = [p for p in zckpt.open(run).parameters.values() if "exp_avg_sq" in p.slots and p.numel > 4][:3]
