@@ -130,7 +130,7 @@ CODES: dict[str, Code] = {
     BUFFER_NAN: Code(WARNING, "a buffer holds NaN", "see whether the model means it so"),
     STAGES_DIFFER: Code(
         WARNING,
-        "copies that a pipeline's stages keep of a tied layer differ",
+        "copies that a pipeline's stages keep of a tied layer differ slightly",
         "each stage goes on with its own, as they come to differ by rounding; one model gets the first stage's",
     ),
     STEPS_DIFFER: Code(ERROR, "ranks have taken different steps", _REPLACE),

@@ -178,12 +178,21 @@ def copies_of_tensor_parallel_ranks_differ(run: Path) -> None:
     fix_checksums(span.path)
 
 
-@mutation("ZC-209", "pp2_s1_fp32_dp2", ranks=(1,), parameters=("tied_modules.embed.weight",), shallow=False)
-def copies_of_stages_differ(run: Path) -> None:
+def in_a_stage(run: Path, value: float) -> None:
     one = next(d for d in zckpt.open(run).duplicates if d.slot.name == "exp_avg")
     span, offset = place_in(one.slot, 0)
-    patch(span.path, offset, element(3.0, span.dtype))
+    patch(span.path, offset, element(value, span.dtype))
     fix_checksums(span.path)
+
+
+@mutation("ZC-209", "pp2_s1_fp32_dp2", ranks=(1,), parameters=("tied_modules.embed.weight",), shallow=False)
+def copies_of_stages_differ(run: Path) -> None:
+    in_a_stage(run, 0.0)
+
+
+@mutation("ZC-206", "pp2_s1_fp32_dp2", ranks=(1,), parameters=("tied_modules.embed.weight",), shallow=False)
+def a_stage_has_another_value_than_rounding_gives(run: Path) -> None:
+    in_a_stage(run, 3.0)
 
 
 @mutation("ZC-204", parameters=("emb.weight", "head.weight"), shallow=False, found="element 3")

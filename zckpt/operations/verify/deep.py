@@ -138,17 +138,28 @@ def typed(data: Array, dtype: str, byteorder: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """Of elements that were compared, how many differ, and the first of them."""
+    """Of elements that were compared, how many differ, and the first of them.
+
+    `apart`, `size`: sums of squares of what copies differ by and of what they should be, where any differ.
+    """
 
     numel: int = 0
     count: int = 0
     first: int = 0
     detail: str = ""
+    apart: float = 0.0
+    size: float = 0.0
 
     def __add__(self, other: Unequal) -> Unequal:
         """Return the comparison of both."""
         first = min((one for one in (self, other) if one.count), key=lambda one: one.first, default=self)
-        return Unequal(self.numel + other.numel, self.count + other.count, first.first, first.detail)
+        sums = self.apart + other.apart, self.size + other.size
+        return Unequal(self.numel + other.numel, self.count + other.count, first.first, first.detail, *sums)
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether copies may differ by rounding, be it of many steps; two others of equal size differ by the double."""
+        return self.apart <= self.size / 4
 
 
 def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal:
@@ -171,7 +182,14 @@ def not_copied(copy: Array, original: Array, first: int) -> Unequal:
         where = np.flatnonzero(unequal_bits(copy, original))
     else:
         where = weights.not_rounded(original.astype(copy.dtype) if original.dtype.kind in "biu" else original, copy)
-    return Unequal(len(copy), len(where), first + int(where[0])) if len(where) else Unequal(len(copy))
+    if not len(where):
+        return Unequal(len(copy))
+    apart = size = 0.0
+    if copy.dtype.kind != "c":
+        with np.errstate(all="ignore"):
+            mine, its = (one.astype(np.float64) for one in (copy, original))
+            apart, size = float(np.square(mine - its).sum()), float(np.square(its).sum())
+    return Unequal(len(copy), len(where), first + int(where[0]), apart=apart, size=size)
 
 
 Batch = tuple[Work, ...]

@@ -209,7 +209,7 @@ def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], damaged: Collecti
         names = (one.name,) if one.name == one.of else (one.of, one.name)
         of = f" and {one.of}" if one.name != one.of else f" here and in {original}" if original != path else ""
         yield Finding(
-            codes[one.kind],
+            codes[one.kind if one.kind != "layer" or unequal.is_rounding else "parameter"],
             f"{one.slot.name} of {one.name}{of}: {unequal.count} of {one.slot.numel} elements differ",
             path,
             names,
