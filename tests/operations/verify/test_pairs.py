@@ -116,6 +116,8 @@ def assert_found(name: str, copies: list[tuple[str, str]], tmp_path: Path) -> No
     shutil.copytree(SOURCES[name], directory)
     of_parameters = files_of_parameters(directory)
     for a, b in copies:
+        if b.endswith(".safetensors") and directory / b not in of_parameters:
+            continue  # nanotron's one weight, which two layers may have alike, and whose file does not say whose it is
         kept = (directory / b).read_bytes()
         shutil.copyfile(directory / a, directory / b)
         wrong += [f"{a} over {b}: {what}" for what in missed(directory, target)]
