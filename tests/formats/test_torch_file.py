@@ -16,6 +16,7 @@ from tests.formats.some_tensors import assert_same
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError
+from zckpt.formats.account import take_inventory
 from zckpt.formats.torch_files.reader import read
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import WEIGHT, Checkpoint, Scalar
@@ -559,6 +560,9 @@ def test_a_module_that_was_saved_whole_is_its_state_dict(place, is_whole, tmp_pa
         for name, parameter in model.named_parameters():
             assert torch.equal(checkpoint.read(name, "exp_avg"), optimizer.state[parameter]["exp_avg"])
     assert zckpt.verify(path, deep=True).sound
+    items = [item for item in take_inventory(checkpoint).items if item.kind == "tensor"]
+    weights = sum(one.nbytes for one in dict(model.named_parameters()).values())
+    assert sum(item.nbytes for item in items if item.fate == "state") >= weights, "the rest is implied"
     zckpt.consolidate(path, tmp_path / "m2.pt")
     again = torch.load(tmp_path / "m2.pt")
     assert again.keys() == state.keys()

@@ -276,7 +276,8 @@ class FileAccount:
 
     def _tensor(self, tensor: Tensor, steps: Steps, rule: Rule | None) -> None:
         low, high = _range(tensor)
-        if rule is not None and rule.tensors and tensor.numel:
+        is_state = rule is not None and rule.fate == IMPLIED and bool(self.known.shares([(low, high)]))
+        if rule is not None and rule.tensors and tensor.numel and not is_state:
             self._add(TENSOR, rule.fate, rule.about, steps, high - low)
             self.ranges.setdefault(rule.fate, []).append((low, high))
             return

@@ -18,9 +18,7 @@ from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
 from zckpt.state import Shape
-from zckpt.state.names import MAGNITUDE
-
-PEFT_FRONT = "base_model.model."
+from zckpt.state.names import MAGNITUDE, PEFT
 
 UNTRAINED = ("running_mean", "running_var", "inv_freq")
 """Last parts of names of tensors that are no parameters, whatever their type."""
@@ -180,5 +178,5 @@ def only_order(candidates: Iterable[str], weights: Weights) -> list[str] | None:
 
 def shortened(name: str) -> str:
     """Return the name that a parameter has in the model that PEFT has added to, apart from the adapter's."""
-    name = name.removeprefix(PEFT_FRONT)
+    name = name.removeprefix(PEFT)
     return f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name
