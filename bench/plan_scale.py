@@ -44,8 +44,9 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-FIXTURES = HERE.parent / "fixtures"
+from contest import HERE, ROOT, environment
+
+FIXTURES = ROOT / "fixtures"
 TAG = "global_step5"
 KINDS = ("zero1", "zero2", "zero3", "own", "dcp")
 CONVERTED = {"own": "zckpt", "dcp": "dcp", "fsdp": "fsdp-rank-files", "torch_dist": "megatron"}
@@ -311,13 +312,13 @@ class Numbered:
     """A rank's file, of which other ranks' are copies: where it has its name, its numbers and their CRC-32."""
 
     def __init__(self, path: Path) -> None:
-        from zckpt.torchfile import find_blanks, find_directory, opened, read_directory, read_torchfile
+        from zckpt.torchfile import find_blanks, opened, read_entries, read_torchfile
 
         self.data, self.stem = path.read_bytes(), path.stem
         pickle = next(one for one in read_torchfile(path).records if one.name.endswith("/data.pkl"))
         with opened(path) as source:
-            count, start, size = find_directory(source)
-            entry = next(one for one in read_directory(source.read(start, size), count) if one.name == pickle.name)
+            start, entries = read_entries(source)
+            entry = next(one for one in entries if one.name == pickle.name)
         self.pickle = slice(pickle.offset, pickle.offset + pickle.nbytes)
         self.places = [(begin, end) for at, begin, end in find_blanks(self.data[self.pickle]) if begin == at + 1]
         self.sums = [start + entry.at + 16, entry.header + 14]
@@ -358,7 +359,8 @@ def loop() -> float:
 
 def measured(code: str, *arguments: str) -> Measured:
     """Run a child; return what it took."""
-    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, cwd=HERE / "cache")
+    command = [sys.executable, "-c", code, *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=HERE / "cache", env=environment())
     anonymous = most = 0
     while True:
         pid, status, usage = os.wait4(child.pid, os.WNOHANG)
@@ -411,6 +413,7 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
     """Yield the lines of the table."""
     heads = f"{'CPU s':>9}{'loop':>7}{'peak MB':>9}{'anon':>7}{'fds':>5}{'x floor':>9}{'ranks^':>8}{'params^':>8}"
     yield f"{'kind':<11}{'ranks':>6}{'params':>8}  {'verb':<12}{heads}{'exit':>5}"
+    subprocess.run([sys.executable, "-m", "compileall", "-qq", str(ROOT / "zckpt")], env=environment(), check=True)
     start = measured(START)[0]
     found: dict[Key, Measured] = {}
     sizes = (map(int, one.split(",")) for one in (options.parameters, options.ranks))

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from zckpt.torchfile import FileRange, TorchFile, find_directory, opened, read_source
+from zckpt.torchfile import FileRange, TorchFile, opened, read_entries, read_source
 
 if TYPE_CHECKING:
     from zckpt.formats.alike_patterns import Pattern
@@ -73,13 +73,13 @@ class AlikeReader:
             found = self._alike(source)
             if found is not None:
                 return found
-            count, start, size = find_directory(source)
-            self._count += count
-            file = read_source(source, self._known, blanks=self._blanks)
-            if count >= FEWEST_RECORDS and self._count >= ENOUGH_RECORDS:
+            start, entries = read_entries(source)
+            self._count += len(entries)
+            file = read_source(source, self._known, blanks=self._blanks, listed=(start, entries))
+            if len(entries) >= FEWEST_RECORDS and self._count >= ENOUGH_RECORDS:
                 from zckpt.formats.alike_patterns import Pattern
 
-                made = Pattern.of(source, file, start, size, glanced=_GLANCED.get())
+                made = Pattern.of(source, file, start, entries, glanced=_GLANCED.get())
                 self._patterns = [*self._patterns[1 - MOST_PATTERNS :], made] if made is not None else self._patterns
                 while sum(len(one.data) for one in self._patterns) > MOST_NBYTES and len(self._patterns) > 1:
                     del self._patterns[0]

@@ -21,9 +21,8 @@ from zckpt.torchfile import (
     alike_file,
     find_blanks,
     numbers_at,
-    read_directory,
 )
-from zckpt.torchfile.archive import CENTRAL_CRC
+from zckpt.torchfile.archive import CENTRAL_CRC, Entry
 
 CLOSE = 1 << 13
 """Bytes of a record's data below which one read is cheaper than two."""
@@ -108,13 +107,14 @@ class Pattern:
         self.rest = crc32(rest), len(rest)
 
     @classmethod
-    def of(cls, source: FileRange, file: TorchFile, start: int, size: int, *, glanced: bool) -> Pattern | None:
+    def of(
+        cls, source: FileRange, file: TorchFile, start: int, listed: Sequence[Entry], *, glanced: bool
+    ) -> Pattern | None:
         """Return the pattern of a file, given its directory; None for one of unusual form.
 
         The archive's name is nowhere in it but where records are named.
         """
         records = list(file.records)
-        listed = read_directory(source.read(start, size), len(records))
         entries, headers = [one.at for one in listed], [one.header for one in listed]
         inner = [one.name.partition("/")[2] for one in records]
         if "data.pkl" not in inner or not file.archive.isascii() or source.base or max(headers) >= 0xFFFFFFFF:
@@ -137,7 +137,7 @@ class Pattern:
             if before != after:
                 expected[self.named + at] = after
         self.name = name
-        if data != self.data and not self.free[np.frombuffer(data, np.uint8) != expected].all():
+        if data != self.data and ((np.frombuffer(data, np.uint8) != expected) > self.free).any():
             return None
         try:
             crcs, numbers = self._crcs(data), numbers_at(data, self.numbers)
@@ -159,8 +159,7 @@ class Pattern:
 
     def _crcs(self, data: bytearray) -> Numbers:
         """Return the CRC-32s that a directory states."""
-        fields = np.frombuffer(data, np.uint8)[self.sums[:, None] + np.arange(4)]
-        found: Numbers = fields.view("<u4")[:, 0].astype(np.int64)
+        found: Numbers = np.ndarray(len(data) - 3, "<u4", data, strides=1)[self.sums].astype(np.int64)
         return found
 
 

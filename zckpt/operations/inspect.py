@@ -20,6 +20,7 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
 from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot
+from zckpt.storage.files import collector_paused
 from zckpt.torchfile import FromFile, plain
 
 FILE_FIELDS = ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes")
@@ -111,6 +112,7 @@ class Inspection(Result):
 
 
 @shares(Salvaged)
+@collector_paused()
 def inspect(
     source: Source,
     *,

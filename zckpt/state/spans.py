@@ -44,7 +44,9 @@ def position(index: Iterable[int], strides: Iterable[int]) -> int:
 
 def reach_of(shape: Iterable[int], strides: Iterable[int], size: int = 1) -> int:
     """Return what lies from the first element of a box to the end of its last one, each of which takes `size`."""
-    return size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    for n, step in zip(shape, strides, strict=True):
+        size += (n - 1) * step
+    return size
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ from zckpt.torchfile.archive import (
     Placed,
     Record,
     StatedSums,
-    find_directory,
     has_checksums,
     lay_out_archive,
     read_archive,
-    read_directory,
+    read_entries,
 )
 from zckpt.torchfile.blanks import filled, find_blanks, has_blanks, numbers_at
 from zckpt.torchfile.nodes import (
@@ -129,7 +128,6 @@ __all__ = [
     "each",
     "filled",
     "find_blanks",
-    "find_directory",
     "has_blanks",
     "has_checksums",
     "in_order",
@@ -143,7 +141,7 @@ __all__ = [
     "plain",
     "put_back",
     "read_archive",
-    "read_directory",
+    "read_entries",
     "read_pickle",
     "read_source",
     "read_torchfile",

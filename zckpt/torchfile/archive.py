@@ -28,6 +28,9 @@ from zckpt.storage.files import FileRange, opened
 END = Struct("<4s4H2LH")
 ZIP64_LOCATOR = Struct("<4sLQL")
 ZIP64_END = Struct("<4sQ2H2L4Q")
+ENDS = ZIP64_END.size + ZIP64_LOCATOR.size + END.size
+"""Bytes that an archive of torch ends with."""
+
 CENTRAL = Struct("<4s6H3L5H2L")
 LOCAL = Struct("<4s5H3L2H")
 
@@ -171,8 +174,20 @@ class Entry:
     stored: bool
 
 
-def read_archive(source: FileRange) -> dict[str, Record]:
-    """Return the records of a zip archive by name, in the order of its central directory.
+Listed = tuple[int, list[Entry]]
+"""Where a central directory begins, and what it says of every record."""
+
+
+def read_entries(source: FileRange) -> Listed:
+    """Return what the central directory says; errors are those of `read_archive`."""
+    count, directory, size = find_directory(source)
+    if size > MAX_DIRECTORY:
+        raise UnsupportedError("its directory is too large", found=f"{size} bytes")
+    return directory, read_directory(source.read(directory, size), count)
+
+
+def read_archive(source: FileRange, listed: Listed | None = None) -> dict[str, Record]:
+    """Return the records of a zip archive by name, in the order of its central directory, which may have been read.
 
     Raises
     ------
@@ -181,10 +196,7 @@ def read_archive(source: FileRange) -> dict[str, Record]:
     UnsupportedError
         It is TorchScript, or a record is compressed or encrypted.
     """
-    count, directory, size = find_directory(source)
-    if size > MAX_DIRECTORY:
-        raise UnsupportedError("its directory is too large", found=f"{size} bytes")
-    entries = read_directory(source.read(directory, size), count)
+    directory, entries = listed or read_entries(source)
     root = entries[0].name.partition("/")[0] if entries else ""
     if any(entry.name == f"{root}/constants.pkl" for entry in entries):
         raise UnsupportedError(
@@ -213,8 +225,8 @@ def damaged(message: str, **details: Any) -> DamagedFileError:  # noqa: ANN401  
 
 def find_directory(source: FileRange) -> tuple[int, int, int]:
     """Return number of records, offset and size of the central directory."""
-    tail = source.read(max(source.nbytes - END.size, 0), min(source.nbytes, END.size))
-    if len(tail) < END.size or tail[:4] != b"PK\5\6" or tail[-2:] != b"\0\0":  # there is a comment after it
+    tail = source.read(max(source.nbytes - ENDS, 0), min(source.nbytes, ENDS))
+    if tail[-END.size :][:4] != b"PK\5\6" or tail[-2:] != b"\0\0":  # there is a comment after it
         tail_size = min(source.nbytes, END.size + MAX_16)
         tail = source.read(source.nbytes - tail_size, tail_size)
     tail_size, tail_start = len(tail), source.nbytes - len(tail)
@@ -231,10 +243,15 @@ def find_directory(source: FileRange) -> tuple[int, int, int]:
         raise UnsupportedError("is one file of a split archive")
     end = tail_start + at
     locator = end - ZIP64_LOCATOR.size
+
+    def unpacked(fields: Struct, at: int) -> tuple[Any, ...]:
+        inside = at >= tail_start and at + fields.size <= source.nbytes
+        return fields.unpack_from(tail, at - tail_start) if inside else fields.unpack(source.read(at, fields.size))
+
     if locator >= 0:
-        magic, _, zip64_end, _ = ZIP64_LOCATOR.unpack(source.read(locator, ZIP64_LOCATOR.size))
+        magic, _, zip64_end, _ = unpacked(ZIP64_LOCATOR, locator)
         if magic == b"PK\6\7":
-            fields = ZIP64_END.unpack(source.read(zip64_end, ZIP64_END.size))
+            fields = unpacked(ZIP64_END, zip64_end)
             if fields[0] != b"PK\6\6" or zip64_end + fields[1] + 12 != locator:
                 raise damaged("its zip64 end record is malformed")
             count, size, offset = fields[7:10]

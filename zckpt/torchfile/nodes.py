@@ -280,7 +280,8 @@ class Tensor:
     @property
     def reach(self) -> tuple[int, int]:
         """Bytes of its storage from the first element to the last."""
-        start, size = self.storage_offset * self.itemsize, self.itemsize
+        size = self.itemsize
+        start = self.storage_offset * size
         return start, start + (reach_of(self.shape, self.strides) * size if self.numel else 0)
 
     @property

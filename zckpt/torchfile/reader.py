@@ -29,7 +29,7 @@ from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, Unsu
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, opened
-from zckpt.torchfile.archive import AlikeRecords, has_checksums, read_archive
+from zckpt.torchfile.archive import AlikeRecords, Listed, has_checksums, read_archive
 from zckpt.torchfile.blanks import cut_out, find_blanks, numbers_at, run_with_blanks
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.torch_file import PickleFile, PlainParts, StorageTable, TorchFile
@@ -104,16 +104,19 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
         return PickleFile(source.path, root, machine.globals.names, machine.protocol)
 
 
-def read_source(source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False) -> TorchFile:
+def read_source(
+    source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False,
+    listed: Listed | None = None,
+) -> TorchFile:  # fmt: skip
     """Read a torch file that is a range of an open one; errors are those of `read_torchfile`.
 
     `known`: what was read by the same pickle and the places of records, which shares its tree with what is alike;
-    `blanks`: whether pickles are the same that differ in the numbers of meshes.
+    `blanks`: whether pickles are the same that differ in the numbers of meshes; `listed`: an archive's directory.
     """
     head = source.read(0, min(source.nbytes, 512))
     with collector_paused(), about(source.path):
         if head[:4] in (b"PK\3\4", b"PK\5\6"):
-            return read_zip(source, known, blanks=blanks)
+            return read_zip(source, known, blanks=blanks, listed=listed)
         if is_legacy(source):
             return read_legacy(source)
         raise what_else(source, head)
@@ -162,9 +165,11 @@ def run_pickle(
     return machine, root
 
 
-def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None, *, blanks: bool = False) -> TorchFile:
+def read_zip(
+    source: FileRange, known: dict[bytes, TorchFile] | None, *, blanks: bool, listed: Listed | None
+) -> TorchFile:
     """Read a torch file that is a zip archive, or only what tells it from one that is known."""
-    records = read_archive(source)
+    records = read_archive(source, listed)
     archive = next(iter(records), "").partition("/")[0]
     pickle = records.get(f"{archive}/data.pkl")
     if pickle is None:
@@ -214,7 +219,7 @@ def read_zip(source: FileRange, known: dict[bytes, TorchFile] | None = None, *, 
     elif (found := run_with_blanks(data, cut, byteorder, table)) is not None:
         machine, root = found
     else:
-        return read_zip(source)
+        return read_zip(source, None, blanks=False, listed=listed)
     for name, record in records.items():
         key = name.removeprefix(folder)
         if key not in (name, "") and key not in table.storages:

@@ -158,7 +158,7 @@ def pop(machine: Machine) -> None:
 
 
 def tuple_of(count: int) -> Opcode:
-    """Run TUPLE1, TUPLE2 and TUPLE3: of so many from the stack."""
+    """Run TUPLE1 and TUPLE3: of so many from the stack."""
 
     def push(machine: Machine) -> None:
         stack = machine.stack
@@ -336,9 +336,6 @@ def sized(width: int, decode: Callable[[bytes], object]) -> Opcode:
 
 
 _TABLE: dict[bytes, Opcode] = {
-    b"N": pushing(lambda _: None),
-    b"\x88": pushing(lambda _: True),
-    b"\x89": pushing(lambda _: False),
     b"M": pushing(lambda machine: machine.unsigned(2)),
     b"J": pushing(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
     b"I": pushing(int_line),
@@ -369,12 +366,10 @@ _TABLE: dict[bytes, Opcode] = {
     b"\x94": lambda machine: machine.memo.__setitem__(len(machine.memo), machine.stack[-1]),
     b"]": pushing(lambda _: []),
     b"}": pushing(lambda _: {}),
-    b")": pushing(lambda _: ()),
     b"\x8f": pushing(lambda _: set()),
     b"l": pushing(lambda machine: machine.since_mark()),
     b"t": pushing(lambda machine: tuple(machine.since_mark())),
     b"\x85": tuple_of(1),
-    b"\x86": tuple_of(2),
     b"\x87": tuple_of(3),
     b"d": pushing(lambda machine: filled(machine, {}, set_items)),
     b"\x91": pushing(lambda machine: frozenset(filled(machine, set(), add_members))),  # type: ignore[call-overload]
@@ -400,6 +395,9 @@ _TABLE: dict[bytes, Opcode] = {
 OPCODES = [_TABLE.get(bytes((code,)), unknown) for code in range(256)]
 """What each byte does, but for those that the machine's own loop runs."""
 
+
+CONSTANTS: dict[int, object] = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
+"""What opcodes push that say no more."""
 
 _uint2, _uint4 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
 
@@ -552,6 +550,10 @@ class Machine:
                     stack = marks.pop()
                     push = stack.append
                     push(items)
+                elif opcode in CONSTANTS:
+                    push(CONSTANTS[opcode])
+                elif opcode == 0x86:  # TUPLE2
+                    stack[-2:] = [(stack[-2], stack[-1])]
                 elif opcode == 0x58:  # BINUNICODE
                     start = pos + 4
                     pos = start + _uint4(data, pos)[0]

@@ -43,8 +43,7 @@ from zckpt.torchfile import (
     Storage,
     Tensor,
     TorchFile,
-    find_directory,
-    read_directory,
+    read_entries,
     read_source,
 )
 
@@ -147,8 +146,8 @@ def _differences(source: FileRange, file: TorchFile) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     variable = {f"{file.archive}{IDENTITY}", *(f"{file.archive}/data/{key}" for key in file.storages)}
     data = {record.name: (record.offset - source.base, record.nbytes) for record in file.records}
-    count, directory, size = find_directory(source)
-    for entry in read_directory(source.read(directory, size), count):
+    directory, entries = read_entries(source)
+    for entry in entries:
         if entry.name in variable:
             start, nbytes = data[entry.name]
             stated = entry.header + CRC_IN_LOCAL, directory + entry.at + CRC_IN_CENTRAL
