@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING
 from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
+
+
+_is_named = called(r"[A-Za-z0-9_-]+_[0-9]+\.pt|metadata\.pkl|zckpt\.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +54,15 @@ class TorchCheckpointing(Format):
     reads = (("torch-checkpointing", "one torch file per item and rank: DTensor of any mesh, whole tensors"),)
     writes = "torch-checkpointing, for any number of ranks"
     options = Options
-    owns = Owned(
-        called(r"[A-Za-z0-9_-]+_[0-9]+\.pt|metadata\.pkl|zckpt\.pt"), lambda directory: (directory / OWN_NAME).is_file()
-    )
+    owns = Owned(_is_named, lambda directory: (directory / OWN_NAME).is_file())
 
     def find(self, search: Search) -> Found | None:
         """Find the files by `metadata.pkl`, or by those of the model."""
+        if not (search.path.is_dir() and any(_is_named(one.name) for one in entries_of(search.path))):
+            return None
         from zckpt.formats.torch_checkpointing.directory import find
 
-        found = find(search.path) if search.path.is_dir() else None
+        found = find(search.path)
         return None if found is None else Found(found)
 
     def read(self, found: Found, search: Search) -> Checkpoint:
