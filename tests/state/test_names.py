@@ -41,6 +41,7 @@ def test_a_prefix_that_not_all_have_is_a_child_of_the_model():
     assert bare_names(names) == {name: name for name in names}
     wrapped = [f"module.{name}" for name in names]
     assert bare_names(wrapped) == dict(zip(wrapped, names, strict=True))
+    assert bare_names(["module.a", "n_averaged"]) == {"module.a": "a", "n_averaged": "n_averaged"}
 
 
 def test_names_that_would_become_one_stay_apart():
@@ -99,6 +100,8 @@ def test_names_that_meet_meet_once_and_make_no_two_one(ours, theirs, around):
         (["a", "b"], ["module.a", "b"], {"b": "b"}),  # no wrapper is around a part of the names
         (["a", "b", "c"], ["module.a", "module.b", "a"], {"a": "a"}),  # two of theirs would be `a`
         (["x"], ["y"], {}),
+        (["module.a", "n_averaged"], ["a", "n_averaged"], {"a": "module.a", "n_averaged": "n_averaged"}),
+        (["a"], ["module.a", "n_averaged"], {"module.a": "a"}),
         (["q.lora_A.weight", "q.w"], ["q.lora_A.default.weight"], {"q.lora_A.default.weight": "q.lora_A.weight"}),
         (["q.lora_A.my.weight", "q.lora_B.my.bias"], ["q.lora_A.weight"], {"q.lora_A.weight": "q.lora_A.my.weight"}),
         (["e.lora_embedding_A"], ["e.lora_embedding_A.default"], {"e.lora_embedding_A.default": "e.lora_embedding_A"}),

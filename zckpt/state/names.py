@@ -7,12 +7,12 @@ Names are treated as lists, or a checkpoint's tensors get other ones: those of t
     _forward_module                 Lightning's Fabric and its DeepSpeed strategy
     _fsdp_wrapped_module            FullyShardedDataParallel
     _checkpoint_wrapped_module      checkpoint_wrapper: activations computed again
-    module                          DistributedDataParallel, DataParallel, DeepSpeed's engine
+    module                          DistributedDataParallel, DataParallel, AveragedModel, DeepSpeed's engine
     base_model.model                PEFT
 
 The first four are attributes of torch's that no model has: they are left out wherever they stand. `module.` may be a
 child of the model itself, so it is left out at the front only, once, and only if every tensor of the model has it: one
-that has not shows that it is a child. Neither is left out where two names would become one. A model that is nothing but
+that has not shows that it is a child, but the count that AveragedModel keeps of its own. Neither is left out where two names would become one. A model that is nothing but
 a child called `module` looks like one in a wrapper; where a live model is at hand, its own names decide, see
 `aligned`. For comparing, `module.` and PEFT's prefix, which is part of the names that PEFT loads, are left out as often
 as all names have them.
@@ -37,6 +37,9 @@ INNER = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_che
 
 FRONT = "module."
 """What a wrapper puts before every name, and a model may have as the name of a child."""
+
+AVERAGED = "n_averaged"
+"""What torch's AveragedModel has beside the model: of how many it is the mean."""
 
 PEFT = "base_model.model."
 
@@ -109,12 +112,13 @@ def _plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _shortened(found: Mapping[str, str], prefix: str) -> dict[str, str]:
-    return {name: short[len(prefix) :] for name, short in found.items()}
+    return {name: short.removeprefix(prefix) for name, short in found.items()}
 
 
 def _have(names: Collection[str], prefix: str) -> bool:
     """Tell whether all names have a prefix, and something behind it."""
-    return bool(names) and all(name.startswith(prefix) and name != prefix for name in names)
+    some = [name for name in names if name != AVERAGED]
+    return bool(some) and all(name.startswith(prefix) and name != prefix for name in some)
 
 
 def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
@@ -174,7 +178,11 @@ def _count(name: str) -> int:
 def _shorter(names: Mapping[str, str], times: int) -> dict[str, str]:
     """Return the names that have so many prefixes, without them."""
     prefix = FRONT * times
-    return {short[len(prefix) :]: name for short, name in names.items() if short.startswith(prefix) and short != prefix}
+    return {
+        short.removeprefix(prefix): name
+        for short, name in names.items()
+        if (short.startswith(prefix) and short != prefix) or short == AVERAGED
+    }
 
 
 def bare(checkpoint: Checkpoint) -> Checkpoint:
