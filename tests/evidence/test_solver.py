@@ -115,6 +115,17 @@ def test_order_that_is_neither_the_models_nor_the_names_gives_no_name():
     assert deduced({"b": 1, "c": 2, "a": 3}, [3, 2, 1]) == [None, None, None]
 
 
+def test_what_fits_one_alone_is_known_in_whatever_order():
+    shapes = {0: (3,), 1: (1,), 2: (3,), 3: (9,)}
+    said = Evidence([[0, 1], [2, 3]], {"a": (1,), "b": (2,), "c": (3,), "d": (3,)}, shapes)
+    assert said.alone() == {1: "a"}
+    assert replace(said, rules=(lambda number, name: (number == 0) == (name == "d"),)).alone() == {
+        0: "d",
+        1: "a",
+        2: "c",
+    }
+
+
 def test_two_groups_that_need_the_same_tensor_give_no_name():
     first, second, third = deduced({"a": 1, "b": 2}, [1, 2], [1])
     assert (first, third) == (None, None)

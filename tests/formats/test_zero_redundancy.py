@@ -300,6 +300,18 @@ def test_pieces_of_state_are_not_taken_for_copies(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_rows_of_state_on_each_rank_are_not_taken_for_copies(tmp_path):
+    """As nanochat saves them: the model in one file, on each rank as many rows of every moment."""
+    weight = torch.randn(4, 3)
+    torch.save({"weight": weight, "head": weight * 2}, tmp_path / "model_000010.pt")
+    for rank in range(2):
+        state = {number: {"step": 10, "exp_avg": torch.randn(2, 3)} for number in range(2)}
+        optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
+        torch.save(optimizer, tmp_path / f"optim_000010_rank{rank}.pt")
+    with refusing(UnsupportedError, r"optimizers that cut rows .*for the model alone give .*model_000010\.pt"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -148,6 +148,12 @@ class Evidence(Generic[Number]):
                 return certain
             certain = found
 
+    def alone(self) -> dict[Number, str]:
+        """Return the candidates that fit one number alone, which fits no other: whatever order groups have."""
+        fitting = {number: [name for name in self.candidates if self.fits(number, name)] for number in self.numbers}
+        uses = Counter(name for names in fitting.values() for name in names)
+        return {number: names[0] for number, names in fitting.items() if len(names) == 1 == uses[names[0]]}
+
     def _of_group(self, group: Sequence[Number], orders: Iterable[Sequence[str]]) -> dict[Number, str]:
         """Return what is the same in all orders, of the first and the last places that each number can have."""
         readings = []

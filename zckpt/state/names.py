@@ -12,10 +12,10 @@ Names are treated as lists, or a checkpoint's tensors get other ones: those of t
 
 The first four are attributes of torch's that no model has: they are left out wherever they stand. `module.` may be a
 child of the model itself, so it is left out at the front only, once, and only if every tensor of the model has it: one
-that has not shows that it is a child, but the count that AveragedModel keeps of its own. Neither is left out where two names would become one. A model that is nothing but
-a child called `module` looks like one in a wrapper; where a live model is at hand, its own names decide, see
-`aligned`. For comparing, `module.` and PEFT's prefix, which is part of the names that PEFT loads, are left out as often
-as all names have them.
+that has not shows that it is a child, but the count that AveragedModel keeps of its own. Neither is left out where two
+names would become one. A model that is nothing but a child called `module` looks like one in a wrapper; where a live
+model is at hand, its own names decide, see `aligned`. For comparing, `module.` and PEFT's prefix, which is part of the
+names that PEFT loads, are left out as often as all names have them.
 """
 
 from __future__ import annotations

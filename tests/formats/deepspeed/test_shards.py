@@ -23,7 +23,7 @@ from tests.cli.console import command, environment
 from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_file, optimizer_file, recut
 from tests.pairwise import each, some
 from tests.refusals import refusing
-from tests.truth import Truth, assert_consolidated
+from tests.truth import Truth, assert_consolidated, assert_state
 from zckpt import LayoutError, ShardError, SourceError, UnsupportedError, WeightMismatchError, ZckptError
 from zckpt.torchfile import plain
 
@@ -251,6 +251,25 @@ def test_model_file_of_another_step_in_stage_3_is_named(tmp_path):
     tag = copy("s3_bf16_dp2", tmp_path)
     edit(model_file(tag, 1), lambda content: content.update(global_steps=4))
     refused(ShardError, tag, "rank 1")
+
+
+def test_without_zero_masters_tell_the_names_in_whatever_order_the_groups_have_them(tmp_path):
+    name = "s0_bf16_dp2"
+    tag = copy(name, tmp_path)
+
+    def shuffle(content):
+        optimizer = content["optimizer"]
+        base, masters = optimizer["optimizer_state_dict"], [one for some in optimizer["fp32_groups"] for one in some]
+        order = random.Random(0).sample(range(len(masters)), len(masters))
+        optimizer["fp32_groups"] = [[masters[number] for number in order]]
+        base["state"] = {at: base["state"][number] for at, number in enumerate(order)}
+        base["param_groups"] = [base["param_groups"][0] | {"params": [*range(len(order))]}]
+
+    edit(model_file(tag), shuffle)
+    found = zckpt.open(tag)
+    assert_state(found, Truth(FIXTURES / name))
+    assert [*found.param_groups[0].parameters] != [*found.parameters]
+    assert not found.unnamed
 
 
 def drift(content):

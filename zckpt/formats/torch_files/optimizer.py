@@ -438,7 +438,11 @@ def names_of(
         master = optimizer.masters.get(number)
         return master is None or sample is None or sample(master, name)
 
-    return replace(said, factored=False, rules=(is_of, rounds)).certain(orders)
+    said = replace(said, factored=False, rules=(is_of, rounds))
+    found = said.certain(orders)
+    if len(found) < len(numbers) and sample is not None and optimizer.masters.keys() >= {*numbers}:
+        found |= said.alone()
+    return found
 
 
 def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:

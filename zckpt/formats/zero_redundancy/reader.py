@@ -328,13 +328,16 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
     states = [rank.state for rank in ranks]
     if (total := sum(len(state.every_number) for state in states)) > (owned := len(checkpoint.owners)):
         shapes = [[state.shape(number) for number in state.every_number] for state in states]
-        if any(one != shapes[0] for one in shapes):
+        unlike = Counter(shape for shape in shapes[0] if shape) - Counter(one.shape for one in checkpoint.owners)
+        sums = {tuple(sorted(one.crc32 for one in rank.file.records if "/data/" in one.name)) for rank in ranks}
+        if (unlike and len(sums) > 1) or any(one != shapes[0] for one in shapes):
             raise UnsupportedError(
-                "each rank has pieces of the optimizer's state, as FSDP1's optimizer does, and no file says where they "
-                "lie",
+                "each rank has pieces of the optimizer's state, as FSDP1's optimizer and optimizers that cut rows have "
+                "them, and no file says where they lie",
                 path=path,
                 expected="the state of whole parameters, or sharded tensors",
-                advice="save what FSDP.optim_state_dict returns in its own program",
+                advice="save it whole in its own program, under FSDP1 what FSDP.optim_state_dict returns; for the "
+                f"model alone give {(*directory.others, *directory.ranks)[0]}",
             )
         raise UnsupportedError(
             "rank files have parameters several times: they are copies, as if each rank of DistributedDataParallel "
