@@ -105,7 +105,8 @@ class Object:
 
     def get(self, name: str, default: object = None) -> object:
         """Return an attribute that the pickle set, whether from `__dict__` or from `__slots__`."""
-        return _attribute(name, self.state, default=default)
+        state = self.state
+        return state.get(name, default) if type(state) is dict else _attribute(name, state, default=default)
 
     def extend(self, items: Iterable[object]) -> None:
         """Append to it, as to a list."""
