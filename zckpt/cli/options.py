@@ -14,6 +14,7 @@ import click
 from zckpt.cli.verbs import Near, Verb, chosen_format, flag
 from zckpt.errors import UsageError
 from zckpt.operations.options import Shared, options_of
+from zckpt.state import by_key
 from zckpt.storage.remote import is_url
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -187,10 +188,9 @@ class FormatCommand(Verb):
         from zckpt.formats.options import options_of
         from zckpt.formats.registry import formats
 
-        every: dict[str, list[tuple[str, Option]]] = {}
-        for one in formats():
-            for option in options_of(getattr(one, self.stated)):
-                every.setdefault(option.name, []).append((one.name, option))
+        every = by_key(
+            (option.name, (one.name, option)) for one in formats() for option in options_of(getattr(one, self.stated))
+        )
         return [_option(one, has_to=self.stated == ConvertCommand.stated) for one in every.values()]
 
 

@@ -33,7 +33,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
-from zckpt.state import is_floating, itemsize
+from zckpt.state import by_key, is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
@@ -151,9 +151,7 @@ class _Journaled:
             return  # it is done again, and counted again
         for batch, (written, seen) in zip(task, done, strict=True):
             if batch.key is not None and batch.done is None:
-                read: dict[str, list[Seen]] = {}
-                for each in seen:
-                    read.setdefault(whole(each.path), []).append(each)
+                read = by_key((whole(each.path), each) for each in seen)
                 work = Work(_summed(written), {path: _summed(some) for path, some in read.items()})
                 self.journal.record(batch.key, work)
 
@@ -177,11 +175,8 @@ def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[Ran
 
 def _of_rows(pieces: Iterable[AnyPiece]) -> list[list[Pack]]:
     """Return the packs among pieces: those of the same parameters together, which are read at once."""
-    found: dict[tuple[int, int, int], list[Pack]] = {}
-    for piece in pieces:
-        if isinstance(piece, Pack):
-            found.setdefault((id(piece.row), piece.low, piece.high), []).append(piece)
-    return list(found.values())
+    packs = (piece for piece in pieces if isinstance(piece, Pack))
+    return list(by_key(((id(one.row), one.low, one.high), one) for one in packs).values())
 
 
 def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
