@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSour
 from zckpt.engine.copy import pieces, ranges_read
 from zckpt.engine.fine import Cut
 from zckpt.engine.identity import AnyPiece, Batch, Ranges, key_of, names_of, whole
-from zckpt.engine.move import BufferedTarget, Mover, Target
+from zckpt.engine.move import BufferedTarget, Mover
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Checksum, Hole, Literal, end_of
@@ -39,6 +39,9 @@ from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources
 from zckpt.storage.journal import Journal, Work
+
+if TYPE_CHECKING:
+    from zckpt.storage.direct import DirectTarget
 
 BUFFER_NBYTES = 1 << 19
 """What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
@@ -370,7 +373,7 @@ def write_batch(batch: Batch) -> Ranges:
     with ExitStack() as stack:
         stack.callback(os.close, descriptor)
         sources = stack.enter_context(WatchedSources(batch.watched, len(buffer) if batch.direct else 0))
-        target: Target = BufferedTarget(descriptor)
+        target: BufferedTarget | DirectTarget = BufferedTarget(descriptor)
         if batch.direct:
             from zckpt.storage.direct import DirectTarget
 

@@ -291,13 +291,13 @@ def _opened(name: Path, *, directory: bool) -> tuple[int, bool]:
             return os.open(name, _FOLDER), True
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), True
     except FileExistsError:  # of what a run of this user may have left
-        found, place = name.lstat(), "in its place"
-        if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
-            what, advice = f"{kind_of(found.st_mode)} {place}", "remove it"
-            raise TargetError("cannot be created", path=name, found=what, advice=advice) from None
-        if found.st_uid != os.geteuid():
-            what, advice = f"one of another user's {place}", "let them remove it"
-            raise TargetError("cannot be created", path=name, found=what, advice=advice) from None
+        found = name.lstat()
+        is_such = (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode)
+        if not is_such or found.st_uid != os.geteuid():
+            what, advice = kind_of(found.st_mode), "remove it"
+            if is_such:
+                what, advice = "one of another user's", "let them remove it"
+            raise TargetError("cannot be created", path=name, found=f"{what} in its place", advice=advice) from None
     flags = _FOLDER if directory else os.O_RDWR | os.O_NOFOLLOW
     return os.open(name, flags | os.O_NONBLOCK), False
 
