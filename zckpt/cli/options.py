@@ -14,7 +14,6 @@ import click
 from zckpt.cli.verbs import Near, Verb, chosen_format, flag
 from zckpt.errors import UsageError
 from zckpt.operations.options import Shared, options_of
-from zckpt.state import by_key
 from zckpt.storage.remote import is_url
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -188,9 +187,10 @@ class FormatCommand(Verb):
         from zckpt.formats.options import options_of
         from zckpt.formats.registry import formats
 
-        every = by_key(
-            (option.name, (one.name, option)) for one in formats() for option in options_of(getattr(one, self.stated))
-        )
+        every: dict[str, list[tuple[str, Option]]] = {}
+        for one in formats():
+            for option in options_of(getattr(one, self.stated)):
+                every.setdefault(option.name, []).append((one.name, option))
         return [_option(one, has_to=self.stated == ConvertCommand.stated) for one in every.values()]
 
 
