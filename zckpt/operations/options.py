@@ -409,7 +409,8 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
 
         verb.__signature__ = signature.replace(parameters=[*own, *shown, *[rest.replace(name="options")] * more])  # type: ignore[attr-defined]
         if verb.__doc__ is not None:
-            text = "\n    ".join(f"{name}\n        {one.text}" for name, one in options.items())
+            values = {name: f" One of {', '.join(one.choices)}." * bool(one.choices) for name, one in options.items()}
+            text = "\n    ".join(f"{name}\n        {one.text}{values[name]}" for name, one in options.items())
             verb.__doc__ = verb.__doc__.replace("**shared", text, 1)
         return verb
 
