@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -55,6 +56,10 @@ def test_what_no_run_holds_is_removed_and_all_else_stays(tmp_path):
 
 def test_where_there_are_no_locks_nothing_is_removed(tmp_path, monkeypatch):
     left = made(tmp_path / ".one.zckpt-partial", "a.own")
-    monkeypatch.setattr(ownership, "fcntl", None)
+
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(ownership.fcntl, "flock", without_locks)
     remove_leftovers(tmp_path, OWNED)
     assert left.is_dir()

@@ -82,18 +82,6 @@ source_argument = click.argument("source", type=Place())
 target_argument = click.argument("target", type=Place())
 json_option = flag("--json", "as_json", help="Print one JSON document.")
 quiet_option = flag("--quiet", "-q", help="No progress bar, no messages.")
-quantize_option = click.option(
-    "--quantize",
-    metavar="fp8-block[:RxC]",
-    help="Write linear layers' weights in FP8 with a scale for each block (128 x 128), as released models have them.",
-)
-
-dequantize_option = flag(
-    "--dequantize",
-    help="Turn quantised weights, and quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao), "
-    "into "
-    "floats.",
-)
 
 
 def takes(group: type, *, suffix: str = "") -> Callable[[Any], Any]:
@@ -133,9 +121,11 @@ def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
     if one.kind == "flag":
         return flag(option, f"{name}{suffix}", help=text)
     if one.kind == "size":
-        return click.option(option, type=ByteSize(), default="64MB", show_default=True, help=text)
+        return click.option(option, type=ByteSize(), default=_size(one.default), show_default=True, help=text)
+    if one.kind == "names":
+        return names_option(option, str(one.metavar), text)
     if one.choices:
-        return click.option(option, type=click.Choice(one.choices), default=one.default, show_default=True, help=text)
+        return click.option(option, type=Near(one.choices), default=one.default, show_default=True, help=text)
     kind = {
         "place": Place(),
         "file": FILE,
@@ -147,6 +137,11 @@ def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
         option, f"{name}{suffix}", type=kind, multiple=one.several, metavar=one.metavar,
         help=text + " May be repeated." * one.several,
     )  # fmt: skip
+
+
+def _size(nbytes: Any) -> str:  # noqa: ANN401  # an option's default
+    """Return a default of a size as one would write it."""
+    return f"{nbytes // 10**9}GB" if nbytes >= 10**9 else f"{nbytes // 10**6}MB"
 
 
 def _read_names(path: Path | None) -> list[str] | None:

@@ -15,7 +15,6 @@ from zckpt.cli.history import watched
 from zckpt.cli.options import (
     FILE,
     Place,
-    dequantize_option,
     json_option,
     names_option,
     page_options,
@@ -140,7 +139,6 @@ def inspect_command(
 @page_options
 @click.option("--limit", type=click.IntRange(min=1), default=40, show_default=True, help="Rows of each table.")
 @flag("--quiet", "-q", help="No progress bar, no table.")
-@dequantize_option
 @takes(Compared)
 @takes(Reading, suffix="_b")
 @_shows
@@ -254,7 +252,6 @@ def resume_check_command(*, source: Path, as_json: bool, shared: dict[str, Any],
 @flag("--overwrite", help="Replace the file if it exists.")
 @flag("--json", "as_json", help="Print one JSON document with a digest of each slot.")
 @flag("--quiet", "-q", help="No progress bar.")
-@dequantize_option
 @takes(Compared)
 def fingerprint_command(
     source: Path,
@@ -263,7 +260,6 @@ def fingerprint_command(
     overwrite: bool,
     as_json: bool,
     quiet: bool,
-    dequantize: bool,
     shared: dict[str, Any],
 ) -> None:
     """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
@@ -274,7 +270,7 @@ def fingerprint_command(
     from zckpt.compare.digests import bytes_of, digests_path
 
     checkpoint = zckpt.open(source, **only(Reading, shared))
-    if write and (dequantize or any(only(Renaming, shared).values())):
+    if write and (shared["dequantize"] or any(only(Renaming, shared).values())):
         raise UsageError(
             "--write cannot store digests of other names or values with the source",
             expected="--output FILE",
@@ -282,9 +278,7 @@ def fingerprint_command(
     target = output or (digests_path(checkpoint) if write else None)
     check_file(target, overwrite=overwrite)
     others = {key: value for key, value in shared.items() if key not in Reading.__annotations__}
-    found = zckpt.fingerprint(
-        checkpoint, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **others
-    )
+    found = zckpt.fingerprint(checkpoint, reporter=reporter("fingerprint", quiet=quiet), **others)
     _say_what_is_cached([checkpoint], direct=shared["direct"], quiet=quiet)
     if target is not None:
         write_file(target, bytes_of(found), overwrite=overwrite)
@@ -444,7 +438,6 @@ def formats_command(as_json: bool) -> None:
 @json_option
 @page_options
 @flag("--quiet", "-q", help="No progress bar.")
-@dequantize_option
 @takes(Compared)
 def stats_command(
     *,

@@ -19,15 +19,11 @@ import zckpt
 from zckpt.cli.history import run_argument
 from zckpt.cli.options import (
     PATH,
-    ByteSize,
     ConvertCommand,
     Place,
     ReshardCommand,
     comma_separated,
-    dequantize_option,
     json_option,
-    names_option,
-    quantize_option,
     quiet_option,
     source_argument,
     takes,
@@ -35,9 +31,9 @@ from zckpt.cli.options import (
     together,
 )
 from zckpt.cli.streams import json_text, reporter
-from zckpt.cli.verbs import Near, flag, verb
+from zckpt.cli.verbs import flag, verb
 from zckpt.errors import SourceError, UsageError, without_controls
-from zckpt.operations.options import Filled, ReadCopied, ReadWritten, Renamed
+from zckpt.operations.options import Averaging, Consolidating, Filled, Merging, ReadCopied, ReadWritten, Renamed
 from zckpt.storage.remote import is_url
 
 
@@ -89,20 +85,6 @@ def _swapped(verb: str, *, source: Any = None, target: Any = None, **_others: An
     return f"SOURCE comes first: zckpt {verb.replace('_', '-')} {target} {source} ..."
 
 
-def _dtype_option(text: str) -> Callable[[Any], Any]:
-    types = Near(["float32", "bfloat16", "float16", "keep"])
-    return click.option("--dtype", type=types, help=f"Element type of trained parameters{text}")
-
-
-def _config_option(text: str) -> Callable[[Any], Any]:
-    return click.option(
-        "--config",
-        type=Place(),
-        metavar="DIR",
-        help=f"Directory with the config.json, tokenizer and so on for a TARGET directory. Default: {text}",
-    )
-
-
 def _numbers(_context: click.Context, _option: click.Parameter, text: str | None) -> list[float] | None:
     try:
         return None if text is None else [float(one) for one in text.split(",")]
@@ -125,21 +107,6 @@ def _last_is_target(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-tied_option = click.option(
-    "--tied",
-    type=click.Choice(["duplicate", "drop"]),
-    default="duplicate",
-    show_default=True,
-    help="Write a tied parameter under all its names, or under one only.",
-)
-exclude_frozen_option = flag("--exclude-frozen", help="Leave frozen parameters out.")
-max_shard_size_option = click.option(
-    "--max-shard-size",
-    type=ByteSize(),
-    default="5GB",
-    show_default=True,
-    help="Size limit of each file in a directory.",
-)
 recomputed_option = flag("--verify", help="After writing, compute everything again and compare every byte.")
 proof_options = together(
     flag("--verify", help="After writing, compare every byte with SOURCE."),
@@ -150,26 +117,13 @@ proof_options = together(
 @verb("consolidate")
 @source_argument
 @target_argument
-@_dtype_option(
-    "; frozen ones and buffers keep theirs. Default: float32 for masters, otherwise the parameter's own type."
-)
-@names_option(
-    "--slots", "all|SLOT,...",
-    "Also write these optimizer slots, to TARGET's name with .optimizer added, or into the directory.",
-)  # fmt: skip
-@tied_option
-@exclude_frozen_option
-@max_shard_size_option
-@_config_option("SOURCE, or huggingface/ in it.")
-@dequantize_option
-@quantize_option
 @click.option(
     "--hyperparameters",
     type=Place(),
     metavar="FILE",
     help="JSON list with one object per param group, for --slots of an elastic SOURCE, which has no hyperparameters.",
 )
-@runs(Filled)
+@runs(Consolidating)
 def consolidate_command() -> None:
     """Merge a sharded checkpoint into one model.
 
@@ -184,7 +138,6 @@ def consolidate_command() -> None:
 @target_argument
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
-@dequantize_option
 @runs(Renamed)
 def reshard_command() -> None:
     """Reshard a DeepSpeed ZeRO checkpoint for another number of GPUs, other degrees of parallelism, or another stage.
@@ -203,7 +156,6 @@ def reshard_command() -> None:
 @source_argument
 @target_argument
 @proof_options
-@dequantize_option
 @runs(Filled)
 def convert_command() -> None:
     """Convert a checkpoint to another format, with all its state."""
@@ -261,28 +213,15 @@ def sanitize_command() -> None:
     metavar="D",
     help="Exponential average, oldest SOURCE first: D x the average so far + (1 - D) x the next.",
 )
-@_dtype_option(
-    "; frozen ones and buffers keep theirs. Default: float32 if a SOURCE has masters, otherwise the weights' own type."
-)
-@names_option(
-    "--slots", "all|SLOT,...",
-    "Also average these optimizer slots, to TARGET's name with .optimizer added, or into the directory.",
-)  # fmt: skip
 @click.option(
     "--from-last",
     multiple=True,
     metavar="GLOB",
     help="Take these tensors from the last SOURCE, for example integers that differ. May be repeated.",
 )
-@tied_option
-@exclude_frozen_option
-@max_shard_size_option
-@_config_option("the first SOURCE.")
-@dequantize_option
-@quantize_option
 @recomputed_option
 @_last_is_target
-@runs(Renamed)
+@runs(Averaging)
 def average_command() -> None:
     """Average checkpoints of one model, of any formats and world sizes, into one model.
 
@@ -313,14 +252,8 @@ def average_command() -> None:
     default=None,
     help="Whether square weights are (in, out), as in GPT-2, if neither shapes nor other weights tell.",
 )
-@_dtype_option(". Default: float32 for masters, otherwise the parameter's own type.")
-@tied_option
-@max_shard_size_option
-@_config_option("BASE.")
-@dequantize_option
-@quantize_option
 @recomputed_option
-@runs(Renamed, label="merge")
+@runs(Merging, label="merge")
 def merge_adapter_command() -> None:
     """Merge a PEFT adapter (LoRA or DoRA) into its base model.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zckpt.codes import TWICE, WRONG_RANK
 from zckpt.errors import ShardError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile, Span, itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile, Span, by_key, itemsize
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources
 
@@ -95,11 +95,12 @@ def _misnamed(files: Iterable[SourceFile]) -> Iterator[tuple[str, ShardError]]:
 def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield pairs of files that hold different elements, and the same data."""
     held = _sampled(checkpoint)
-    places: dict[object, list[tuple[bytes, str]]] = {}
-    for path, of_file in held.items():
-        for samples in of_file:
-            for place, (_, _, data, _) in samples.items():
-                places.setdefault(place, []).append((data, path))
+    places = by_key(
+        (place, (data, path))
+        for path, of_file in held.items()
+        for samples in of_file
+        for place, (_, _, data, _) in samples.items()
+    )
     candidates: dict[tuple[str, str], None] = {}  # that have the same in one place or of one tensor
     for found in places.values():
         least = min(len(data) for data, _ in found)

@@ -25,8 +25,8 @@ from zckpt.operations.places import place_of
 from zckpt.operations.shared_target import SharedTarget, shared_target
 from zckpt.optim.ranks import Place
 from zckpt.optim.values import Values
-from zckpt.state import Checkpoint, Topology
-from zckpt.training.directory import Where, new_identity, storage_entries, write_document, write_rank
+from zckpt.state import Checkpoint, Topology, by_key
+from zckpt.training.directory import new_identity, storage_entries, write_document, write_rank
 from zckpt.version import __version__
 
 _WRITING: WeakValueDictionary[Place, Writer] = WeakValueDictionary()
@@ -177,10 +177,7 @@ class Writer(StorageWriter):
             checkpoint.topology = Topology(dp=len(parts))
             stored = storage_entries(checkpoint, values)
             files = [write_rank(directory, 0, len(parts) + 1, stored, identity), *(part.file for part in parts)]
-            where: Where = {}
-            for rank, part in enumerate(parts):
-                for key, piece in part.pieces.items():
-                    where.setdefault(key, []).append((rank + 1, piece))
+            where = by_key((key, (rank, one)) for rank, part in enumerate(parts, 1) for key, one in part.pieces.items())
             write_document(checkpoint, where, identity, files, directory)
             made.commit([made.sent(), *(part.sent for part in parts)])
         except BaseException as error:

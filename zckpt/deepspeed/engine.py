@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.target import Unpartitioned
 from zckpt.formats.deepspeed.trees import PLAIN, form_of
 from zckpt.optim.states.by_parameter import owner_of
 from zckpt.optim.states.expected import check_keys
-from zckpt.state import MASTER, WEIGHT, Checkpoint, without
+from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, without
 
 ENGINE = "deepspeed.runtime.engine"
 
@@ -177,9 +177,7 @@ def training_of(engine: Any) -> Training:
     """
     bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"  # which cuts as ZeRO-1 does; to 0.18, at stage 0, too
     stage = 1 if bf16 else int(engine.zero_optimization_stage())
-    names: dict[Any, list[str]] = {}
-    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = by_key((one, name) for name, one in engine.module.named_parameters(remove_duplicate=False))
     optimizer, form = engine.optimizer, None
     stored: list[list[Any]] = []
     partitions: list[Any] = []

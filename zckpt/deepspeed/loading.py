@@ -56,6 +56,7 @@ from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks, check_together
 from zckpt.optim.states.by_parameter import Asked
 from zckpt.state import Checkpoint
+from zckpt.state.context import during
 from zckpt.state.inventory import FILE
 from zckpt.storage.files import is_file
 from zckpt.torchfile import plain
@@ -152,12 +153,9 @@ def any_world_size(
         Without an engine argument: DeepSpeed is not installed.
     """
     loading = Loading()
-    token = _UNPICKLING.set(unpickle_client_state or _UNPICKLING.get())
-    try:
-        with replaced_method(engine, "load_checkpoint", partial(_load, loading, verify)):
-            yield loading
-    finally:
-        _UNPICKLING.reset(token)
+    unpickles = during(_UNPICKLING, unpickle_client_state or _UNPICKLING.get())
+    with unpickles, replaced_method(engine, "load_checkpoint", partial(_load, loading, verify)):
+        yield loading
 
 
 def _load(loading: Loading, verify: bool, engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -17,6 +17,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 DEFAULT_MEMORY_NBYTES = 64 * 10**6
+
+DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
+"""Of a file of a model that is written as several."""
 """Bytes that all buffers together may take."""
 
 

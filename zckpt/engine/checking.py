@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -28,6 +28,7 @@ from zckpt.codes import CHECKSUM
 from zckpt.engine.plan import Piece, Strided
 from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
+from zckpt.state.context import during
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources, write_all
@@ -284,14 +285,9 @@ class Checks:
 _WATCHING: ContextVar[Checks] = ContextVar("watching")
 
 
-@contextmanager
-def watching(checks: Checks) -> Iterator[None]:
+def watching(checks: Checks) -> AbstractContextManager[None]:
     """Let checks get what is read into memory in this context, unless the call that reads has others."""
-    token = _WATCHING.set(checks)
-    try:
-        yield
-    finally:
-        _WATCHING.reset(token)
+    return during(_WATCHING, checks)
 
 
 def watched_by() -> Checks:

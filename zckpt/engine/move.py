@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from zckpt.engine.checking import Seen, WatchedSources
 from zckpt.engine.copy import converted, elements, is_endless, overflowed
@@ -26,6 +26,9 @@ from zckpt.storage.crc32 import crc32
 from zckpt.storage.distant import found
 from zckpt.storage.files import PAGE_NBYTES, read_into, write_all
 
+if TYPE_CHECKING:
+    from zckpt.storage.direct import DirectTarget
+
 SMALL_NBYTES = 1 << 15
 """A piece of at most this goes together with others: a call to the system costs as much as its bytes."""
 
@@ -33,20 +36,9 @@ VIEWS_AT_ONCE = 1 << 10
 """Most buffers of one write (IOV_MAX of Linux)."""
 
 
-class Target(Protocol):
-    """A file that is open for writing."""
-
-    @property
-    def descriptor(self) -> int:
-        """Through which it is written, or cloned to."""
-
-    def write(self, data: memoryview, offset: int, phase: int | None = None) -> None:
-        """Write bytes at an offset; `phase` is how far behind a page of memory they begin, where that is known."""
-
-
 @dataclass(frozen=True, slots=True)
 class BufferedTarget:
-    """A file that is written through the page cache."""
+    """A file that is open for writing, through the page cache; a `DirectTarget` writes past it."""
 
     descriptor: int
 
@@ -63,7 +55,7 @@ class Mover:
     ----------
     path : str
         The target's.
-    target : Target
+    target : BufferedTarget or DirectTarget
     sources : WatchedSources
         Note what was read of the files that they watch.
     buffer : memoryview of bytes
@@ -74,7 +66,7 @@ class Mover:
     """
 
     path: str
-    target: Target
+    target: BufferedTarget | DirectTarget
     sources: WatchedSources
     buffer: memoryview
     checksummed: bool

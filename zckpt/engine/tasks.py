@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Generic, TypeVar
 
 from zckpt.errors import WorkerError, ZckptError
+from zckpt.state.context import during
 from zckpt.storage.stand_ins import MARK
 from zckpt.version import __version__
 
@@ -43,14 +44,9 @@ Result = TypeVar("Result")
 _WANTED: ContextVar[Callable[[], bool]] = ContextVar("wanted", default=lambda: True)
 
 
-@contextmanager
-def while_wanted(wanted: Callable[[], bool]) -> Iterator[None]:
+def while_wanted(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
     """Let tasks that are run within this context end before the next batch when nobody waits for them any more."""
-    token = _WANTED.set(wanted)
-    try:
-        yield
-    finally:
-        _WANTED.reset(token)
+    return during(_WANTED, wanted)
 
 
 @dataclass(frozen=True, slots=True)

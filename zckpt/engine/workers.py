@@ -12,13 +12,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.tasks import Portions, results_of, settled, tasks_of, worker_errors, workers_of
+from zckpt.state.context import during
 from zckpt.storage.memory import buffers_within, confine_threads, give_back
 
 if TYPE_CHECKING:
@@ -48,14 +49,9 @@ Result = TypeVar("Result")
 _EXECUTOR: ContextVar[Executor | None] = ContextVar("executor", default=None)
 
 
-@contextmanager
-def running_on(executor: Executor | None) -> Iterator[None]:
+def running_on(executor: Executor | None) -> AbstractContextManager[None]:
     """Let an executor of the caller's, of threads or processes, run what runs on threads of our own under None."""
-    token = _EXECUTOR.set(executor)
-    try:
-        yield
-    finally:
-        _EXECUTOR.reset(token)
+    return during(_EXECUTOR, executor)
 
 
 def batched(

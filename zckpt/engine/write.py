@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from zckpt.engine.checking import Checked, Checks, Overflowed, Seen, WatchedSour
 from zckpt.engine.copy import pieces, ranges_read
 from zckpt.engine.fine import Cut
 from zckpt.engine.identity import AnyPiece, Batch, Ranges, key_of, names_of, whole
-from zckpt.engine.move import BufferedTarget, Mover, Target
+from zckpt.engine.move import BufferedTarget, Mover
 from zckpt.engine.packs import Pack
 from zckpt.engine.plan import FilePlan, Piece, Plan
 from zckpt.engine.targets import Checksum, Hole, Literal, end_of
@@ -33,12 +33,15 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import BATCH_ITEMS, BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
-from zckpt.state import is_floating, itemsize
+from zckpt.state import by_key, is_floating, itemsize
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources
 from zckpt.storage.journal import Journal, Work
+
+if TYPE_CHECKING:
+    from zckpt.storage.direct import DirectTarget
 
 BUFFER_NBYTES = 1 << 19
 """What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
@@ -151,9 +154,7 @@ class _Journaled:
             return  # it is done again, and counted again
         for batch, (written, seen) in zip(task, done, strict=True):
             if batch.key is not None and batch.done is None:
-                read: dict[str, list[Seen]] = {}
-                for each in seen:
-                    read.setdefault(whole(each.path), []).append(each)
+                read = by_key((whole(each.path), each) for each in seen)
                 work = Work(_summed(written), {path: _summed(some) for path, some in read.items()})
                 self.journal.record(batch.key, work)
 
@@ -177,11 +178,8 @@ def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[Ran
 
 def _of_rows(pieces: Iterable[AnyPiece]) -> list[list[Pack]]:
     """Return the packs among pieces: those of the same parameters together, which are read at once."""
-    found: dict[tuple[int, int, int], list[Pack]] = {}
-    for piece in pieces:
-        if isinstance(piece, Pack):
-            found.setdefault((id(piece.row), piece.low, piece.high), []).append(piece)
-    return list(found.values())
+    packs = (piece for piece in pieces if isinstance(piece, Pack))
+    return list(by_key(((id(one.row), one.low, one.high), one) for one in packs).values())
 
 
 def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
@@ -375,7 +373,7 @@ def write_batch(batch: Batch) -> Ranges:
     with ExitStack() as stack:
         stack.callback(os.close, descriptor)
         sources = stack.enter_context(WatchedSources(batch.watched, len(buffer) if batch.direct else 0))
-        target: Target = BufferedTarget(descriptor)
+        target: BufferedTarget | DirectTarget = BufferedTarget(descriptor)
         if batch.direct:
             from zckpt.storage.direct import DirectTarget
 

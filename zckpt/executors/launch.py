@@ -42,13 +42,10 @@ def launched(arguments: Sequence[str]) -> Iterator[bool]:
             yield True
             return
         from zckpt.engine.workers import running_on
+        from zckpt.state.context import during
 
-        token = DRIVEN.set((name, executor))
-        try:
-            with running_on(executor):
-                yield False
-        finally:
-            DRIVEN.reset(token)
+        with during(DRIVEN, (name, executor)), running_on(executor):
+            yield False
 
 
 def _chosen(arguments: Sequence[str]) -> str | None:

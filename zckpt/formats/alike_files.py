@@ -10,11 +10,11 @@ first of another length, ranks' optimizers, parameters of one shape.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from zckpt.state.context import during
 from zckpt.torchfile import FileRange, TorchFile, opened, read_entries, read_source
 
 if TYPE_CHECKING:
@@ -36,17 +36,12 @@ MOST_NBYTES = 1 << 27
 _GLANCED: ContextVar[bool] = ContextVar("glanced", default=False)
 
 
-@contextmanager
-def glanced() -> Iterator[None]:
+def glanced() -> AbstractContextManager[None]:
     """Hold files against each other by what their directories state, the CRC-32s of their pickles, and read no more.
 
     For what describes a checkpoint and writes nothing: a pickle that is damaged and never read is not noticed.
     """
-    token = _GLANCED.set(True)
-    try:
-        yield
-    finally:
-        _GLANCED.reset(token)
+    return during(_GLANCED, True)
 
 
 class AlikeReader:

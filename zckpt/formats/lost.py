@@ -19,6 +19,7 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError
 from zckpt.state import Checkpoint, Shape
 from zckpt.state.boxes import Box, intersection, row_major
+from zckpt.state.context import during
 from zckpt.state.spans import LOST
 
 if TYPE_CHECKING:
@@ -38,11 +39,8 @@ MOST_RANKS = 1 << 16
 def salvaging(*, wanted: bool) -> Iterator[Lost]:
     """Let files be lost within this context, if that is wanted; yield them, as `Checkpoint.lost` has them."""
     found: Lost = {}
-    token = _LOST.set(found if wanted else None)
-    try:
+    with during(_LOST, found if wanted else None):
         yield found
-    finally:
-        _LOST.reset(token)
 
 
 def stand_in(error: SourceError, path: str | os.PathLike[str], names: Iterable[str] = ()) -> str:

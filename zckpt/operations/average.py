@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,12 @@ from zckpt.engine.computed import Computed, Function
 from zckpt.engine.means import Decayed, Mean
 from zckpt.engine.scan import SlotSet, refuse_endless
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
+from zckpt.operations.options import Averaging, Place, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Slot
 from zckpt.state.names import like_model
@@ -61,31 +60,25 @@ class Averaged(Consolidated):
     num_from_last: int
 
 
-@shares(Renamed)
+@shares(Averaging)
 def average(
     sources: Sequence[Source],
     target: Place,
     *,
     weights: Sequence[float] | None = None,
     ema: float | None = None,
-    dtype: str | None = None,
-    slots: str | Sequence[str] = (),
     from_last: Sequence[str] = (),
-    tied: str = "duplicate",
-    exclude_frozen: bool = False,
-    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
-    config: Place | None = None,
-    dequantize: bool = False,
-    quantize: str | None = None,
     verify: bool = False,
-    **shared: Unpack[Renamed],
+    **shared: Unpack[Averaging],
 ) -> Averaged:
     """Average checkpoints of one model, of any formats, world sizes and types, into one model.
 
     Uses each source's masters if it has them, otherwise its weights. The mean is computed in float32 (float64 if a
-    source has float64) and rounded once, to the target's type. With several sources, each root is a directory of
-    another node that holds all of them. Names are changed in every source that has them, and a map goes in the
-    direction that fits the first.
+    source has float64) and rounded once, to the target's type, by default float32 where those of the sources differ.
+    Slots of the optimizer that are written are means, too, of which every source must have them; param groups, steps
+    and hyperparameters are the last source's. Names that are one parameter in every source stay tied. With several
+    sources, each root is a directory of another node that holds all of them. Names are changed in every source that has
+    them, and a map goes in the direction that fits the first.
 
     Parameters
     ----------
@@ -98,22 +91,9 @@ def average(
     ema : float, optional
         Instead of weights: an exponential average over the sources, oldest first: `ema` x the average so far + (1 -
         `ema`) x the next source.
-    dtype : {"float32", "bfloat16", "float16", "keep"}, optional
-        As for `consolidate`; sources of different types without masters give float32.
-    slots : "all" or sequence of str
-        Optimizer slots to average as well, written as by `consolidate`; every source must have them. Param groups,
-        steps and hyperparameters are the last source's.
     from_last : sequence of str
         Shell patterns of names: these tensors are taken from the last source. Tensors of integers, bools, complex
         numbers and 8-bit floats must be equal in all sources, or be named here.
-    tied, exclude_frozen, max_shard_size
-        As for `consolidate`. Names that are one parameter in every source stay tied.
-    config : path-like, optional
-        As for `consolidate`; by default the first source's.
-    dequantize : bool
-        Average low-bit weights and quantised optimizer state as the floats that they stand for.
-    quantize : str, optional
-        Write the mean in few bits, as `consolidate` does.
     verify : bool
         After writing, compute everything again and compare every byte.
     **shared
@@ -133,14 +113,13 @@ def average(
     """
     _check_several(sources)
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, quantize)
-    how = How.of("average", shared, **asdict(chosen), weights=weights, ema=ema, from_last=from_last,
-                 dequantize=dequantize)  # fmt: skip
+    chosen = Chosen.of(shared)
+    how = How.of("average", shared, weights=weights, ema=ema, from_last=from_last)
     found = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"])
     _check_adapters(found)
-    left_out = [note for one in found for note in left_with_codes(one)] if dequantize else []
-    if dequantize:
+    left_out = [note for one in found for note in left_with_codes(one)] if chosen.dequantize else []
+    if chosen.dequantize:
         found = with_floats(*found)
     for one in found:
         if codes := codes_in(one):
@@ -148,7 +127,7 @@ def average(
                                    advice="--dequantize averages the floats that they stand for")  # fmt: skip
     alike, notes = naming_of(shared).of_all(found)
     alike, told = as_beside(alike, Path(target), chosen, how)
-    mean = combined(alike, rule, slots=slots, from_last=from_last)
+    mean = combined(alike, rule, slots=chosen.slots, from_last=from_last)
     _check_equal(mean, alike, how.memory)
     names = {one.name for one in mean.checkpoint.tensors() if one.tied_to is None}
     num_averaged, num_from_last = len(names & mean.computed), len(names & mean.last)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.adapters import has_live_adapter, of_modules
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
-    DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
     model_tensors,
     model_tree,
@@ -34,13 +33,22 @@ from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.low_bit_codes import block_of, in_block_fp8
-from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
 from zckpt.naming import TRANSFORMERS
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Filled, Place, Unpack, naming_of, shares
+from zckpt.operations.options import (
+    Consolidating,
+    Dequantized,
+    OfWholeModel,
+    Place,
+    Unpack,
+    naming_of,
+    only,
+    options_of,
+    shares,
+)
 from zckpt.operations.proof import check_arrived, check_same
 from zckpt.operations.salvage import salvage
 from zckpt.operations.target import How, Made, Proof, Written, check_choice, write_from
@@ -56,14 +64,13 @@ ADAPTER_NAME = "adapter_model.safetensors"
 
 NO_CONFIG = f"no {CONFIG_NAME} was found, which from_pretrained needs; give its directory with --config DIR"
 
-TIED = ("duplicate", "drop")
 OWNED = Owned(called(OWN_MODEL))
 """The directories of models that are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What is written of a model, and how; see `consolidate`.
+    """What is written of a model, and how: `OfWholeModel`, with `dequantize`.
 
     Raises
     ------
@@ -71,17 +78,24 @@ class Chosen:
         One of them cannot be used.
     """
 
-    dtype: str | None = None
+    dtype: str | None
+    tied: str
+    max_shard_size: int
+    config: Place | None
+    dequantize: bool
+    quantize: str | None
     slots: str | Sequence[str] = ()
-    tied: str = "duplicate"
     exclude_frozen: bool = False
-    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
-    config: Place | None = None
-    quantize: str | None = None
+
+    @classmethod
+    def of(cls, shared: Mapping[str, object]) -> Chosen:
+        """Return what is chosen by the options that verbs share."""
+        return cls(**only(OfWholeModel, shared), **only(Dequantized, shared))
 
     def __post_init__(self) -> None:
-        check_choice("dtype", self.dtype, (None, *DTYPES))
-        check_choice("tied", self.tied, TIED)
+        options = options_of(OfWholeModel)
+        check_choice("dtype", self.dtype, (None, *options["dtype"].choices))
+        check_choice("tied", self.tied, options["tied"].choices)
         if self.max_shard_size < 1:
             raise UsageError("--memory and sizes must be positive", found=self.max_shard_size)
         if self.quantize is not None:
@@ -103,21 +117,9 @@ class Consolidated(Written):
     num_tensors: int
 
 
-@shares(Filled)
+@shares(Consolidating)
 def consolidate(
-    source: Source,
-    target: Place,
-    *,
-    dtype: str | None = None,
-    slots: str | Sequence[str] = (),
-    tied: str = "duplicate",
-    exclude_frozen: bool = False,
-    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
-    config: Place | None = None,
-    dequantize: bool = False,
-    quantize: str | None = None,
-    hyperparameters: Place | None = None,
-    **shared: Unpack[Filled],
+    source: Source, target: Place, *, hyperparameters: Place | None = None, **shared: Unpack[Consolidating]
 ) -> Consolidated:
     """Merge a checkpoint's shards into one model, under the parameters' own names.
 
@@ -129,27 +131,6 @@ def consolidate(
         of other programs' files: a directory in Hugging Face's layout, with `model.safetensors` or shards and their
         index, and the source's configuration and tokenizer. For a PEFT adapter with its `adapter_config.json`, a
         directory that PEFT loads.
-    dtype : {"float32", "bfloat16", "float16", "keep"}, optional
-        Element type of trained parameters; frozen parameters and buffers keep theirs. Default: float32 for masters,
-        otherwise the parameter's own type. "keep": the model's own type.
-    slots : "all" or sequence of str
-        Optimizer slots to write to a second file, `x.optimizer.safetensors` or `x.optimizer.pt` next to the target
-        (for a directory, `optimizer.safetensors` in it). "all" includes the masters if the model's file does not hold
-        them exactly.
-    tied : {"duplicate", "drop"}
-        Whether a tied parameter is written under all its names, or under one only.
-    exclude_frozen : bool
-    max_shard_size : int, bytes
-        Of each file of a directory.
-    config : path-like, optional
-        Directory with the `config.json`, tokenizer and so on to copy into a target directory. Default: the source's, or
-        `huggingface/` in it, except with a `map`.
-    dequantize : bool
-        Write low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
-        torchao's 8-bit, 4-bit or fp8) as float32, under torch's names for Adam.
-    quantize : str, optional
-        "fp8-block", or "fp8-block:ROWSxCOLUMNS": write linear layers' weights, into a directory, in block FP8 as
-        released models have it. Default block size: 128 x 128.
     hyperparameters : path-like, optional
         A JSON list with one object per param group, for a source without hyperparameters (DeepSpeed's elastic form):
         torch's optimizers cannot step without them.
@@ -168,8 +149,8 @@ def consolidate(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, quantize)
-    how = How.of("consolidate", shared, **asdict(chosen), dequantize=dequantize, hyperparameters=hyperparameters)
+    chosen, slots = Chosen.of(shared), shared["slots"]
+    how = How.of("consolidate", shared, hyperparameters=hyperparameters)
     naming = naming_of(shared)
     whole = opened(source, **shared)
     found, values, drop = without_rank_values(whole, shared["drop"])
@@ -177,7 +158,7 @@ def consolidate(
     left = salvage(found, shared, of_optimizer=bool(slots))
     found = left.checkpoint
     left_out: tuple[str, ...] = ()
-    if dequantize:
+    if chosen.dequantize:
         if not slots and not codes_in(found):
             raise UsageError(
                 "--dequantize applies to the optimizer's slots, which are not written", advice="add --slots=all"
@@ -276,7 +257,7 @@ def lay_out(
         )
     copied = copies_of(assets)
     types = Counter(type_ for slot, type_ in tensors.values() if isinstance(slot, Computed))
-    dtype = types.most_common(1)[0][0] if types and how.options.get("dequantize") else None
+    dtype = types.most_common(1)[0][0] if types and chosen.dequantize else None
     if chosen.quantize is not None:
         if CONFIG_NAME not in assets:
             raise UsageError(

@@ -52,7 +52,6 @@ def convert(
     to: str,
     verify: bool = False,
     fingerprint: bool | None = None,
-    dequantize: bool = False,
     **given: Unpack[Converted],
 ) -> Written:
     """Convert a checkpoint to another format: model, masters, every optimizer slot, param groups and everything else.
@@ -72,9 +71,6 @@ def convert(
         After writing, compare every byte with the source.
     fingerprint : bool, optional
         Store the target's fingerprint with it. Default: only for `zckpt`.
-    dequantize : bool
-        Write low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
-        torchao's 8-bit, 4-bit or fp8) as float32, under torch's names for Adam.
     **shared
     **options
         Options of the format, which `zckpt formats` explains. `deepspeed`: world_size, stage, elastic, round_robin and
@@ -94,7 +90,7 @@ def convert(
         The target exists or cannot be written.
     """
     options = others(given)
-    how = How.of("convert", given, to=to, dequantize=dequantize, **options)
+    how = How.of("convert", given, to=to, **options)
     written = get(to)
     if not written.writes:
         expected = ", ".join(one.name for one in formats() if one.writes)
@@ -108,14 +104,14 @@ def convert(
     left.refuse()
     found = left.checkpoint
     left_out: tuple[str, ...] = ()
-    if dequantize:
+    if given["dequantize"]:
         left_out = left_with_codes(found)
         [found] = with_floats(found)
     checkpoint, notes = _as_expected(found, written, naming)
     path = Path(target)
     with about(checkpoint.source):
         laid = written.lay_out(Job(checkpoint, Path(checkpoint.named), path, chosen))
-        if dequantize and CONFIG_NAME in laid.copied and codes_in(whole):
+        if given["dequantize"] and CONFIG_NAME in laid.copied and codes_in(whole):
             raise UnsupportedError(
                 f"its {CONFIG_NAME} says that weights are quantised, which would not be true for {to}",
                 advice="`zckpt consolidate --dequantize` writes a plain model, which you can then convert",

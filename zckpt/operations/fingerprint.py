@@ -10,19 +10,12 @@ from zckpt.operations.options import Compared, Unpack, how_read, naming_of, shar
 
 
 @shares(Compared)
-def fingerprint(
-    source: Source,
-    *,
-    dequantize: bool = False,
-    **shared: Unpack[Compared],
-) -> Fingerprint:
+def fingerprint(source: Source, **shared: Unpack[Compared]) -> Fingerprint:
     """Return a checkpoint's fingerprint. Reads every element once, in parallel and in bounded memory.
 
     Parameters
     ----------
     source : path-like or Checkpoint
-    dequantize : bool
-        As for `diff`: the fingerprint with quantised state as floats.
     **shared
 
     Raises
@@ -33,7 +26,7 @@ def fingerprint(
         The checkpoint cannot be read.
     """
     found = opened(source, **shared)
-    if dequantize:
+    if shared["dequantize"]:
         [found] = with_floats(found)
     checkpoint, _ = naming_of(shared).of(found)
     with using(shared["executor"]):

@@ -19,7 +19,7 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot
+from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot, by_key
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import FromFile, plain
 
@@ -247,9 +247,7 @@ def _padding(paddings: Iterable[Padding]) -> Document:
     def sums(some: Sequence[Padding]) -> Document:
         return {"num_elements": sum(one.numel for one in some), "nbytes": sum(one.nbytes for one in some)}
 
-    ranks: dict[int, list[Padding]] = {}
-    for one in paddings:
-        ranks.setdefault(one.rank, []).append(one)
+    ranks = by_key((one.rank, one) for one in paddings)
     listed = [
         {"rank": rank, **sums(some), "groups": [one.numel for one in sorted(some, key=lambda one: one.group)]}
         for rank, some in sorted(ranks.items())

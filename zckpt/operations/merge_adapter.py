@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,13 @@ from zckpt.engine.scan import refuse_endless
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, holds_adapter, read_adapter, without_adapters
 from zckpt.formats.assets import CONFIG_NAME as MODEL_CONFIG
-from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.floats import left_with_codes, with_floats
 from zckpt.formats.low_bit import codes_in, settings_of
 from zckpt.formats.low_bit_floats import weights_as_floats
 from zckpt.operations.consolidate import NUMBERS, Chosen, Consolidated, as_beside, write_computed
 from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
-from zckpt.operations.options import Place, Renamed, Unpack, naming_of, shares
+from zckpt.operations.options import Merging, Place, Unpack, naming_of, shares
 from zckpt.operations.target import How, summary
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Parameter, Shape, Slot
 from zckpt.state.views import concat, narrow, reshape, transpose
@@ -50,7 +49,7 @@ class Merged(Consolidated):
     num_added: int
 
 
-@shares(Renamed)
+@shares(Merging)
 def merge_adapter(
     base: Source,
     adapter: Place,
@@ -59,14 +58,8 @@ def merge_adapter(
     adapter_config: Place | None = None,
     adapter_name: str | None = None,
     fan_in_fan_out: bool | None = None,
-    dtype: str | None = None,
-    tied: str = "duplicate",
-    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
-    config: Place | None = None,
-    dequantize: bool = False,
-    quantize: str | None = None,
     verify: bool = False,
-    **shared: Unpack[Renamed],
+    **shared: Unpack[Merging],
 ) -> Merged:
     """Merge a LoRA or DoRA adapter into its base model, as PEFT's `merge_and_unload` does.
 
@@ -89,12 +82,6 @@ def merge_adapter(
     fan_in_fan_out : bool, optional
         Whether square weights are (in, out), which shapes cannot tell. Default: as the adapter's other weights, or as
         its configuration says.
-    dtype, tied, max_shard_size, config
-        As for `consolidate`, applied to the base.
-    dequantize : bool
-        Merge into the floats that low-bit weights stand for, rounded as `consolidate` writes them.
-    quantize : str, optional
-        Write the merged model in few bits, as `consolidate` does.
     verify : bool
         After writing, compute everything again and compare every byte.
     **shared
@@ -112,25 +99,25 @@ def merge_adapter(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, quantize=quantize)
+    chosen = Chosen.of(shared)
     own = {"adapter_config": adapter_config, "adapter_name": adapter_name, "fan_in_fan_out": fan_in_fan_out}
     if isinstance(base, (str, os.PathLike)) and holds_adapter(Path(base)) and not holds_adapter(Path(adapter)):
         raise UsageError("is an adapter", path=base, expected="the model, then the adapter", advice="swap them")
-    how = How.of("merge-adapter", shared, **asdict(chosen), **own, dequantize=dequantize)
+    how = How.of("merge-adapter", shared, **own)
     sources = [opened(base, **shared)]
 
     def read(path: Path) -> Checkpoint:
         sources.append(opened(path))
-        return weights_as_floats(sources[-1]) if dequantize else sources[-1]
+        return weights_as_floats(sources[-1]) if chosen.dequantize else sources[-1]
 
-    left_out = left_with_codes(sources[0]) if dequantize else ()
-    [plain] = with_floats(sources[0]) if dequantize else sources
+    left_out = left_with_codes(sources[0]) if chosen.dequantize else ()
+    [plain] = with_floats(sources[0]) if chosen.dequantize else sources
     settings = None if adapter_config is None else Path(adapter_config)
     added = read_adapter(Path(adapter), read, settings, adapter_name)
     dropped = check_nothing_lost(sources, shared["drop"])
     model, notes = naming_of(shared).of(plain)
-    stated = (config and read_json(Path(config) / MODEL_CONFIG)) or settings_of(model)[0]
-    merging = _Merging(model, added, fan_in_fan_out, dtype, stated.get("text_config") or stated)
+    stated = (chosen.config and read_json(Path(chosen.config) / MODEL_CONFIG)) or settings_of(model)[0]
+    merging = _Merging(model, added, fan_in_fan_out, chosen.dtype, stated.get("text_config") or stated)
     result = merging.merged()
     try:
         [result], told = as_beside([result], Path(target), chosen, how)

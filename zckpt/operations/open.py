@@ -180,12 +180,7 @@ def opened(source: Source, **given: Any) -> Checkpoint:  # noqa: ANN401  # what 
                 advice="if they are the names of the model in memory, add --map=transformers",
             )
         return found
-    idle = [
-        name
-        for name in ("roots", "tag", "names", "tp_rules", "salvage")
-        if shared.get(name) not in (None, (), [], False)
-    ]
-    if idle:
+    if idle := [name for name, value in shared.items() if value not in (None, (), [], False)]:
         raise UsageError(
             f"{', '.join(idle)}: the checkpoint is open already",
             path=source.named,

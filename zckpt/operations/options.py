@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
-from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES, DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Shared:
     unset : str
         What the flag means, if it says no.
     kind : str
-        Of the flag's value: text, file, place (a path or URL), size, or flag, which has none.
+        Of the flag's value: text, names (with commas between them), file, place (a path or URL), size, or flag, which
+        has none.
     metavar : str or None
     several : bool
         Whether the flag may be repeated.
@@ -164,7 +165,60 @@ class Writing(Copying, total=False):
     dry_run: Annotated[bool, Shared(False, "Show what would be written; write nothing.", kind="flag")]
 
 
-class Renamed(Reading, Renaming, Writing, total=False):
+class Dequantized(TypedDict, total=False):
+    """What is done with what is quantised."""
+
+    dequantize: Annotated[bool, Shared(
+        False,
+        "Turn quantised weights, and quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao), into "
+        "floats: the state as float32, under torch's names for Adam.",
+        decides=True, kind="flag",
+    )]  # fmt: skip
+
+
+class OfModel(TypedDict, total=False):
+    """What of a model is written, and how."""
+
+    dtype: Annotated[str | None, Shared(
+        None,
+        "Element type of trained parameters; frozen ones and buffers keep theirs. Default: float32 for masters, "
+        "otherwise the parameter's own type; keep: the model's own type.",
+        decides=True, choices=("float32", "bfloat16", "float16", "keep"),
+    )]  # fmt: skip
+    tied: Annotated[str, Shared(
+        "duplicate", "Write a tied parameter under all its names, or under one only.",
+        decides=True, choices=("duplicate", "drop"),
+    )]  # fmt: skip
+    max_shard_size: Annotated[int, Shared(
+        DEFAULT_MAX_SHARD_NBYTES, "Size limit of each file in a directory.", decides=True, kind="size"
+    )]  # fmt: skip
+    config: Annotated[Place | None, Shared(
+        None,
+        "Directory with the config.json, tokenizer and so on for a TARGET directory. Default: the source's, or "
+        "huggingface/ in it, except with a map.",
+        decides=True, kind="place", metavar="DIR",
+    )]  # fmt: skip
+    quantize: Annotated[str | None, Shared(
+        None,
+        "Write linear layers' weights, into a directory, in FP8 with a scale for each block (128 x 128), as released "
+        "models have them.",
+        decides=True, metavar="fp8-block[:RxC]",
+    )]  # fmt: skip
+
+
+class OfWholeModel(OfModel, total=False):
+    """The same, of a model that may have an optimizer."""
+
+    slots: Annotated[str | Sequence[str], Shared(
+        (),
+        "Also write these optimizer slots, to TARGET's name with .optimizer added, or into the directory; all includes "
+        "the masters if the model's file does not hold them exactly.",
+        decides=True, kind="names", metavar="all|SLOT,...",
+    )]  # fmt: skip
+    exclude_frozen: Annotated[bool, Shared(False, "Leave frozen parameters out.", decides=True, kind="flag")]
+
+
+class Renamed(Reading, Renaming, Writing, Dequantized, total=False):
     """Options of the verbs that write a checkpoint, under other names and in other types if that is asked for."""
 
     overflow: Annotated[str, Shared(
@@ -196,7 +250,19 @@ class Filled(Salvaged, Renamed, total=False):
     )]  # fmt: skip
 
 
-class Compared(Reading, Renaming, Copying, total=False):
+class Consolidating(OfWholeModel, Filled, total=False):
+    """Options of `consolidate`."""
+
+
+class Averaging(OfWholeModel, Renamed, total=False):
+    """Options of `average`."""
+
+
+class Merging(OfModel, Renamed, total=False):
+    """Options of `merge_adapter`."""
+
+
+class Compared(Reading, Renaming, Copying, Dequantized, total=False):
     """Options of the verbs that read every element."""
 
 
@@ -259,7 +325,7 @@ class Converted(Filled, Resharded, total=False):
     transformer_impl: str | None
 
 
-DECIDING = frozenset(name for name, hint in Filled.__annotations__.items() if hint.__metadata__[0].decides)
+DECIDING = frozenset(name for name, hint in Consolidating.__annotations__.items() if hint.__metadata__[0].decides)
 """Options that another run must have, too, to go on with what one has left."""
 
 
@@ -343,7 +409,8 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
 
         verb.__signature__ = signature.replace(parameters=[*own, *shown, *[rest.replace(name="options")] * more])  # type: ignore[attr-defined]
         if verb.__doc__ is not None:
-            text = "\n    ".join(f"{name}\n        {one.text}" for name, one in options.items())
+            values = {name: f" One of {', '.join(one.choices)}." * bool(one.choices) for name, one in options.items()}
+            text = "\n    ".join(f"{name}\n        {one.text}{values[name]}" for name, one in options.items())
             verb.__doc__ = verb.__doc__.replace("**shared", text, 1)
         return verb
 

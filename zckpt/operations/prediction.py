@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.engine.plan import Copy, fill
 from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError
-from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span, itemsize
+from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, Extent, Slot, Span, by_key, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.storage.packed.chunks import AS_IT_IS, TO_BFLOAT16, TO_FLOAT16
 from zckpt.storage.packed.index import Filed
@@ -100,13 +100,13 @@ def _file_at(path: Path, name: str) -> str:
 
 def cuts_of(own: Known, base: Known | None) -> Callable[[str], Sequence[Cut]]:
     """Return what tells how a file of a checkpoint is cut, by its name; `base`: the one that is in the store."""
-    spans: dict[str, list[tuple[int, int, Key, Slot, Span]]] = {}
-    for key, slot in own.slots.items():
-        for every in slot.sets:
-            for span in every:
-                if span.path in own.numbers and span.extent.numel:
-                    low, high = span.reach
-                    spans.setdefault(span.path, []).append((low, high, key, slot, span))
+    spans = by_key(
+        (span.path, (*span.reach, key, slot, span))
+        for key, slot in own.slots.items()
+        for every in slot.sets
+        for span in every
+        if span.path in own.numbers and span.extent.numel
+    )
     for some in spans.values():
         some.sort(key=lambda one: one[:2])
 

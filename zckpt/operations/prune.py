@@ -24,7 +24,7 @@ from zckpt.formats.units import Unit, is_of_training
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
-from zckpt.state import Brief, Document, as_float, document
+from zckpt.state import Brief, Document, as_float, by_key, document
 from zckpt.storage.durable import finish_removals, remove
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import REMOVED
@@ -190,8 +190,8 @@ def prune(
 def _last(sound: Sequence[_Seen], keep: int) -> dict[Path, str]:
     """Return the last of each series; all of one whose names are in another order than the steps in the files."""
     found: dict[Path, str] = {}
-    for series in {one.unit.series for one in sound}:
-        members = sorted((one for one in sound if one.unit.series == series), key=lambda one: one.number)
+    for series in by_key((one.unit.series, one) for one in sound).values():
+        members = sorted(series, key=lambda one: one.number)
         steps = [one.record.step for one in members if one.record.step is not None]
         numbers = sorted({one.number for one in members})
         stay, said = numbers[-keep:], f"one of the last {keep}" if keep > 1 else "the last"
@@ -213,13 +213,10 @@ def _best(sound: Sequence[_Seen], metric: str) -> dict[Path, str]:
     if not values:
         known = sorted({key for one in sound for key in _metrics(one)})
         raise UsageError(f"no checkpoint has a value of {name} for its step", expected=listed(known) or "some metric")
-    found: dict[Path, str] = {}
-    for series in {one.unit.series for one in sound}:
-        members = [one for one in sound if one.unit.series == series and one.unit.path in values]
-        if members:
-            sign = 1 if way == "min" else -1
-            best = min(members, key=lambda one: (sign * values[one.unit.path], -one.number))
-            found[best.unit.path] = f"the best by {name}: {values[best.unit.path]:g}"
+    sign, found = 1 if way == "min" else -1, dict[Path, str]()
+    for members in by_key((one.unit.series, one) for one in sound if one.unit.path in values).values():
+        best = min(members, key=lambda one: (sign * values[one.unit.path], -one.number))
+        found[best.unit.path] = f"the best by {name}: {values[best.unit.path]:g}"
     return found
 
 

@@ -27,7 +27,6 @@ def reshard(
     world_size: int,
     verify: bool = False,
     fingerprint: bool = False,
-    dequantize: bool = False,
     **given: Unpack[Resharded],
 ) -> Written:
     """Reshard a DeepSpeed checkpoint, or Megatron's legacy files, for other ranks; stock programs load the result.
@@ -47,9 +46,6 @@ def reshard(
         After writing, compare every byte with the source.
     fingerprint : bool
         Store the target's fingerprint with it.
-    dequantize : bool
-        Write quantised state of bitsandbytes and torchao as float32, under torch's names. Without it, codes are cut if
-        each partition begins with a block.
     **shared
     **options
         Options of the format, by default as in the source; None means not given. DeepSpeed: `stage`, the ZeRO stage, 1,
@@ -68,9 +64,9 @@ def reshard(
         The target exists or cannot be written.
     """
     options = others(given)
-    how = How.of("reshard", given, world_size=world_size, dequantize=dequantize, **options)
+    how = How.of("reshard", given, world_size=world_size, **options)
     naming = naming_of(given)
-    if dequantize and options.get("requantize"):
+    if given["dequantize"] and options.get("requantize"):
         raise UsageError("--dequantize and --requantize exclude each other", expected="one of them")
     whole = opened(source, **given)
     own, path, origin = get(whole.format), Path(target), Path(whole.named)
@@ -84,7 +80,7 @@ def reshard(
             "ranks; with --pipeline-layers as a pipeline",
         )
     checkpoint, values, drop = without_rank_values(whole, given["drop"])
-    if dequantize:
+    if given["dequantize"]:
         [checkpoint] = with_floats(checkpoint, keeps_files=not naming.changes)
     notes: tuple[str, ...] = ()
     if naming.changes:

@@ -139,7 +139,6 @@ def stats(
     *,
     slots: Sequence[str] = (),
     parameters: Sequence[str] = (),
-    dequantize: bool = False,
     **shared: Unpack[Compared],
 ) -> Statistics:
     """Return statistics of each slot. Reads every element once, in parallel and in bounded memory.
@@ -149,8 +148,6 @@ def stats(
     source : path-like or Checkpoint
     slots, parameters : sequence of str
         As for `diff`.
-    dequantize : bool
-        As for `diff`: use the floats that quantised weights and state stand for, not the codes.
     **shared
 
     Raises
@@ -161,7 +158,7 @@ def stats(
         The checkpoint cannot be read.
     """
     found = opened(source, **shared)
-    if dequantize:
+    if shared["dequantize"]:
         [found] = with_floats(found)
     checkpoint, _ = naming_of(shared).of(found)
     wanted = Filter(slots, parameters)

@@ -33,7 +33,7 @@ from zckpt.formats.low_bit import refuse_casts
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.foresight import Foresight, Reads, check_fits, foresee, note_reads
 from zckpt.operations.options import DECIDING, Place, Renamed, Unpack, options_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, Result
+from zckpt.state import Checkpoint, Document, Result
 from zckpt.state.inventory import IMPLIED
 from zckpt.storage.distant import check_unchanged
 from zckpt.storage.durable import written
@@ -274,10 +274,8 @@ def write_from(
     own = owns or Owned(lambda _: False)
     others = Owned(lambda name: own.is_own(name) or name in laid.copied or laid.replaceable(name), own.is_marked)
     owned = None if laid.is_file else others
-    outside, recorded = (
-        [target.parent / one.name for one in laid.outside],
-        [*filter(None, [record_of(target, owned, proof)])],
-    )
+    outside = [target.parent / one.name for one in laid.outside]
+    recorded = [*filter(None, [record_of(target, owned, proof)])]
     _check_replaces(origins, laid, target, owned, recorded, inside, overwrite=how.overwrite)
     left = [item for one in origins for item in take_inventory(one).left_out] if dropped else []
     damaged = {item.file for item in left if item.error is not None and item.file in laid.copied}
@@ -396,6 +394,7 @@ def _otherwise(planned: Plan, target: Path, how: How) -> Iterator[str]:
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, list[str]]:
     """Hold masters against weights, ranks' files against each other, and what else the format can; count elements."""
     from zckpt.compare.twice import check_files_apart
+    from zckpt.compare.weights import check_weights
 
     compared, drifts = 0 if laid.check is None else laid.check(), []
     for one in origins:
@@ -404,10 +403,7 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> tuple[int, li
             from zckpt.compare.copies import drifted
 
             drifts += drifted(one)
-        if any(MASTER in p.slots and WEIGHT in p.slots for p in one.parameters.values()):
-            from zckpt.compare.weights import check_weights
-
-            compared += check_weights(one)
+        compared += check_weights(one)
     return compared, drifts
 
 

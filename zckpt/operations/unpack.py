@@ -171,5 +171,4 @@ def _mark(store: PackedStore, number: int, path: Path) -> None:
         at = path if index.is_file else path / one.name
         if one.kind != "link":
             at.chmod(one.mode)
-        if one.kind != "link" or os.utime in os.supports_follow_symlinks:
-            os.utime(at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=one.kind != "link")
+        os.utime(at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)

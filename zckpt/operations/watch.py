@@ -27,7 +27,7 @@ from zckpt.operations.open import open as opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.series import measured, slots_of
 from zckpt.operations.verify import Finding
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, document
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Document, by_key, document
 from zckpt.storage.remote import is_url
 
 POLL_S = 5.0
@@ -241,10 +241,7 @@ def _jumped(figures: Mapping[tuple[str, str], Figures], factor: float, after: Ch
 
 def _by_slot(code: str, said: str, keys: Sequence[tuple[str, str]], after: Checkpoint) -> list[Finding]:
     """Return a finding for each slot of those in which something is wrong."""
-    names: dict[str, list[str]] = {}
-    for name, slot in keys:
-        names.setdefault(slot, []).append(name)
     return [
         Finding(code, said.format(slot=slot, names=listed(its, most=SHOWN)), after.source, tuple(its))
-        for slot, its in names.items()
+        for slot, its in by_key((slot, name) for name, slot in keys).items()
     ]

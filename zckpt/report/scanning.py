@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from urllib.parse import quote
 
 from zckpt.report.text import Document, count, printable, table
+from zckpt.state import by_key
 from zckpt.torchfile.grades import DATA, GRADES, KNOWN
 from zckpt.version import __version__
 
@@ -29,9 +30,7 @@ LEVELS = {"known": "note", "unknown": "warning", "dangerous": "error"}
 
 def render(document: Document) -> str:
     """Return the document of `zckpt.scan` as text: each global once, with where it is first."""
-    rows: dict[tuple[str, str], list[Document]] = {}
-    for one in document["findings"]:
-        rows.setdefault((one["grade"], one["global"] or one["message"]), []).append(one)
+    rows = by_key(((one["grade"], one["global"] or one["message"]), one) for one in document["findings"])
     lines = [
         f"{document['source']}: {document['grade']}",
         f"{count(document['files'], 'file')}, {count(document['pickles'], 'pickle')}",

@@ -22,7 +22,7 @@ from zckpt.state.checkpoint import (
     number_of,
 )
 from zckpt.state.dtypes import is_floating, itemsize
-from zckpt.state.mappings import dict_of, list_of, stated, without
+from zckpt.state.mappings import by_key, dict_of, list_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,
@@ -63,6 +63,7 @@ __all__ = [
     "Spans",
     "Topology",
     "as_float",
+    "by_key",
     "dict_of",
     "document",
     "is_floating",

@@ -1,8 +1,8 @@
-"""Mappings: what may be one and what not, and those of which some keys, or what says nothing, are left out."""
+"""Mappings: what may be one and what not; without some keys, or what says nothing; of lists by key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 Key = TypeVar("Key")
@@ -13,6 +13,14 @@ def without(mapping: Mapping[Key, Value], *keys: object) -> dict[Key, Value]:
     """Return what a mapping has under other keys than these, in its order."""
     gone = {*keys}
     return {key: value for key, value in mapping.items() if key not in gone}
+
+
+def by_key(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return all that has the same key together; keys, and what they have, are in the order of the pairs."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def stated(mapping: Mapping[Key, Value | None]) -> dict[Key, Value]:

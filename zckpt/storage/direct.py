@@ -30,7 +30,7 @@ class DirectTarget:
 
     def __init__(self, descriptor: int, path: str, nbytes: int) -> None:
         self.descriptor = descriptor
-        self._direct = opened_directly(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        self._direct = opened_directly(path, os.O_WRONLY)
         self._nbytes = -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
         self._moved: memoryview | None = None
 

@@ -34,7 +34,7 @@ OPEN_SOURCES = 32
 PAGE_NBYTES = 1 << 12
 """Of memory, and of the page cache: what is read past it begins and ends at one, on disk and in memory."""
 
-FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+FLAGS = os.O_RDONLY | os.O_NONBLOCK
 """Opening does not wait, whatever has taken the place of a file since it was looked at."""
 
 

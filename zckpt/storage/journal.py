@@ -289,7 +289,7 @@ class Journal:
             return
         with self._lock:
             if self._file is None:
-                flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+                flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
                 self._file = os.open(self._name, flags | (0 if self.resumes else os.O_CREAT | os.O_EXCL), 0o666)
                 if self.resumes:
                     _check_alone(os.fstat(self._file), self._name)
@@ -379,8 +379,7 @@ def _check_alone(found: os.stat_result, path: Path) -> None:
     """Raise TargetError if what a run has left is no file of this user's under one name: something else is changed."""
     if stat.S_ISDIR(found.st_mode):
         return
-    own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or not own:
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or found.st_uid != os.geteuid():
         raise TargetError(
             "was changed since a run left it: a link, a file with several names, or another user's file",
             path=path,

@@ -14,6 +14,7 @@ another's work writes into what that has left (`journal`), which then must be a 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -24,11 +25,6 @@ from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.disk import sync
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks; two runs to one target are then the user's to avoid
-    fcntl = None  # type: ignore[assignment]
 
 FINGERPRINT_NAME = "fingerprint.json"
 """A file that a directory of any format may have."""
@@ -51,9 +47,8 @@ _KINDS = (
 _MARK = ".zckpt-"
 """What temporary names have."""
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+"""How a directory is opened, and nothing else."""
 
 _WITHOUT_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What file systems say that are mounted without locks (Lustre's default): as where there are none at all."""
@@ -258,7 +253,7 @@ def held(directory: Path) -> Iterator[None]:
 
     Raises TargetError: another run holds one.
     """
-    descriptor = os.open(directory, os.O_RDONLY | _DIRECTORY | _NOFOLLOW)
+    descriptor = os.open(directory, _FOLDER)
     try:
         _lock(descriptor, directory)
         yield
@@ -270,10 +265,9 @@ def is_abandoned(directory: Path) -> bool:
     """Tell whether a directory is this user's and certainly held by no run; where there are no locks, none is."""
     descriptor = -1
     try:
-        descriptor = os.open(directory, os.O_RDONLY | _DIRECTORY | _NOFOLLOW)
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return fcntl is not None and os.fstat(descriptor).st_uid == os.geteuid()
+        descriptor = os.open(directory, _FOLDER)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(descriptor).st_uid == os.geteuid()
     except OSError:
         return False
     finally:
@@ -294,23 +288,21 @@ def _opened(name: Path, *, directory: bool) -> tuple[int, bool]:
     try:
         if directory:
             name.mkdir()
-            return os.open(name, os.O_RDONLY | _DIRECTORY | _NOFOLLOW), True
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o666), True
+            return os.open(name, _FOLDER), True
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), True
     except FileExistsError:  # of what a run of this user may have left
-        found, place = name.lstat(), "in its place"
-        if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
-            what, advice = f"{kind_of(found.st_mode)} {place}", "remove it"
-            raise TargetError("cannot be created", path=name, found=what, advice=advice) from None
-        if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
-            what, advice = f"one of another user's {place}", "let them remove it"
-            raise TargetError("cannot be created", path=name, found=what, advice=advice) from None
-    flags = os.O_RDONLY | _DIRECTORY if directory else os.O_RDWR
-    return os.open(name, flags | _NOFOLLOW | _NONBLOCK), False
+        found = name.lstat()
+        is_such = (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode)
+        if not is_such or found.st_uid != os.geteuid():
+            what, advice = kind_of(found.st_mode), "remove it"
+            if is_such:
+                what, advice = "one of another user's", "let them remove it"
+            raise TargetError("cannot be created", path=name, found=f"{what} in its place", advice=advice) from None
+    flags = _FOLDER if directory else os.O_RDWR | os.O_NOFOLLOW
+    return os.open(name, flags | os.O_NONBLOCK), False
 
 
 def _lock(descriptor: int, name: Path) -> None:
-    if fcntl is None:
-        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -24,7 +24,7 @@ PLACE = re.compile(rf"/{MARK}[A-Za-z0-9_]+/\d+/[a-z][a-z0-9+.\-]*/[^/]+/.")
 
 _MOUNT = re.compile(rf".*/{MARK}[A-Za-z0-9_]+/\d+/")
 
-FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_CLOEXEC", 0)
+FLAGS = getattr(os, "O_PATH", os.O_RDONLY)
 """Opened for its size alone."""
 
 

@@ -30,7 +30,7 @@ from zckpt.optim.tensors import (
     digest_of,
     model_state,
 )
-from zckpt.state import WEIGHT, Checkpoint, Parameter
+from zckpt.state import WEIGHT, Checkpoint, Parameter, by_key
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -167,10 +167,8 @@ def settled(
     of the same. Raises LayoutError: ranks have other values of the same name.
     """
     keyed = sorted(((_key(*one), one) for one in shares), key=lambda pair: (pair[1][1], pair[1][0]))
-    having: dict[bytes, list[int]] = {}
-    for member, keys in zip(ranks.members, ranks.gather_all([key for key, _ in keyed]), strict=True):
-        for key in keys:
-            having.setdefault(key, []).append(member)
+    told = zip(ranks.members, ranks.gather_all([key for key, _ in keyed]), strict=True)
+    having = by_key((key, member) for member, keys in told for key in keys)
     found: list[NamedShare] = []
     digests: dict[bytes, bytes] = {}
     for key, (name, slot, share) in keyed:
@@ -186,9 +184,9 @@ def settled(
                 digests[key] = digest_of(share)
             those = sorted(of_mesh.union(those))
         found.append((name, slot, replace(share, ranks=tuple(those))))
-    told = ranks.gather_all(digests)
+    every = ranks.gather_all(digests)
     for key, (name, slot, _) in keyed:
-        if key in digests and len({one[key] for one in told if key in one}) > 1:
+        if key in digests and len({one[key] for one in every if key in one}) > 1:
             raise LayoutError(
                 f"{slot} of {name} has different values on ranks that hold the same elements",
                 advice=advice,

@@ -27,7 +27,7 @@ from zckpt.optim.states.deepspeed import unpartition
 from zckpt.optim.states.several import Given, process_group_of, workers_of
 from zckpt.optim.tensors import Model, Share, Stateful
 from zckpt.optim.values import read_numbers, refuse_lossy
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, number_of
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot, by_key, number_of
 from zckpt.training.live import TpRules
 from zckpt.training.loading import ROUND_NBYTES, Meeting, Restored, weight_like
 
@@ -130,10 +130,7 @@ def assert_restored(
 
 def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
     """Return what ranks say, once, and who says it unless all do."""
-    ranks: dict[str, list[str]] = {}
-    for rank, said in enumerate(every):
-        for one in dict.fromkeys(said):
-            ranks.setdefault(one, []).append(str(rank))
+    ranks = by_key((one, str(rank)) for rank, said in enumerate(every) for one in dict.fromkeys(said))
     return [
         said if len(those) == len(every) else f"{said} (on rank{'s' * (len(those) > 1)} {listed(those)})"
         for said, those in ranks.items()

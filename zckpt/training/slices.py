@@ -32,7 +32,7 @@ from zckpt.optim.tensors import SAMPLE_NBYTES, ModelState, Share, digest_of, wor
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.stepping import model_rank
-from zckpt.state import WEIGHT, Extent, Parameter, Shape
+from zckpt.state import WEIGHT, Extent, Parameter, Shape, by_key
 from zckpt.state.boxes import Box, boxes_of, row_major
 from zckpt.state.spans import position
 
@@ -294,17 +294,11 @@ def _collect(
 
 def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]]) -> None:
     """Refuse values that contradict the rules."""
-    same: dict[str, set[bytes]] = {}
-    apart: dict[str, set[bytes]] = {}
-    for _, its_same, its_apart in told:
-        for found, its in ((same, its_same), (apart, its_apart)):
-            for key, digest in its.items():
-                found.setdefault(key, set()).add(digest)
-    for message, digests in same.items():
-        if len(digests) > 1:
+    for message, digests in by_key(one for _, same, _ in told for one in same.items()).items():
+        if len({*digests}) > 1:
             raise LayoutError(message, advice="keep only what is the same on all of them there")
-    for name, digests in apart.items():
-        if len(digests) == 1 and digests != {b""}:
+    for name, digests in by_key(one for _, _, apart in told for one in apart.items()).items():
+        if len({*digests}) == 1 and digests[0]:
             raise LayoutError(
                 f"{name} is the same on ranks of all slices, although no rule says that each has the whole",
                 advice="say so in tp_rules: tp_replicated_parameter_patterns",

@@ -45,6 +45,7 @@ from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
 from zckpt.optim.states.several import Given, process_group_of, workers_of
+from zckpt.state import by_key
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import new_identity, record_fingerprint, write_all
 from zckpt.training.run_directory import RunPlace, document, document_text
@@ -284,9 +285,7 @@ def neighbours(nodes: Sequence[str]) -> list[int | None]:
 
     `nodes`: the node of each rank.
     """
-    on: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        on.setdefault(node, []).append(rank)
+    on = by_key((node, rank) for rank, node in enumerate(nodes))
     if len(on) == 1:
         return [None] * len(nodes)
     order = list(on)

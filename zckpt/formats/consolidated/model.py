@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.consolidated.optimizer import optimizer_tree
@@ -30,7 +31,6 @@ from zckpt.torchfile import OrderedMapping, read_torchfile
 
 OPTIMIZER_NAME = "optimizer.pt"
 METADATA_NAME = "metadata.pt"
-DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
 
 Tensors = dict[str, tuple[Slot, str]]
 """What is written under each name: a slot and its element type in the target."""

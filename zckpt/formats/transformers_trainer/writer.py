@@ -16,12 +16,13 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.evidence import refuse_unnamed
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter
-from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES, trained_tensors
+from zckpt.formats.consolidated.model import trained_tensors
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.remainder import remainder

@@ -114,7 +114,6 @@ def diff(
     atol: float = 0.0,
     slots: Sequence[str] = (),
     parameters: Sequence[str] = (),
-    dequantize: bool = False,
     ignore_metadata: bool = False,
     **shared: Unpack[ComparedTwo],
 ) -> Compared:
@@ -132,9 +131,6 @@ def diff(
         Compare only these: `weight`, `master`, `exp_avg`, ...
     parameters : sequence of str
         Compare only parameters whose names match one of these shell patterns.
-    dequantize : bool
-        Compare low-bit weights as the floats that they stand for, and quantised optimizer state (bitsandbytes' 8-bit;
-        torchao's 8-bit, 4-bit or fp8) as float32, under torch's names for Adam.
     ignore_metadata : bool
         Compare only tensors, not hyperparameters, steps and other metadata.
     **shared
@@ -153,7 +149,7 @@ def diff(
     theirs = opened(b, **{key[:-2]: value for key, value in only(ReadingB, shared).items()})
     naming = naming_of(shared)
     notes: tuple[str, ...] = ()
-    if dequantize:
+    if shared["dequantize"]:
         ours, theirs = with_floats(ours, theirs)
     if naming.changes:
         ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))

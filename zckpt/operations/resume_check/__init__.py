@@ -40,7 +40,7 @@ from zckpt.operations.resume_check.programs import (
     step_folder,
     takes,
 )
-from zckpt.state import MASTER, Checkpoint, Document, Result
+from zckpt.state import MASTER, Checkpoint, Document, Result, by_key
 from zckpt.state.names import as_filed
 from zckpt.storage.files import is_file, read_json
 from zckpt.storage.remote.mount import PACKED
@@ -398,21 +398,15 @@ def _shapes(model: object, config: Path | None) -> Shapes:
     if config is not None:
         return _live_shapes(_from_config(config))
     one = open(Path(str(model)))
-    aliases: dict[str, list[str]] = {}
-    for name, owner in one.aliases.items():
-        aliases.setdefault(owner, []).append(name)
+    aliases = by_key((owner, name) for name, owner in one.aliases.items())
     owned = (parameter for parameter in one.tensors() if parameter.tied_to is None)
     return {(p.name, *aliases.get(p.name, [])): tuple(p.shape) for p in owned}
 
 
 def _live_shapes(model: Any) -> Shapes:  # noqa: ANN401  # a Module
-    names: dict[int, list[str]] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if hasattr(tensor, "shape"):
-            names.setdefault(id(tensor), []).append(name)
-            shapes[id(tensor)] = tuple(tensor.shape)
-    return {tuple(some): shapes[key] for key, some in names.items()}
+    state = {name: one for name, one in model.state_dict(keep_vars=True).items() if hasattr(one, "shape")}
+    names = by_key((id(one), name) for name, one in state.items())
+    return {tuple(some): tuple(state[some[0]].shape) for some in names.values()}
 
 
 def _from_config(path: Path) -> object:

@@ -14,7 +14,7 @@ from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.fsdp_rank_files import directory as rank_files
 from zckpt.formats.transformers_trainer.architectures import is_converted
 from zckpt.naming.numbered import has_names_of_files
-from zckpt.state import MASTER, WEIGHT, Checkpoint, itemsize
+from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, itemsize
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.torchfile import FromFile
 
@@ -150,9 +150,7 @@ class Facts:
     @cached_property
     def parts(self) -> dict[str, list[str]]:
         """What it has: of each part the keys or slots that hold it."""
-        found: dict[str, list[str]] = {}
-        for part, key in self._found():
-            found.setdefault(part, []).append(key)
+        found = by_key(self._found())
         return {part: found[part] for part in PARTS if part in found}
 
     def _found(self) -> Iterator[tuple[str, str]]:

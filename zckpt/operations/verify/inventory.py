@@ -26,7 +26,20 @@ import numpy.typing as npt
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
-from zckpt.state import MASTER, WEIGHT, Checkpoint, CutFiles, CutSpans, Extent, Parameter, Slot, Span, Spans, itemsize
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    CutFiles,
+    CutSpans,
+    Extent,
+    Parameter,
+    Slot,
+    Span,
+    Spans,
+    by_key,
+    itemsize,
+)
 from zckpt.state.boxes import Box, row_major
 from zckpt.state.cuts import Cuts
 from zckpt.state.ranges import Range, merge, without
@@ -263,11 +276,13 @@ Free = dict[str, list[tuple[int, int]]]
 def _free_weights(parameters: Sequence[Parameter]) -> Free:
     """Return all bytes that spans use, where weights are: one that shares some is not read with its master only."""
     paths = {span.path for p in parameters if _is_compared(p) for span in p.slots[WEIGHT].spans}
-    used: Free = {}
-    for slot in (slot for parameter in parameters for slot in parameter.slots.values()):
-        for span in slot.spans.within(paths) if isinstance(slot.spans, Spans) else slot.spans:
-            if span.extent.numel and _dense(span).is_contiguous:
-                used.setdefault(span.path, []).append(_dense(span).reach)
+    used = by_key(
+        (span.path, _dense(span).reach)
+        for parameter in parameters
+        for slot in parameter.slots.values()
+        for span in (slot.spans.within(paths) if isinstance(slot.spans, Spans) else slot.spans)
+        if span.extent.numel and _dense(span).is_contiguous
+    )
     for ranges in used.values():
         ranges.sort()
     return used

@@ -144,7 +144,7 @@ def _unopened(
 def _sampled(counts: dict[str, int], checkpoint: Checkpoint) -> Iterator[Finding]:
     """Hold a bounded sample of the masters against the weights."""
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
-        return
+        return  # without what would be loaded for that
     from zckpt.compare.weights import samples
     from zckpt.operations.verify.weights import weight_findings
 

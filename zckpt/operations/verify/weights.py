@@ -27,7 +27,7 @@ from zckpt.operations.verify.deep import Outcome, Tally
 from zckpt.operations.verify.findings import Finding
 from zckpt.operations.verify.inventory import BUFFER, Inventory, Subject
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
-from zckpt.state import Checkpoint, Duplicate, Slot, Span, Spans
+from zckpt.state import Checkpoint, Duplicate, Slot, Span, Spans, by_key
 
 MOST = 0.75
 """Share of a file's parameters that differ in a file of another step or run: all but those that were not trained."""
@@ -42,9 +42,8 @@ COUNTED = {PADDING: ("nonzero",), NEGATIVE: ("negative",), BUFFER_NAN: ("nan",),
 
 def weight_findings(compared: Iterable[Comparison]) -> Iterator[Finding]:
     """Yield a finding for each file in which masters do not round to their weights."""
-    by_file: dict[str, dict[str, list[Comparison]]] = {}
-    for one in compared:
-        by_file.setdefault(one.path, {}).setdefault(one.parameter, []).append(one)
+    of_files = by_key((one.path, one) for one in compared)
+    by_file = {path: by_key((one.parameter, one) for one in some) for path, some in of_files.items()}
     wrong = {
         path: {name: some for name, every in its.items() if (some := [one for one in every if one.num_different])}
         for path, its in by_file.items()
@@ -112,11 +111,12 @@ def _damaged(
 ) -> Iterator[Finding]:
     """Yield a finding for each damaged record, with the parameters and buffers that have elements in it."""
     paths = {one.path for one in wrong}
-    held: dict[str, list[tuple[int, int, str, str]]] = {}
-    for parameter in checkpoint.holders() if checkpoint is not None and wrong else ():
-        for key, slot in parameter.slots.items():
-            for span in _spans(slot, paths):
-                held.setdefault(span.path, []).append((*span.reach, parameter.name, key))
+    held = by_key(
+        (span.path, (*span.reach, parameter.name, key))
+        for parameter in (checkpoint.holders() if checkpoint is not None and wrong else ())
+        for key, slot in parameter.slots.items()
+        for span in _spans(slot, paths)
+    )
     for one, crc in sorted(wrong.items(), key=lambda item: (item[0].path, item[0].offset)):
         inside: dict[str, str] = {}
         for begin, end, name, key in held.get(one.path, ()):

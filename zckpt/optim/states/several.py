@@ -26,7 +26,7 @@ from zckpt.optim.param_groups import Names
 from zckpt.optim.ranks import Place
 from zckpt.optim.states import state_class, state_of, unwrapped
 from zckpt.optim.states.by_parameter import OptimizerState, Snapshot, Source
-from zckpt.state import ParamGroup
+from zckpt.state import ParamGroup, by_key
 from zckpt.torchfile import FromFile, node_of
 
 if TYPE_CHECKING:
@@ -171,9 +171,7 @@ class Optimizers:
             return {}
         checkpoint, path = whole.checkpoint, whole.path
         ours = list(dict.fromkeys([*self.called, *called]))
-        theirs: dict[str, list[ParamGroup]] = {}
-        for group in checkpoint.param_groups:
-            theirs.setdefault(group.optimizer or ALONE, []).append(group)
+        theirs = by_key((group.optimizer or ALONE, group) for group in checkpoint.param_groups)
         metadata = _metadata(checkpoint)
         if len(ours) == 1 and len(theirs) <= 1:
             kept = metadata.get(ours[0], checkpoint.optimizer_metadata)
@@ -225,10 +223,7 @@ def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
     """
     found: dict[str | None, list[ParamGroup]] = {}
     for groups in every:
-        its: dict[str | None, list[ParamGroup]] = {}
-        for group in groups:
-            its.setdefault(group.optimizer, []).append(group)
-        for name, ours in its.items():
+        for name, ours in by_key((group.optimizer, group) for group in groups).items():
             before = found.setdefault(name, [replace(one, parameters=[]) for one in ours])
             _check_alike(before, ours)
             for group, one in zip(before, ours, strict=True):

@@ -243,15 +243,14 @@ class FlatOptimizer(ShardedOptimizer):
         self,
         params: Any,
         optimizer_class: Callable[..., Optimizer],
-        process_group: dist.ProcessGroup | None,
-        defaults: dict[str, Any],
+        *more: Any,  # of what ShardedOptimizer is given
     ) -> None:
         self._refuse_per_tensor(optimizer_class)
         self.groups: list[FlatGroup] = []
         self._place: dict[torch.Tensor, Member] = {}
         """Where the parameters are that are trained, in the optimizer's order, not that of the buffers."""
 
-        super().__init__(params, optimizer_class, process_group, defaults)
+        super().__init__(params, optimizer_class, *more)
         self._make_local(list(map(_local_group, self.param_groups, self.groups)))
         self._refuse_per_tensor(type(self.optim))  # which a function may have made
         self._is_made = True

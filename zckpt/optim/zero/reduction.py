@@ -25,6 +25,7 @@ import torch.distributed as dist
 from zckpt.engine.workers import batched
 from zckpt.optim.ranks import broadcast, wait_for
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer, Member
+from zckpt.state import by_key
 from zckpt.state.partition import FlatShare
 
 
@@ -228,11 +229,9 @@ class Reducer:
     def bucket_of(self, members: Sequence[Member]) -> Bucket:
         """Return a bucket of these parameters."""
         by_owner, sent = self.optimizer.reduce_scatter, self.optimizer.communication_data_type
-        kinds: dict[Kind, list[Member]] = {}
-        for member in members:
-            parameter = member.parameter
-            kind = (id(member.group.process_group), sent or parameter.dtype, parameter.device)
-            kinds.setdefault(kind, []).append(member)
+        kinds = by_key(
+            ((id(one.group.process_group), sent or one.parameter.dtype, one.parameter.device), one) for one in members
+        )
         return Bucket(members, [Message(its, kind[1], kind[2], by_owner=by_owner) for kind, its in kinds.items()])
 
     def launch(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> None:

@@ -5,6 +5,7 @@ What a kill leaves is chunks without an index, which nothing reads; who packs ne
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,11 +27,6 @@ from zckpt.storage.packed.chunks import AS_IT_IS, CHUNK_NBYTES, XOR, ZEROS, Byte
 from zckpt.storage.packed.index import RANGE, ROW, Filed, Index
 from zckpt.storage.packed.store import DOCUMENT, GIVEN, STORE, PackedStore, document
 from zckpt.storage.room import write_errors
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks; two runs into one store are then the user's to avoid
-    fcntl = None  # type: ignore[assignment]
 
 LEAST_PREDICTED = 64
 """Bytes; what is smaller is stored as it is."""
@@ -150,15 +146,14 @@ def writing(path: Path, *, kind: str = STORE) -> Iterator[PackedStore]:
                 new.write_bytes(document(kind))
         store = PackedStore(path, kind=kind)
         with (path / DOCUMENT).open("rb") as held:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise TargetError(
-                        "another run is writing to it", path=path, advice="wait until it has finished"
-                    ) from error
-                except OSError:  # a file system without locks
-                    pass
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise TargetError(
+                    "another run is writing to it", path=path, advice="wait until it has finished"
+                ) from error
+            except OSError:  # a file system without locks
+                pass
             for one in path.iterdir():
                 unnamed = one.suffix == ".chunks" and not one.with_suffix(".index").exists()
                 if unnamed or (one.name.startswith(".") and one.suffix == ".index"):
