@@ -33,18 +33,15 @@ class Options:
     """What `convert --to accelerate` can be given."""
 
     fsdp: str | None = option(
-        str,
-        None,
         "For FSDP with Accelerate's SHARDED_STATE_DICT or FULL_STATE_DICT. Default: for training without FSDP.",
         choices=("sharded", "full"),
     )
     world_size: int | None = option(
-        int, None, "Number of files of a sharded model; any number of ranks can load them. Default: 1.", metavar="N"
+        "Number of files of a sharded model; any number of ranks can load them. Default: 1.", metavar="N"
     )
     groups: str = option(
-        str,
-        "keep",
         "Keep SOURCE's param groups, or write one group of all parameters in the model's order.",
+        "keep",
         choices=("keep", "one"),
     )
 

@@ -34,13 +34,12 @@ if TYPE_CHECKING:
 class Options:
     """What `convert --to dcp` can be given."""
 
-    world_size: int = option(int, 1, "Number of files; any number of ranks can load them.", metavar="N")
+    world_size: int = option("Number of files; any number of ranks can load them.", 1, metavar="N")
     dtype: str = dtype_option()
     keys: str = option(
-        str,
-        "nested",
         "nested: as get_state_dict; flat: as torchtitan, with the model's names at the top level and flat optimizer "
         "keys.",
+        "nested",
         choices=("nested", "flat"),
     )
 

@@ -33,31 +33,28 @@ if TYPE_CHECKING:
 class Options:
     """What `convert --to fsdp-rank-files` can be given."""
 
-    world_size: int | None = option(int, None, "Ranks that will load it. Default: as SOURCE.", metavar="N")
+    world_size: int | None = option("Ranks that will load it. Default: as SOURCE.", metavar="N")
     fsdp_version: int | None = option(
-        int,
-        None,
         "FSDP version: 1 writes the optimizer as flat parameters, 2 as DTensors. Default: as SOURCE, or 2.",
         choices=(1, 2),
     )
     fsdp_size: int | None = option(
-        int, None, "Ranks that share one copy; further ranks have copies (HSDP). Default: all.", metavar="N"
+        "Ranks that share one copy; further ranks have copies (HSDP). Default: all.", metavar="N"
     )
     device: str | None = option(
-        str, None, "Device type that will load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
+        "Device type that will load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
     )
     torch_version: str | None = option(
-        str, None, "torch that will load it, 2.3 or newer; each has its own form. Default: as SOURCE, or newest.",
+        "torch that will load it, 2.3 or newer; each has its own form. Default: as SOURCE, or newest.",
         metavar="N.N",
     )  # fmt: skip
     groups: str = option(
-        str,
-        "keep",
         "Keep SOURCE's param groups, or write one group of all parameters in the model's order, as verl has it.",
+        "keep",
         choices=("keep", "one"),
     )
     units: str | None = option(
-        str, None, "Modules that FSDP1 wraps, such as model.layers.*. Default: as SOURCE.", metavar="PATTERN,..."
+        "Modules that FSDP1 wraps, such as model.layers.*. Default: as SOURCE.", metavar="PATTERN,..."
     )
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Options:
     """What `convert --to zckpt` can be given."""
 
-    world_size: int = option(int, 1, "Number of files; any number of ranks can load them.", metavar="N")
+    world_size: int = option("Number of files; any number of ranks can load them.", 1, metavar="N")
 
 
 class Zckpt(Format):

@@ -31,15 +31,14 @@ class Options:
     """What `convert --to torch-checkpointing` can be given."""
 
     world_size: int | None = option(
-        int, None, "Ranks with files; any number can load model and optimizer. Default: as SOURCE.", metavar="N"
+        "Ranks with files; any number can load model and optimizer. Default: as SOURCE.", metavar="N"
     )
     keys: str = option(
-        str,
-        "numbers",
         "Optimizer state: by numbers, as in state_dict; by names, as optimizer_transform_pre; flat, as in torchtitan.",
+        "numbers",
         choices=("numbers", "names", "flat"),
     )
-    device: str = option(str, "cuda", "The ranks' device type: cuda, cpu, npu, ...", metavar="TYPE")
+    device: str = option("The ranks' device type: cuda, cpu, npu, ...", "cuda", metavar="TYPE")
 
 
 class TorchCheckpointing(Format):

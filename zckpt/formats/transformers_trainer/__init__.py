@@ -40,8 +40,6 @@ class Options:
     """What `convert --to transformers-trainer` can be given."""
 
     train_batch_size: int | None = option(
-        int,
-        None,
         "Batch size per device, for trainer_state.json. Required unless SOURCE states it.",
         metavar="N",
     )

@@ -34,7 +34,7 @@ class Options:
     """What `convert --to zero-redundancy` can be given."""
 
     world_size: int | None = option(
-        int, None, "Also write a file for each of N ranks. Default: only the consolidated state.", metavar="N"
+        "Also write a file for each of N ranks. Default: only the consolidated state.", metavar="N"
     )
     dtype: str = dtype_option()
 
