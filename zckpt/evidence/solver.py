@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.state import MASTER, Checkpoint, Parameter, Shape
+from zckpt.state import MASTER, Checkpoint, GivenNames, Parameter, Shape
 from zckpt.state.dtypes import is_complex, is_floating
 from zckpt.state.names import aligned
 
@@ -269,7 +269,7 @@ def note_numbers(checkpoint: Checkpoint, numbers: Sequence[object], *, advice: s
         )
 
 
-def note_not_used(checkpoint: Checkpoint, names: Sequence[str] | None, whose: str = "the directory has") -> None:
+def note_not_used(checkpoint: Checkpoint, names: GivenNames, whose: str = "the directory has") -> None:
     """Warn of names that were given where a file has them all."""
     if names is not None:
         checkpoint.warnings.append(f"--names is ignored: {whose} the names of the parameters")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
     from zckpt.engine.targets import TargetFile
     from zckpt.formats.stripping import Request, Stripping
-    from zckpt.state import Checkpoint, SourceFile
+    from zckpt.state import Checkpoint, GivenNames, SourceFile
     from zckpt.storage.ownership import Owned
 
 ROOTS, TAG, TP_RULES = "roots", "tag", "tp_rules"
@@ -46,7 +46,7 @@ class Search:
     roots: tuple[Path, ...] = ()
     tag: str | None = None
     tp_rules: Path | None = None
-    names: Sequence[str] | None = None
+    names: GivenNames = None
 
     @property
     def given(self) -> frozenset[str]:
@@ -139,7 +139,7 @@ class TargetFiles:
     copied: Collection[str] = frozenset()
     replaceable: Callable[[str], bool] = lambda _: False
     check: Callable[[], int] | None = None
-    names: Sequence[str] | None = None
+    names: GivenNames = None
     in_floats: bool = False
     rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
 

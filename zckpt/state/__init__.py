@@ -11,6 +11,7 @@ from zckpt.state.checkpoint import (
     WEIGHT,
     Checkpoint,
     Duplicate,
+    GivenNames,
     Parameter,
     ParamGroup,
     RankValue,

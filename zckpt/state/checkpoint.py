@@ -25,6 +25,9 @@ from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 WEIGHT = "weight"
 MASTER = "master"
 
+GivenNames = Sequence[str] | None
+"""Names of an optimizer's parameters in its order, as the user gave them for files that only number them."""
+
 SHOWN_KEYS = 6
 """Of optimizer state in a message; more are counted."""
 

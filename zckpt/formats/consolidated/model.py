@@ -11,7 +11,6 @@ Masters that the model does not hold exactly are in the optimizer's state, under
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
@@ -24,7 +23,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.readable import is_readable
 from zckpt.formats.torch_files.reader import read_optimizer
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, read_torchfile
 
@@ -134,7 +133,7 @@ def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> T
     return torch_writer.lay_out(name, {**root, KEY: remainder(checkpoint) | known_names(checkpoint)})
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
     Raises

@@ -23,7 +23,7 @@ from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, restore_from
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, with_scalars
 from zckpt.formats.torch_files.writer import value_node
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
 
@@ -63,7 +63,7 @@ def own_tree(
 
 
 def prepare(
-    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], file: TorchFile, names: Sequence[str] | None
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], file: TorchFile, names: GivenNames
 ) -> Sequence[str] | None:
     """Add the parameters of which the model has no tensor; give optimizers the groups and names that they lack.
 

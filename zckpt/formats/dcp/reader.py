@@ -35,7 +35,7 @@ from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
-from zckpt.state import WEIGHT, Checkpoint, SourceFile, dict_of
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
@@ -46,7 +46,7 @@ STEP_PLACES = ("train_state", "trainer_state", "trainer", "progress")
 """Keys under which programs keep a dict that has the step."""
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory that torch's DCP wrote.
 
     Parameters
@@ -108,7 +108,7 @@ def fill(
     checkpoint: Checkpoint,
     root: Branch,
     *,
-    names: Sequence[str] | None = None,
+    names: GivenNames = None,
     own: TorchFile | None = None,
     pairs: Sequence[Sequence[str]] = (),
 ) -> list[str]:

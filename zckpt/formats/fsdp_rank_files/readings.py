@@ -28,7 +28,7 @@ from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.formats.torch_files.optimizer import shared_values
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import Checkpoint, PaddingSpan, Parameter, ParamGroup, Shape, Slot, without
+from zckpt.state import Checkpoint, GivenNames, PaddingSpan, Parameter, ParamGroup, Shape, Slot, without
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
 from zckpt.state.spans import CutSpans
@@ -56,7 +56,7 @@ class Reading:
 
 
 def readings(
-    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, ranks: Sequence[int], names: Sequence[str] | None
+    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, ranks: Sequence[int], names: GivenNames
 ) -> Reading:
     """Return the only reading that the files leave.
 
@@ -110,7 +110,7 @@ class _Solver:
     model: Model
     optimizer: Optimizer
     ranks: Collection[int]
-    names: Sequence[str] | None
+    names: GivenNames
 
     @cached_property
     def keys(self) -> list[Key]:
@@ -311,7 +311,7 @@ def _one_each(pairs: Iterable[tuple[Key, str]]) -> dict[Key, tuple[str, ...]]:
 
 
 def attach(
-    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: Sequence[str] | None, *, ties_are_known: bool
+    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: GivenNames, *, ties_are_known: bool
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 

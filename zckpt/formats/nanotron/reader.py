@@ -28,6 +28,7 @@ from zckpt.state import (
     MASTER,
     Checkpoint,
     Duplicate,
+    GivenNames,
     Parameter,
     ParamGroup,
     Shape,
@@ -119,7 +120,7 @@ class Rank:
     masters: Mapping[object, object]
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all files.
 
     `names`: are not needed. Raises ShardError: a rank's file is missing; LayoutError: files contradict each other;

@@ -29,7 +29,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of, without
+from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
@@ -311,7 +311,7 @@ def attach(
     optimizer: OptimizerState,
     path: str,
     *,
-    names: Sequence[str] | None = None,
+    names: GivenNames = None,
     sample: Sample | None = None,
     certain: Mapping[int, str] | None = None,
     orders: Orders = in_order_or_sorted,
@@ -406,7 +406,7 @@ def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dic
 def names_of(
     checkpoint: Checkpoint,
     optimizer: OptimizerState,
-    names: Sequence[str] | None = None,
+    names: GivenNames = None,
     *,
     taken: Collection[str] = (),
     sample: Sample | None = None,
@@ -469,7 +469,7 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     return found
 
 
-def _labels(optimizer: OptimizerState, names: Sequence[str] | None) -> dict[int, str]:
+def _labels(optimizer: OptimizerState, names: GivenNames) -> dict[int, str]:
     """Return the names of parameters of which no model is there: the user's or the file's; empty if it gives none."""
     numbers = optimizer.every_number
     recorded = names or optimizer.recorded_names

@@ -17,7 +17,7 @@ from zckpt.evidence import Evidence, in_order
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
-from zckpt.state import Shape
+from zckpt.state import GivenNames, Shape
 from zckpt.state.names import MAGNITUDE, PEFT
 
 UNTRAINED = ("running_mean", "running_var", "inv_freq")
@@ -69,7 +69,7 @@ class Weights:
     is_converted: bool = False
 
 
-def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str] | None = None) -> dict[int, str]:
+def read_names(optimizer: OptimizerState, weights: Weights, names: GivenNames = None) -> dict[int, str]:
     """Return the names that are certain, by number.
 
     `names`: from the user: in the optimizer's order, or those of all of the model in its order. Raises UsageError: they

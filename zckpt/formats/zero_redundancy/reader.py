@@ -40,7 +40,7 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Topology
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Parameter, ParamGroup, Shape, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
@@ -235,7 +235,7 @@ def _shape(state: OptimizerState, number: int, rank: int) -> Shape:
     return found.pop()
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
     Ranks' files number their parameters by themselves, in the order in which they were assigned. Which is which
@@ -262,7 +262,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     return read_foreign(directory, names)
 
 
-def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | None) -> Checkpoint:
+def read_own(directory: Directory, metadata: TorchFile, names: GivenNames) -> Checkpoint:
     """Read a directory that zckpt wrote; `metadata.pt` says which tensors are buffers and which are tied."""
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     for model in directory.models:
@@ -316,7 +316,7 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
     return order, shapes, held, bool(said.get("unnamed"))
 
 
-def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
+def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
     """Read a directory that another program wrote."""
     path = str(directory.path)
     checkpoint = _model(directory, names)
@@ -402,7 +402,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
                 checkpoint.duplicates.append(Duplicate("parameter", label, label, slot, original))
 
 
-def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
+def _model(directory: Directory, names: GivenNames) -> Checkpoint:
     """Return the content of the file that has the model: one next to the ranks' files, or else rank 0's own."""
     found: list[Checkpoint] = []
     for path in directory.others:

@@ -25,7 +25,7 @@ from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.one_bit import without_errors
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float, dict_of, list_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, GivenNames, Parameter, Slot, as_float, dict_of, list_of
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import narrow, reshape
@@ -83,7 +83,7 @@ class Numbered:
     def attach(
         self,
         checkpoint: Checkpoint,
-        names: Sequence[str] | None,
+        names: GivenNames,
         orders: Orders = in_order_or_sorted,
     ) -> bool:
         """Give a checkpoint's parameters the optimizer's state; False: the order in flat masters is not certain.
@@ -119,7 +119,7 @@ class Numbered:
         return True
 
     def _unflattened(
-        self, checkpoint: Checkpoint, names: Sequence[str] | None, orders: Orders
+        self, checkpoint: Checkpoint, names: GivenNames, orders: Orders
     ) -> tuple[OptimizerState, Mapping[int, str]] | None:
         """Return an optimizer of flat masters as one that numbers its parameters, and their names by number.
 
@@ -188,7 +188,7 @@ class Numbered:
         return names if names and whole and len(set(names)) == len(names) else None
 
 
-def attach_optimizer(rank: Rank, names: Sequence[str] | None) -> None:
+def attach_optimizer(rank: Rank, names: GivenNames) -> None:
     """Give a rank of stage 0 the optimizer in its model file; errors are those of `Numbered`."""
     optimizer = Numbered(rank.model.file)
     keep_other_state(rank, optimizer.content, rank.model.file)
