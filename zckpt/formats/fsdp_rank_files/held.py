@@ -128,18 +128,20 @@ def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int], numbers
     return ranks[position(coordinate, row_major(sizes))]
 
 
+def _said(node: object, name: str) -> object:
+    """Return an attribute of what should be an object."""
+    return node.get(name) if isinstance(node, Object) else None
+
+
 def _sizes(node: Object) -> Shape | None:
     mesh = node.get("mesh")
     if isinstance(mesh, Tensor):
         return mesh.shape
     layout = node.get("_layout")
-    if not isinstance(layout, Object):
-        return None
-    axes = layout.get("axes")
-    if isinstance(axes, (tuple, list)):
-        shapes = [axis.get("shape") if isinstance(axis, Object) else None for axis in axes]
+    if isinstance(axes := _said(layout, "axes"), (tuple, list)):
+        shapes = [_said(axis, "shape") for axis in axes]
     else:
-        whole = layout.get("shape", layout.get("sizes"))
+        whole = layout.get("shape", layout.get("sizes")) if isinstance(layout, Object) else None
         shapes = list(whole) if isinstance(whole, (tuple, list)) else [whole]
     found = [_product(shape) for shape in shapes]
     return tuple(size for size in found if size is not None) if None not in found else None
@@ -424,18 +426,15 @@ class RankReader:
     def _sharded(self, node: MetaTensor) -> Held:
         state = node.state
         shards, metadata = (state[0], state[1]) if isinstance(state, tuple) and len(state) >= 2 else (None, None)
-        size = integers(metadata.get("size")) if isinstance(metadata, Object) else None
+        size = integers(_said(metadata, "size"))
         if not isinstance(shards, list) or size is None or size != node.shape:
             raise DamagedFileError("an unreadable ShardedTensor", expected=f"shards of shape {node.shape}", found=size)
         boxes = [self._shard(shard, size) for shard in shards]
         return Held(SHARDED, size, node.dtype, tuple(box for box in boxes if box.tensor.numel), _groups(state))
 
     def _shard(self, shard: object, shape: Shape) -> Box:
-        tensor = shard.get("tensor") if isinstance(shard, Object) else None
-        about = shard.get("metadata") if isinstance(shard, Object) else None
-        offsets, sizes = (
-            integers(about.get(key)) if isinstance(about, Object) else None for key in ("shard_offsets", "shard_sizes")
-        )
+        tensor, about = (_said(shard, key) for key in ("tensor", "metadata"))
+        offsets, sizes = (integers(_said(about, key)) for key in ("shard_offsets", "shard_sizes"))
         if not isinstance(tensor, Tensor) or offsets is None or sizes is None or tensor.shape != sizes:
             raise DamagedFileError(
                 "an unreadable shard of a ShardedTensor",
@@ -466,7 +465,7 @@ def _groups(state: object) -> Mesh | None:
     """Return the process group that a ShardedTensor was cut for, as the last dimension of a mesh of all ranks."""
     group = state[2] if isinstance(state, tuple) and len(state) > 2 else None
     keys = ("local_rank", "local_world_size", "global_rank", "global_world_size")
-    known = integers(tuple(group.get(key) for key in keys)) if isinstance(group, Object) else None
+    known = integers(tuple(_said(group, key) for key in keys))
     if known is None or not 0 <= known[0] < known[1] or not 0 <= known[2] < known[3] or known[3] % known[1]:
         return None
     return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])

@@ -120,7 +120,7 @@ def _keep_rest(checkpoint: Checkpoint, model: Model, directory: Directory) -> No
 
 
 def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
-    firsts = [held.first[1] for held in model.held.values()]
+    firsts = [held.first for held in model.held.values()]
     meshes = dict.fromkeys(one.mesh for one in firsts if one.mesh is not None)
     device = next(iter(meshes)).device if meshes else ""
     if device:

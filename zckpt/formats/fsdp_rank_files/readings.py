@@ -182,7 +182,7 @@ class _Solver:
             name = known.get(str(key), str(key))
             one = parameters.get(name)
             # State of several shapes is factored, and none of them need be the parameter's.
-            factored = len({held.first[1].shape for held in self.optimizer.cut(key).values()}) > 1
+            factored = len({held.first.shape for held in self.optimizer.cut(key).values()}) > 1
             if one is not None and not factored and not self.fits(WHOLE, key, one.shape):
                 raise UnsupportedError(
                     f"the state of {name} has another shape than the parameter",
@@ -233,7 +233,7 @@ class _Solver:
             return reading
         trained = {name for key, names in reading.names.items() if self.optimizer.cut(key) for name in names}
         known = {name for names in reading.names.values() for name in names} | {alias for alias, _ in reading.ties}
-        shapes = {name: held.first[1].shape for name, held in self.model.held.items()}
+        shapes = {name: held.first.shape for name, held in self.model.held.items()}
         if all(name in known or len(shape) < 2 for name, shape in shapes.items()):
             return reading
         more = [
@@ -366,7 +366,7 @@ def shard_groups(model: Model, world_size: int) -> list[list[int]]:
     The last dimension of FSDP's mesh is the one that cuts, one before it copies. Where tensors have meshes of several
     forms, as under tensor parallelism, all ranks are one group, in which no flat parameter will fit.
     """
-    sharded = [held for held in model.held.values() if held.first[1].kind != PLAIN]
+    sharded = [held for held in model.held.values() if held.first.kind != PLAIN]
     if not sharded:
         return [[rank] for rank in range(world_size)]
     meshes = [one.mesh for _, one in sharded[0]]
@@ -375,7 +375,7 @@ def shard_groups(model: Model, world_size: int) -> list[list[int]]:
         if mesh is not None:
             groups.setdefault(mesh.coordinate[:-1], {})[mesh.coordinate[-1]] = rank
     size = max((mesh.sizes[-1] for mesh in meshes if mesh is not None), default=0)
-    alike = {held.first[1].mesh.sizes for held in sharded if held.first[1].mesh is not None}
+    alike = {held.first.mesh.sizes for held in sharded if held.first.mesh is not None}
     if len(alike) != 1 or {len(shards) for shards in groups.values()} != {size} or size * len(groups) != world_size:
         return [list(range(world_size))]
     return [[shards[at] for at in range(size)] for _, shards in sorted(groups.items())]
@@ -397,10 +397,10 @@ class _Giving:
         for owner in owners:
             owner.group = group
         for slot, held in tensors.items():
-            rank, first = held.first
-            if first.shape == () and first.kind == PLAIN:
+            if held.first.shape == () and held.first.kind == PLAIN:
+                path = files.paths[next(iter(held.by_tree))]
                 for owner in owners:
-                    owner.slots[slot] = slot_of(slot, first.boxes[0].tensor, files.paths[rank])
+                    owner.slots[slot] = slot_of(slot, held.first.boxes[0].tensor, path)
             elif self.reading.kind in (FLAT, PIECES):
                 self._give_line(slot, dict(held), owners)
             else:
@@ -419,7 +419,7 @@ class _Giving:
                 ]
         if not names and not self.optimizer.has_state(key):
             return []
-        shape = shown_shape({slot: [held.first[1].shape] for slot, held in self.optimizer.cut(key).items()})
+        shape = shown_shape({slot: [held.first.shape] for slot, held in self.optimizer.cut(key).items()})
         return [
             checkpoint.parameters.get(name) or keep_number(checkpoint, name, shape) for name in names or (str(key),)
         ]
@@ -452,7 +452,7 @@ class _Giving:
                 whole = concat(parts, 0) if parts else Slot(slot, next(iter(held.values())).dtype, (0,), ())
                 found[0].append((ranks[0], reshape(whole, shapes[0])))
                 continue
-            cut, start = files.cut(tuple(ranks), [one for _, one in tensors]), 0
+            cut, start = files.cut(tuple(ranks), tensors), 0
             if cut is None:
                 raise UnsupportedError("a flat parameter whose shards are not contiguous",
                                        path=files.paths[ranks[0]])  # fmt: skip
