@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -360,3 +361,30 @@ class Format(Protocol):
         sides : (Checkpoint, Checkpoint)
         """
         return False
+
+
+class InFolder(Format):
+    """A format in a folder of its own: `reader` reads it, `writer` lays it out. Modules are imported when needed."""
+
+    def module(self, name: str) -> Any:  # noqa: ANN401  # with functions of its own
+        """Return a module of the folder."""
+        return import_module(f"{type(self).__module__}.{name}")
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Return what `reader.read` makes of a place and the user's names."""
+        checkpoint: Checkpoint = self.module("reader").read(found.place, names=search.names)
+        return checkpoint
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return what `writer.lay_out` does, if the format is written."""
+        written: TargetFiles = self.module("writer").lay_out(job) if self.writes else super().lay_out(job)
+        return written
+
+
+class Strippable(InFolder):
+    """One that `strip` in the folder takes slots out of."""
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Return what `strip.strip` does."""
+        stripping: Stripping = self.module("strip").strip(checkpoint, source, request)
+        return stripping

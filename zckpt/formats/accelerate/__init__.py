@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.directory import is_own as is_dcps
-from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
+from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.ownership import Owned
@@ -61,7 +61,7 @@ def _is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 
-class Accelerate(Format):
+class Accelerate(InFolder):
     """What Accelerate's `load_state` takes, without DeepSpeed."""
 
     name = "accelerate"
@@ -88,12 +88,6 @@ class Accelerate(Format):
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Leave all directories to other formats."""
         return False
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the files of a directory that `load_state` takes."""
-        from zckpt.formats.accelerate.writer import lay_out
-
-        return lay_out(job)
 
 
 FORMATS = (Accelerate(),)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import listed
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import LastStep, last_folder
@@ -26,7 +26,6 @@ from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.formats.format import Survey
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint
 
 
@@ -56,7 +55,7 @@ def _find(path: Path, tag: str | None) -> Directory | NearMiss | None:
     return None if directory is None else replace(directory, unfinished=last.unfinished)
 
 
-class Dcp(Format):
+class Dcp(Strippable):
     """Directories of torch.distributed.checkpoint."""
 
     name = "dcp"
@@ -114,12 +113,6 @@ class Dcp(Format):
         return TargetFiles(
             lay_out(job.checkpoint, world_size=options.world_size, dtype=options.dtype, keys=options.keys)
         )
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Return `.metadata` and the items without the optimizer's state."""
-        from zckpt.formats.dcp.strip import strip
-
-        return strip(checkpoint, source, request)
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file, and hold each item against `.metadata`."""

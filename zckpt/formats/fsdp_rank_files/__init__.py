@@ -19,14 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Found, InFolder, NearMiss, Search
 from zckpt.formats.fsdp_rank_files.directory import OWNED
 from zckpt.formats.options import option
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class Options:
     )
 
 
-class FsdpRankFiles(Format):
+class FsdpRankFiles(InFolder):
     """One torch file for each rank of FSDP."""
 
     name = "fsdp-rank-files"
@@ -87,18 +83,6 @@ class FsdpRankFiles(Format):
         from zckpt.formats.fsdp_rank_files.directory import has_rank_files
 
         return has_rank_files(directory)
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the structure of all ranks' files."""
-        from zckpt.formats.fsdp_rank_files.reader import read
-
-        return read(found.place, names=search.names)
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the files of all ranks, and what they have no place for."""
-        from zckpt.formats.fsdp_rank_files.writer import lay_out
-
-        return lay_out(job)
 
 
 FORMATS = (FsdpRankFiles(),)

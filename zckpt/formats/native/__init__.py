@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, TargetFiles
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, RANK_ROLE, is_native
 from zckpt.formats.options import option
@@ -24,7 +24,6 @@ from zckpt.formats.options import option
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
     from zckpt.formats.format import Survey
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint, SourceFile
 
 
@@ -35,7 +34,7 @@ class Options:
     world_size: int = option("Number of files; any number of ranks can load them.", 1, metavar="N")
 
 
-class Zckpt(Format):
+class Zckpt(Strippable):
     """The format of zckpt itself."""
 
     name = "zckpt"
@@ -63,12 +62,6 @@ class Zckpt(Format):
             pass
         return Found(path) if search.tag is None and is_native(path) else None
 
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the document and the headers of the files."""
-        from zckpt.formats.native.reader import read
-
-        return read(found.place, names=search.names)
-
     def is_checkpoint(self, directory: Path) -> bool:
         """Tell a directory of this format, complete or not."""
         return is_native(directory)
@@ -78,12 +71,6 @@ class Zckpt(Format):
         from zckpt.formats.native.writer import lay_out
 
         return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size))
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Return the document and the ranks' files without what goes; each rank's file keeps its part of the rest."""
-        from zckpt.formats.native.strip import strip
-
-        return strip(checkpoint, source, request)
 
     def checks(self, file: SourceFile) -> Iterable[Sum]:
         """Return the digest of each tensor; refuse a file that was replaced after the checkpoint was opened."""

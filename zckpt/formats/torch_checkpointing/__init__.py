@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
+from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.storage.ownership import Owned, called
@@ -41,7 +41,7 @@ class Options:
     device: str = option("The ranks' device type: cuda, cpu, npu, ...", "cuda", metavar="TYPE")
 
 
-class TorchCheckpointing(Format):
+class TorchCheckpointing(InFolder):
     """A torch file for each item of each rank."""
 
     name = "torch-checkpointing"
@@ -65,12 +65,6 @@ class TorchCheckpointing(Format):
         from zckpt.formats.torch_checkpointing.directory import read
 
         return read(found.place, names=search.names)
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the files of all ranks."""
-        from zckpt.formats.torch_checkpointing.writer import lay_out
-
-        return lay_out(job)
 
 
 FORMATS = (TorchCheckpointing(),)
