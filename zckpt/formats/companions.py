@@ -37,6 +37,7 @@ from zckpt.state import (
     Slot,
     SourceFile,
     Span,
+    grouped,
     stated,
     without,
 )
@@ -210,11 +211,7 @@ def _note_copies(
 
     Those with the same suffix together are the model once more; one that cannot be read is no copy.
     """
-    found: dict[str, list[tuple[SourceFile, dict[str, Slot]]]] = {}
-    for path in paths:
-        one = _tensors(path)
-        if one is not None:
-            found.setdefault(path.suffix, []).append(one)
+    found = grouped((path.suffix, one) for path in paths if (one := _tensors(path)) is not None)
     noted = False
     for files in found.values():
         slots = {names.get(name, name): slot for _, its in files for name, slot in its.items()}

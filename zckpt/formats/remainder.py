@@ -21,7 +21,7 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError, about
 from zckpt.formats.torch_files.content import EXTRA_STATE, STATE_DICT_KEYS
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float, dict_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float, dict_of, grouped
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.state.names import is_number
@@ -178,10 +178,7 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     for name in [one.name for one in checkpoint.tensors()] if held else ():
         while (name := name.rpartition(".")[0]) and name not in modules:
             modules.add(name)
-    found: dict[str, list[tuple[str, str, object]]] = {}
-    for one in held:
-        if (known_as := _in_model(one[1], modules)) is not None:
-            found.setdefault(known_as, []).append(one)
+    found = grouped((known_as, one) for one in held if (known_as := _in_model(one[1], modules)) is not None)
     values: dict[str, object] = {}
     for known_as, several in found.items():
         best = [one for one in several if one[0] == known_as or one[0].partition(".")[0] in _OF_MODEL] or several

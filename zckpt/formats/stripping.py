@@ -29,7 +29,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
-from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, grouped
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
 from zckpt.storage.files import is_file
@@ -342,12 +342,8 @@ def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritt
 
 def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[dict[str, int], dict[int, Tensor]]:
     """Return the bytes of storages that go, by kind, and the tensors of smaller storages by the id of the old ones."""
-    tensors: dict[str, list[Tensor]] = {}
-    for _, tensor in walk_tensors(edited.root):
-        tensors.setdefault(tensor.storage.key, []).append(tensor)
-    dropped: dict[str, list[tuple[int, int, str]]] = {}
-    for kind, tensor in edited.dropped:
-        dropped.setdefault(tensor.storage.key, []).append((*tensor.reach, kind))
+    tensors = grouped((tensor.storage.key, tensor) for _, tensor in walk_tensors(edited.root))
+    dropped = grouped((tensor.storage.key, (*tensor.reach, kind)) for kind, tensor in edited.dropped)
     nodes = each(edited.root, lambda node: [one for _, one in children(node) if not is_leaf(one)])
     whole = {one.key for node in nodes for _, one in children(node) if isinstance(one, Storage)}  # by themselves
     saved: dict[str, int] = {}

@@ -26,7 +26,7 @@ from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.naming.taken import take
-from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, grouped
 from zckpt.state.boxes import intersection, overlap
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
@@ -125,13 +125,12 @@ def of_rule(
 ) -> list[Instance]:
     """Return the complete instances of a rule for templates of one of its sides, among names that are not taken yet."""
     shared = rule.shared
-    met: dict[tuple[int, ...], list[Tensor]] = {}
-    for template in templates:
-        for name in names:
-            indices = template.numbers(name)
-            if indices is not None:
-                key = tuple(indices[one] for one in shared)
-                met.setdefault(key, []).append(Tensor(template, indices, name, shapes[name]))
+    met = grouped(
+        (tuple(indices[one] for one in shared), Tensor(template, indices, name, shapes[name]))
+        for template in templates
+        for name in names
+        if (indices := template.numbers(name)) is not None
+    )
     return [
         Instance(rule, tuple(tensors), dict(zip(shared, key, strict=True)))
         for key, tensors in met.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.naming.axes import within
-from zckpt.state import Checkpoint, Parameter, Slot
+from zckpt.state import Checkpoint, Parameter, Slot, grouped
 from zckpt.state.views import concat, narrow, zeros
 
 _ITEM = re.compile(r"(zero|[0-9]{1,9})(-(?P<last>[0-9]{0,9}))?(\*(?P<times>[1-9][0-9]{0,8}))?")
@@ -89,9 +89,7 @@ def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
     numbers = {number for _, number, _ in parts.values()}
     with within(where):
         ranges = taken.ranges(max(numbers) + 1)
-    places: dict[int, list[int]] = {}
-    for new, old in enumerate((low or 0) + n for low, size in ranges for n in range(size)):
-        places.setdefault(old, []).append(new)
+    places = grouped((old, new) for new, old in enumerate((low or 0) + n for low, size in ranges for n in range(size)))
     if missing := places.keys() - numbers:
         raise UsageError(f"{where}: {taken.front} has no {min(missing)}", path=checkpoint.named)
 

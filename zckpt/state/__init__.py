@@ -23,7 +23,7 @@ from zckpt.state.checkpoint import (
     number_of,
 )
 from zckpt.state.dtypes import is_floating, itemsize
-from zckpt.state.mappings import dict_of, list_of, stated, without
+from zckpt.state.mappings import dict_of, grouped, list_of, stated, without
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,

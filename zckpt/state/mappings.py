@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 Key = TypeVar("Key")
@@ -18,6 +18,14 @@ def without(mapping: Mapping[Key, Value], *keys: object) -> dict[Key, Value]:
 def stated(mapping: Mapping[Key, Value | None]) -> dict[Key, Value]:
     """Return what a mapping has but for None."""
     return {key: value for key, value in mapping.items() if value is not None}
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return what pairs have under each key; keys, and what each has, come as they first do."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def dict_of(node: object) -> dict[Any, Any]:

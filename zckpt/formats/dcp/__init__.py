@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import listed
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
-from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, TargetFiles
+from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import LastStep, last_folder
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
     from zckpt.state import Checkpoint
 
 

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from zckpt.errors import about
 from zckpt.formats.deepspeed.directory import classify, find, is_own
 from zckpt.formats.deepspeed.options import Options, RecutOptions
-from zckpt.formats.format import ROOTS, TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, TargetFiles
+from zckpt.formats.format import ROOTS, TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
     from zckpt.state import Checkpoint
 
 
@@ -82,8 +81,6 @@ class DeepSpeed(Strippable):
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every rank's files, and hold those that can be read against each other."""
-        from zckpt.formats.format import Survey
-
         if found is None:
             return Survey()
         from zckpt.formats.deepspeed.ranks import survey

@@ -40,7 +40,7 @@ from zckpt.formats.deepspeed.other_files import LATEST, beside_tag
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.stripping import Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of, grouped
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
 
@@ -145,11 +145,12 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | 
             "ranks have the param groups, with padding, in different orders", path=odd.path,
             expected="one order", advice="`zckpt reshard` writes them in one order",
         )  # fmt: skip
-    layouts: dict[str, list[Padding]] = {}
-    for one in origin.ranks:
-        paths = {member.rank: member.path for member in one.members}
-        for padding in sorted(one.padding, key=lambda padding: padding.group):
-            layouts.setdefault(paths[padding.rank], []).append(padding)
+    paths = {(one.mp_rank, member.rank): member.path for one in origin.ranks for member in one.members}
+    layouts = grouped(
+        (paths[one.mp_rank, padding.rank], padding)
+        for one in origin.ranks
+        for padding in sorted(one.padding, key=lambda padding: padding.group)
+    )
     if members[0].elastic:
         return layouts, True, None
     reason = _reason(origin, members, layouts)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.axes.expert_ranks import Placement
 from zckpt.formats.deepspeed.axes.stages import Stages
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup
+from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup, grouped
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
     FlatShare,
@@ -257,8 +257,7 @@ class Target:
     def own_values(self, mp_rank: int, rank: int) -> Sequence[RankValue]:
         """Return what a rank of the source has of its own, which is looked for in all ranks' once."""
         if not self._own_values:
-            for one in self.checkpoint.per_rank:
-                self._own_values.setdefault((one.mp_rank, one.rank), []).append(one)
+            self._own_values.update(grouped(((one.mp_rank, one.rank), one) for one in self.checkpoint.per_rank))
         return self._own_values.get((mp_rank, rank), ())
 
     def parts(self, mp: Rank, rank: int = 0) -> list[Part]:

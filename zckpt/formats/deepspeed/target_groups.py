@@ -28,7 +28,7 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.zenflow import transposed
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.state import ParamGroup, without
+from zckpt.state import ParamGroup, grouped, without
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order
 from zckpt.torchfile import Digests
@@ -158,9 +158,7 @@ def _numels(state: Rank, auto: Mapping[str, AutoLayer], names: Sequence[str], de
 def _groups(state: Rank, auto: Mapping[str, AutoLayer], stage: int) -> Iterator[_Group]:
     """Yield groups; of one with AutoEP's experts these and what else it has, in the order of their first ones."""
     for number, (group, degree) in enumerate(zip(state.param_groups, expert_degrees(state), strict=True)):
-        kinds: dict[int | None, list[str]] = {}
-        for name in group.parameters:
-            kinds.setdefault(auto[name].degree if name in auto else degree, []).append(name)
+        kinds = grouped((auto[name].degree if name in auto else degree, name) for name in group.parameters)
         if len(kinds) > 1 and stage != 3:
             raise mixed(*([name for name in group.parameters if (name in auto) == sparse] for sparse in (False, True)))
         for its, names in (kinds or {degree: []}).items():

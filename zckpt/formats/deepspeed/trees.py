@@ -38,7 +38,7 @@ from zckpt.formats.torch_files.writer import (
     value_node,
     view,
 )
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot, dict_of, list_of, stated
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot, dict_of, grouped, list_of, stated
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
@@ -332,9 +332,8 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     parts = [(group, group.position(rank), part) for group in mp.groups for part in group.parts(rank)]
     masters: list[object] = []
     states: list[dict[object, object]] = []
-    numbers: dict[int, list[int]] = {}  # of the parts of each group; experts may be some of a group
+    numbers = grouped((group.index, number) for number, (group, *_) in enumerate(parts))  # experts may be some of one
     for number, (group, position, part) in enumerate(parts):
-        numbers.setdefault(group.index, []).append(number)
         stripped = part.numel - part.padding(position)
         like = known[min(number, len(known) - 1)] if known else None
         masters.append(_partition(part, MASTER, position, part.numel if target.bf16_optimizer else stripped, like))

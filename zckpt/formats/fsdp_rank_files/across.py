@@ -16,7 +16,7 @@ from zckpt.errors import LayoutError, ShardError, SourceError, UnsupportedError,
 from zckpt.formats.fsdp_rank_files.held import DTENSOR, PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
-from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot
+from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, grouped
 from zckpt.state.spans import Chosen
 from zckpt.state.views import placed
 from zckpt.torchfile import Tensor, TorchFile
@@ -95,10 +95,7 @@ class RankFiles:
         _, first = held[0]
         if any(one.mesh is not None and one.mesh.rank not in (None, rank) for rank, one in held):
             return None
-        cells: dict[Cell, list[int]] = {}
-        for rank, one in held:
-            for box in one.boxes:
-                cells.setdefault((box.offsets, box.sizes), []).append(rank)
+        cells = grouped(((box.offsets, box.sizes), rank) for rank, one in held for box in one.boxes)
         ordered = sorted(cells.items())
         counts = {len(holders) for _, holders in ordered}
         width = _rows([cell for cell, _ in ordered], first.shape)
@@ -196,10 +193,7 @@ class RankFiles:
                     ranks=[other],
                     parameters=[label],
                 )
-        cells: dict[Cell, list[tuple[int, Tensor]]] = {}
-        for other, one in held:
-            for box in one.boxes:
-                cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
+        cells = grouped(((box.offsets, box.sizes), (at, box.tensor)) for at, one in held for box in one.boxes)
         if not math.prod(first.shape):
             return [(rank, Slot(name, first.dtype, first.shape, ()))]
         if self.lost:

@@ -44,13 +44,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError, about
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, Survey, TargetFiles
 from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
     from zckpt.state import Checkpoint
 
 

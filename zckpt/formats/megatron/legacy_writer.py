@@ -41,7 +41,7 @@ from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
-from zckpt.state import MASTER, Checkpoint, Slot
+from zckpt.state import MASTER, Checkpoint, Slot, grouped
 from zckpt.torchfile import DType
 
 RNG = "rng_state"
@@ -276,10 +276,7 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
     members = {name for group in groups for name in group.members}
     found: dict[object, object] = {JOINED: True}
     for at, chunk in enumerate(rank.chunks):
-        kinds: dict[str, list[Dealt]] = {}
-        for one in chunk:
-            if model.given[one.name] in members:
-                kinds.setdefault(model.dtype(one), []).append(one)
+        kinds = grouped((model.dtype(one), one) for one in chunk if model.given[one.name] in members)
         for kind, its in kinds.items():
             gradients = model.gradients.get(kind, "float32")
             numel = model.target.bucket_numel if rank.pp == 0 and at == 0 else None
@@ -292,11 +289,11 @@ def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | 
     members = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
     layout = lay_out_buckets(members, bucket_numel)
     starts = layout.starts()
-    parts: dict[str, list[tuple[str, SlotContent]]] = {}
-    for one in its:
-        for key, slot, dtype, label in model.states(one, rank.tp):
-            content = SlotContent(starts[one.local], slot, label)
-            parts.setdefault(PARAM if key == MASTER else key, []).append((dtype, content))
+    parts = grouped(
+        (PARAM if key == MASTER else key, (dtype, SlotContent(starts[one.local], slot, label)))
+        for one in its
+        for key, slot, dtype, label in model.states(one, rank.tp)
+    )
     tensors: dict[object, object] = {}
     for key, its_parts in parts.items():
         dtypes = sorted({dtype for dtype, _ in its_parts})

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
-from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, TargetFiles
+from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, RANK_ROLE, is_native
 from zckpt.formats.options import option
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
-    from zckpt.formats.format import Survey
     from zckpt.state import Checkpoint, SourceFile
 
 
@@ -94,7 +93,6 @@ class Zckpt(Strippable):
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read the document, then each file that it lists."""
-        from zckpt.formats.format import Survey
         from zckpt.formats.native.document import read_document
         from zckpt.formats.native.rank_file import open_rank_file
         from zckpt.state import SourceFile

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of, grouped
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
@@ -221,10 +221,7 @@ def describe(
             like, path=file.path, nbytes=file.nbytes, archive=file.archive, role=role, dp_rank=dp_rank, mp_rank=mp_rank,
             rules=tuple(rules), records=file.records,
         )  # fmt: skip
-    used: dict[str, list[tuple[int, int]]] = {}
-    for _, tensor in walk_tensors(file.root):
-        if tensor.numel:
-            used.setdefault(tensor.storage.key, []).append(tensor.reach)
+    used = grouped((tensor.storage.key, tensor.reach) for _, tensor in walk_tensors(file.root) if tensor.numel)
     covered = sum(total(merge(ranges)) for ranges in used.values())
     described = SourceFile(
         file.path,

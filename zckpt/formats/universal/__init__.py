@@ -20,12 +20,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, TargetFiles
+from zckpt.formats.format import TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.universal.directory import FOLDER, find, is_own, latest_universal
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
     from zckpt.state import Checkpoint
 
 
@@ -66,7 +65,6 @@ class Universal(Strippable):
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file; an error about one in a folder is about the parameter of that name."""
-        from zckpt.formats.format import Survey
         from zckpt.formats.survey import survey_files
 
         surveyed = survey_files(search.path) if found is not None else Survey()
