@@ -12,6 +12,7 @@ from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard
 from zckpt.state import Checkpoint, Topology
 
 if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer
     from zckpt.formats.deepspeed.target import TargetGroup, Unpartitioned
 
 
@@ -39,6 +40,9 @@ class Rank(Checkpoint):
         Parameters of layers that other stages of a pipeline use, too, where their names do not say so.
     transposed : bool
         Whether its files hold matrices transposed, see `zenflow`.
+    auto : mapping of str to AutoLayer
+        Of a target, by the names of AutoEP's tensors, which are rows of one tensor; DeepSpeed's experts are parameters
+        of their own.
     groups : list of TargetGroup
         Of a target: the param groups as it cuts them.
     unpartitioned : Unpartitioned or None
@@ -53,6 +57,7 @@ class Rank(Checkpoint):
     whole: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
     transposed: bool = False
+    auto: Mapping[str, AutoLayer] = field(default_factory=dict)
     groups: list[TargetGroup] = field(default_factory=list)
     unpartitioned: Unpartitioned | None = None
 

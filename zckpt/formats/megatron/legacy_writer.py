@@ -29,7 +29,7 @@ from zckpt.formats.megatron.buckets import lay_out as lay_out_buckets
 from zckpt.formats.megatron.cut import VOCABULARY, cuts_of
 from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.legacy import BOUNDS, FUSED, NUMBERED, ORDER, UNTIED
-from zckpt.formats.megatron.legacy_target import Target, target_of, with_sizes
+from zckpt.formats.megatron.legacy_target import Target, sizes_of, target_of
 from zckpt.formats.megatron.local import GRADIENTS
 from zckpt.formats.megatron.names import TIED
 from zckpt.formats.megatron.norms import live_names
@@ -39,7 +39,7 @@ from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.stages import Dealt, Sliced, dealt, expert_counts, on_expert_rank
 from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.tensors import arguments_of
+from zckpt.formats.torch_files.tensors import arguments_of, arguments_with
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, Checkpoint, Slot, grouped
 from zckpt.torchfile import DType
@@ -131,7 +131,7 @@ def lay_out(job: Job) -> TargetFiles:
     ranks = list(_ranks(model))
     tree = source.common_tree({key for key, value in checkpoint.metadata.items() if shards_of(value)})
     if ARGUMENTS in tree:
-        tree[ARGUMENTS] = with_sizes(tree[ARGUMENTS], target)
+        tree[ARGUMENTS] = arguments_with(tree[ARGUMENTS], sizes_of(target, arguments_of(tree[ARGUMENTS])))
     its_own = _of_ranks(checkpoint, ranks, target)
     if RNG in checkpoint.metadata and its_own is None:
         source.notes.append("random states belong to other ranks, and are kept in zckpt.pt: start Megatron-LM with "

@@ -17,7 +17,18 @@ from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Mentioned, Object, PlainParts, Tensor, TorchFile, node_of, walk_tensors
+from zckpt.torchfile import (
+    FromFile,
+    Mentioned,
+    Namespace,
+    Object,
+    PlainParts,
+    Tensor,
+    TorchFile,
+    node_of,
+    put_back,
+    walk_tensors,
+)
 
 Value = TypeVar("Value")
 Key = TypeVar("Key")
@@ -193,6 +204,17 @@ def arguments_of(value: object) -> dict[object, object]:
     """Return the attributes of a program's arguments; of anything else none."""
     node = node_of(value)
     return dict_of(node.state if isinstance(node, Object) else node)
+
+
+def arguments_with(value: object, others: Mapping[str, object]) -> object:
+    """Return a program's arguments with other values of those that are among them."""
+    node, known = node_of(value), arguments_of(value)
+    changed = known | {key: value for key, value in others.items() if key in known}
+    if changed == known:
+        return value
+    if isinstance(node, Object):
+        return put_back(value, replace(node, state=changed))
+    return put_back(value, Namespace(changed) if isinstance(node, Namespace) else changed)
 
 
 def as_names(node: object) -> list[str]:
