@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -146,7 +147,7 @@ def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
     return Kept(tuple(ranges), tuple(starts) if ranges else ())
 
 
-def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> dict[str, int]:
+def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> Counter[str]:
     """Return how many bytes of some ranges are each owner's; of what several own, the first one's.
 
     Parameters
@@ -161,7 +162,7 @@ def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> di
         start = max(low, pieces[-1][1]) if pieces else low
         if start < high:
             pieces.append((start, high, owner))
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     first = 0
     for low, high in ranges:
         while first < len(pieces) and pieces[first][1] <= low:
@@ -169,7 +170,7 @@ def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> di
         at = first
         while at < len(pieces) and pieces[at][0] < high:
             start, end, owner = pieces[at]
-            found[owner] = found.get(owner, 0) + min(high, end) - max(low, start)
+            found[owner] += min(high, end) - max(low, start)
             at += 1
     return found
 
@@ -346,7 +347,7 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
     dropped = grouped((tensor.storage.key, (*tensor.reach, kind)) for kind, tensor in edited.dropped)
     nodes = each(edited.root, lambda node: [one for _, one in children(node) if not is_leaf(one)])
     whole = {one.key for node in nodes for _, one in children(node) if isinstance(one, Storage)}  # by themselves
-    saved: dict[str, int] = {}
+    saved: Counter[str] = Counter()
     new: dict[int, Tensor] = {}
     for key, storage in file.storages.items():
         views, trimmed = tensors.get(key, []), key in edited.trimmed
@@ -363,9 +364,8 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
             new |= {id(tensor): _moved(tensor, shrunk, kept) for tensor in views}
         removed = without([(0, storage.nbytes)], kept.ranges)
         of = shares(removed, dropped.get(key, ()))
-        rest = total(removed) - sum(of.values())
-        of[PADDING if trimmed else UNREFERENCED] = rest
-        saved |= {kind: saved.get(kind, 0) + nbytes for kind, nbytes in of.items() if nbytes}
+        of[PADDING if trimmed else UNREFERENCED] = total(removed) - of.total()
+        saved += of
     return saved, new
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import Evidence
 from zckpt.formats.transformers_trainer.architectures import Architecture, is_converted
-from zckpt.formats.transformers_trainer.readings import Weights, names_in_order
+from zckpt.formats.transformers_trainer.readings import Weights, names_in_order, said_by
 from zckpt.naming.apply import Mapped, fits, mapped
 from zckpt.naming.document import Map, parse_map
 from zckpt.naming.installed import live_maps, transformers_map
@@ -47,10 +47,7 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
     known = Weights(candidates, is_ordered=True, known=Architecture(layer_norms=frozenset(live["layer_norms"])))
     given = source.given_names
     if given is not None:
-        order = said.known(given)
-        found = said.recorded(order)
-        if not found and {*order} >= {*candidates}:
-            found = names_in_order(said, [name for name in dict.fromkeys(order) if name in candidates], known)
+        order, found = said_by(given, said, known)
         if len(found) < len(said.numbers):
             raise UsageError(
                 "the names do not match the optimizer",

@@ -39,6 +39,7 @@ from zckpt.state import (
 )
 from zckpt.state.boxes import overlap
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, IMPLIED, Claim, Rule
+from zckpt.state.names import natural_order
 from zckpt.state.views import narrow, placed, plain, reshape
 from zckpt.storage.files import json_object
 from zckpt.torchfile import Digests, Tensor, TorchFile, read_torchfile
@@ -152,17 +153,14 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
             checkpoint.claims[str(file)] = Claim(FOREIGN, "the configuration of the run")
     ranks = _ranks(checkpoint, path / "optimizer", others)
     order = dict.fromkeys(name for one in ranks for name in one.names.values())
-    for name in [*(name for name in order if name in weights), *sorted(weights.keys() - order.keys(), key=_natural)]:
+    rest = sorted(weights.keys() - order.keys(), key=natural_order)
+    for name in [*(name for name in order if name in weights), *rest]:
         with about(path / "model"):
             checkpoint.parameters[name] = Parameter.of(name, weights[name].joined(name, weights[name].held))
     _attach(checkpoint, weights, ranks)
     _groups(checkpoint, ranks)
     _note_gaps(checkpoint, path, [file.name for file, _ in others])
     return checkpoint
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _add_weight(

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state.names import natural_order
 
 SLICED_EXPERTS = "sliced_experts"
 """Key of a checkpoint's details: whether tensor-parallel ranks have slices of all experts, or each has some whole."""
@@ -44,11 +45,6 @@ def layer_of(name: str) -> str:
     """Return the MoE layer of an expert's parameter: the name before the expert's number."""
     match = _EXPERT.fullmatch(name)
     return match["before"] if match else ""
-
-
-def in_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that takes numbers in a name as numbers."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 def named_degree(group: ParamGroup) -> int:
@@ -220,7 +216,7 @@ def check_split(groups: Sequence[ParamGroup]) -> None:
 def numbers_of_experts(names: Iterable[str]) -> list[int]:
     """Return how many experts each layer has, in the order of the layers' files."""
     found = experts_per_rank(names)
-    return [found[layer] for layer in sorted(found, key=in_order)]
+    return [found[layer] for layer in sorted(found, key=natural_order)]
 
 
 def of_auto_ep(checkpoint: Checkpoint) -> bool:
