@@ -240,8 +240,7 @@ def refuse_ungrouped(checkpoint: Checkpoint) -> None:
     lost = [
         one.name
         for one in checkpoint.parameters.values()
-        if one.name not in grouped
-        and (one.optimizer_slots or (MASTER in one.slots and one.slots[MASTER].dtype != one.dtype))
+        if one.name not in grouped and (one.optimizer_slots or (one.master and one.master.dtype != one.dtype))
     ]
     if lost:
         raise UnsupportedError(

@@ -31,7 +31,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.patterns import Patterns
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.names import PEFT
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
@@ -355,7 +355,7 @@ class _Reading:
                 if factor in {"", *_OF_SETTINGS.values()} - more:
                     strange.append(name)
                 own = factors.setdefault(match["module"], {}).setdefault(match["inner"].count("."), {})
-                own[factor] = owner.slots.get(MASTER) or owner.slots[WEIGHT]
+                own[factor] = owner.master or owner.slots[WEIGHT]
             elif match and match.re is _TOKENS:
                 tokens.setdefault(owner.name, []).append(match["module"])
             elif not match and _ADDED.search(f".{name}"):

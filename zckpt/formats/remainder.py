@@ -81,7 +81,7 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "frozen": [p.name for p in parameters if p.frozen],
         "tied": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
         "buffers": list(checkpoint.buffers),
-        "masters": any(MASTER in p.slots for p in parameters),
+        "masters": any(p.master for p in parameters),
         "metadata": dict(checkpoint.metadata),
         "optimizer_metadata": dict(checkpoint.optimizer_metadata),
     }
@@ -137,7 +137,7 @@ def described(node: object) -> dict[str, Parameter]:
 
 def types_of_weights(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the types of weights whose masters have another: in a file that has masters only, nothing else says it."""
-    masters = {name: checkpoint.owner(name).slots.get(MASTER) for name in checkpoint.parameters}
+    masters = {name: checkpoint.owner(name).master for name in checkpoint.parameters}
     types = {name: one.dtype for name, one in checkpoint.parameters.items()}
     return {name: types[name] for name, one in masters.items() if one is not None and one.dtype != types[name]}
 
@@ -285,7 +285,7 @@ def _mark(checkpoint: Checkpoint, tree: Mapping[object, object]) -> None:
         parameter, other = _parameter(checkpoint, alias), _parameter(checkpoint, owner)
         if parameter.shape != other.shape or other.tied_to is not None or set(parameter.slots) - {WEIGHT}:
             raise DamagedFileError(f"{alias} cannot be another name of {owner}")
-        copy, own = parameter.slots.get(WEIGHT), other.slots.get(WEIGHT)
+        copy, own = parameter.weight, other.weight
         if copy is not None and own is not None and copy.spans != own.spans:
             checkpoint.duplicates.append(Duplicate("tied", parameter.name, other.name, copy, own))
         parameter.tied_to, parameter.slots = other.name, {}

@@ -370,7 +370,7 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     ]
     for name, of in copies:
         one, own = kept.pop(name), kept[of]
-        is_alike = list(one.slots) == [WEIGHT] and WEIGHT in own.slots and one.shape == own.shape
+        is_alike = list(one.slots) == [WEIGHT] and own.weight and one.shape == own.shape
         if one.tied_to != of and not (is_alike and not differences([pair(name, one.slots[WEIGHT], own.slots[WEIGHT])])):
             raise UnsupportedError(
                 f"{name} is not a copy of {of}, and the map {map_.name} has no other place for it",

@@ -25,9 +25,8 @@ FILE, MEMORY = range(2)
 
 def numbers_alone(checkpoint: Checkpoint) -> bool:
     """Tell whether one optimizer of a Trainer only numbers its parameters, and the files told the name of none."""
-    members = [name for group in checkpoint.param_groups for name in group.parameters]
     is_one = checkpoint.format == "transformers-trainer" and not checkpoint.optimizers()
-    return is_one and bool(checkpoint.unnamed) and all(map(is_number, members))
+    return is_one and bool(checkpoint.unnamed) and all(map(is_number, checkpoint.grouped))
 
 
 def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any]) -> Checkpoint | None:

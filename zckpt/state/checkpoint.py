@@ -106,6 +106,16 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def weight(self) -> Slot | None:
+        """Its weight, if a file has it."""
+        return self.slots.get(WEIGHT)
+
+    @property
+    def master(self) -> Slot | None:
+        """Its master, if it has one."""
+        return self.slots.get(MASTER)
+
+    @property
     def optimizer_slots(self) -> dict[str, Slot]:
         """Its slots except the weight and the master."""
         return without(self.slots, WEIGHT, MASTER)

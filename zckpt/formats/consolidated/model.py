@@ -66,7 +66,7 @@ def trained_tensors(checkpoint: Checkpoint, *, tied: str = "duplicate") -> Tenso
 
 def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | None:
     """Return the slot that a parameter is written from, and its element type in the target."""
-    weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+    weight, master = parameter.weight, parameter.master
     best = master or weight
     if best is None:
         return None
@@ -84,7 +84,7 @@ def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | N
 def optimizer_slots(checkpoint: Checkpoint, dtype: str | None) -> list[str]:
     """Return the slots that the optimizer's file needs: all, but for masters that the model's file holds exactly."""
     found = [name for name in checkpoint.slot_names() if name != WEIGHT]
-    exact = all(_is_exact(p, dtype) for p in checkpoint.parameters.values() if MASTER in p.slots)
+    exact = all(_is_exact(p, dtype) for p in checkpoint.parameters.values() if p.master)
     return [name for name in found if name != MASTER or not exact]
 
 

@@ -217,8 +217,8 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
 def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
     """Return one parameter's state: single values, and the tensors of the slots asked for."""
     values = parameter_values(checkpoint, parameter)
-    if MASTER in slots and MASTER in parameter.slots:
-        values[MASTER] = parameter.slots[MASTER]
+    if MASTER in slots and parameter.master:
+        values[MASTER] = parameter.master
     found: dict[object, object] = {}
     for key, value in values.items():
         if not isinstance(value, Slot):

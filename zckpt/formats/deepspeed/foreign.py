@@ -111,7 +111,7 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
                 f"{listed(rest)} of param group {index} {('has' if len(rest) == 1 else 'have')} no optimizer state: "
                 "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step"
             )
-        without_master += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
+        without_master += [p.name for p in members if not p.master and p.dtype != "float32"]
     if without_master:
         found.append(f"masters of {listed(without_master)} are copied from the weights: the source has none")
     unsure = [p.name for p in checkpoint.parameters.values() if p.group is None and not (p.frozen or p.tied_to)]

@@ -40,7 +40,7 @@ from zckpt.formats.deepspeed.other_files import LATEST, beside_tag
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.stripping import Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of, grouped
+from zckpt.state import MASTER, Checkpoint, Padding, dict_of, grouped
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
 
@@ -69,7 +69,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         request.optimizer
         and any(member.stage != 3 for member in members)
         and not directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
-        and all(WEIGHT in p.slots for p in checkpoint.owners)
+        and all(p.weight for p in checkpoint.owners)
     )
     layouts, lean, notes = dict[str, list[Padding]](), False, list[str]()
     if without_files:

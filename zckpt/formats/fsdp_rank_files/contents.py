@@ -498,7 +498,7 @@ def tie(checkpoint: Checkpoint, alias: str, owner: str) -> None:
     one, other = checkpoint.parameters[alias], checkpoint.parameters[owner]
     if one.tied_to is not None:
         return
-    copy, original = one.slots.get(WEIGHT), other.slots[WEIGHT]
+    copy, original = one.weight, other.slots[WEIGHT]
     if copy is not None:
         checkpoint.duplicates = [
             Duplicate("tied", alias, owner, two.slot, original, two.rank) if two.name == alias else two

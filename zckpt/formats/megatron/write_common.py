@@ -144,7 +144,7 @@ class Source:
         """
         one, (written, dtype) = self.trained[name], self.tensors[name]
         if self.kind != PLAIN or dtype != "float32":
-            master = one.slots.get(MASTER)
+            master = one.master
             yield MASTER, master or written, "float32" if master is None else master.dtype
         for key, slot in one.slots.items():
             if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):

@@ -74,7 +74,7 @@ def _thinned(parameter: Parameter, request: Request, shaped: Collection[str]) ->
         key: slot
         for key, slot in parameter.slots.items()
         if key == WEIGHT
-        or (key == MASTER and not (request.optimizer and WEIGHT in parameter.slots))
+        or (key == MASTER and not (request.optimizer and parameter.weight))
         or (key != MASTER and not state and key not in gone)
     }
     return replace(parameter, slots=kept, state={} if state else parameter.state), state

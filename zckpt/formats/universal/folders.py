@@ -255,8 +255,8 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
 def _trained(
     parameter: Parameter, state: dict[str, object], needed: dict[str, object], keys: dict[str, object]
 ) -> Folder:
-    master = parameter.slots.get(MASTER) or weight_or_master(parameter)
-    dtype = "float32" if MASTER not in parameter.slots and is_floating(master.dtype) else master.dtype
+    master = parameter.master or weight_or_master(parameter)
+    dtype = "float32" if not parameter.master and is_floating(master.dtype) else master.dtype
     folder = Folder(parameter.name)
     folder.files[MASTER_STEM] = {**keys, "param": _tensor(parameter, MASTER_STEM, master, dtype)}
     for key, value in state.items():

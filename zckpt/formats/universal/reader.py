@@ -385,7 +385,7 @@ class _Reading:
                 continue
             if not (self.folder / name / f"{MASTER_STEM}{SUFFIX}").is_file():
                 continue
-            stored, held = self._stored(name).tensors[MASTER], owner.slots.get(WEIGHT) or owner.slots.get(MASTER)
+            stored, held = self._stored(name).tensors[MASTER], owner.weight or owner.master
             if held and stored.tensor.numel == held.numel and (stored.flat or stored.tensor.shape == held.shape):
                 slot = replace(stored.slot(MASTER, held.shape), name=held.name)
                 if is_floating(held.dtype) and itemsize(held.dtype) < itemsize(slot.dtype):

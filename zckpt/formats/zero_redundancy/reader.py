@@ -424,7 +424,7 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
         one = torch_reader.read(directory.ranks[0])
         checkpoint = Checkpoint(one.source, FORMAT, buffers=one.buffers)
         for name, p in one.parameters.items():
-            slots = {WEIGHT: p.slots[WEIGHT]} if WEIGHT in p.slots else {}
+            slots = {WEIGHT: p.weight} if p.weight else {}
             checkpoint.parameters[name] = Parameter(name, p.shape, p.dtype, slots, tied_to=p.tied_to)
     if not checkpoint.parameters:
         raise UnsupportedError(

@@ -297,7 +297,7 @@ def _is_of(name: str, prefix: str) -> bool:
 
 
 def _alone(parameter: Parameter) -> Parameter:
-    weight = {WEIGHT: parameter.slots[WEIGHT]} if WEIGHT in parameter.slots else {}
+    weight = {WEIGHT: parameter.weight} if parameter.weight else {}
     return Parameter(parameter.name, parameter.shape, parameter.dtype, weight)
 
 

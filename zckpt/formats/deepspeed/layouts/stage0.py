@@ -111,7 +111,7 @@ class Numbered:
         def rounds_to_weight(master: Tensor, name: str) -> bool:
             from zckpt.compare.weights import rounds_to
 
-            weight = checkpoint.parameters[name].slots.get(WEIGHT)
+            weight = checkpoint.parameters[name].weight
             return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)
 
         sample = rounds_to_weight if state.masters else None
@@ -128,7 +128,7 @@ class Numbered:
         flats, base = self.flats or [], self.state
         candidates = {
             p.name: p for p in checkpoint.owners
-            if p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
+            if p.numel and p.weight and is_floating(p.weight.dtype)
         }  # fmt: skip
         found: list[list[str]] = []
         numels = {name: one.numel for name, one in candidates.items()}
