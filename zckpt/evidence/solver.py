@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.state import MASTER, Checkpoint, GivenNames, Parameter, Shape
+from zckpt.state import MASTER, Checkpoint, GivenNames, Parameter, Shape, are_distinct
 from zckpt.state.dtypes import is_complex, is_floating
 from zckpt.state.names import aligned
 
@@ -98,7 +98,7 @@ class Evidence(Generic[Number]):
             It cannot be these.
         """
         numbers = self.numbers
-        if len(names) != len(numbers) or len(set(names)) != len(names):
+        if len(names) != len(numbers) or not are_distinct(names):
             raise UsageError(
                 "unusable parameter names",
                 expected=f"{len(numbers)} different names",

@@ -31,7 +31,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.patterns import Patterns
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts
 from zckpt.state.names import PEFT
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
@@ -383,7 +383,7 @@ class _Reading:
         if isinstance(stated, dict):
             every = [rows for name, rows in stated.items() if any(f".{one}".endswith(f".{name}") for one in modules)]
             found = every[0] if len(every) == 1 else None
-        usable = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
+        usable = isinstance(found, list) and are_sizes(found)
         if not isinstance(found, list) or not usable or not len(set(found)) == len(found) == shape[0]:
             raise DamagedFileError("unusable trainable_token_indices", path=self.path, found=brief(stated),
                                    expected=f"{shape[0]} different rows of {listed(modules)}")  # fmt: skip
@@ -412,7 +412,7 @@ class _Reading:
     def _is_of_parameters(self, module: str, *, is_embedding: bool, depth: int) -> bool:
         """Tell factors of `target_parameters` from those of a module; raise UnsupportedError: both at once."""
         targets = self.settings.get("target_parameters") or []
-        if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        if not isinstance(targets, list) or not are_texts(targets):
             raise DamagedFileError(
                 "unusable target_parameters", path=self.path, expected="a list of names", found=brief(targets)
             )

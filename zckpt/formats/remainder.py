@@ -21,7 +21,19 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError, about
 from zckpt.formats.torch_files.content import EXTRA_STATE, STATE_DICT_KEYS
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float, dict_of, grouped
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    Parameter,
+    Scalar,
+    are_sizes,
+    are_texts,
+    as_float,
+    dict_of,
+    grouped,
+)
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.state.names import is_number
@@ -90,7 +102,7 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
 def names_of_models(own: TorchFile | None, usual: list[str]) -> list[str]:
     """Return what several models are called: as usual, unless zckpt has written what they were before."""
     known = own.root.get("models") if own is not None and isinstance(own.root, dict) else None
-    is_known = isinstance(known, list) and len(known) == len(usual) and all(isinstance(name, str) for name in known)
+    is_known = isinstance(known, list) and len(known) == len(usual) and are_texts(known)
     return known if isinstance(known, list) and is_known else usual
 
 
@@ -129,7 +141,7 @@ def described(node: object) -> dict[str, Parameter]:
     for name, said in as_mapping(node).items():
         one = as_mapping(said)
         shape, dtype = one.get("shape"), one.get("dtype")
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or dtype not in DTYPES:
+        if not isinstance(shape, list) or not are_sizes(shape) or dtype not in DTYPES:
             raise DamagedFileError("unexpected content", expected=f"shape and type of {name}")
         found[str(name)] = Parameter(str(name), tuple(shape), str(dtype))
     return found

@@ -26,7 +26,7 @@ from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.naming.taken import take
-from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, grouped
+from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, differ, grouped
 from zckpt.state.boxes import intersection, overlap
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
@@ -236,7 +236,7 @@ class Joined:
         self._are = f"{self._names} are parts of one tensor in {self._map}"
         for what, said in (("group", "the param group"), ("frozen", "frozen"), ("dtype", "dtype")):
             values = [getattr(one, what) for one in parts]
-            if any(value != values[0] for value in values):
+            if differ(values):
                 raise UnsupportedError(
                     f"{self._are}, but differ in {said}",
                     expected="the same for all",
@@ -262,7 +262,7 @@ class Joined:
     def _value(self, key: str, values: Sequence[object]) -> object:
         """Return a value that all parts have."""
         told = [single(value) for value in values] if len(values) > 1 else [None]
-        if any(one != told[0] for one in told):
+        if differ(told):
             raise LayoutError(f"{self._are}, but differ in {key}", found=", ".join(map(str, told)))
         return values[0]
 

@@ -18,6 +18,7 @@ from functools import lru_cache
 from operator import add, floordiv, mul, sub
 
 from zckpt.errors import UsageError
+from zckpt.state.series import are_distinct
 
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:\[([^\]]*)\])?|(1))")
 
@@ -87,7 +88,7 @@ def parse_axes(text: str) -> Axes:
         else:
             inside += own
     names = [factor.name for axis in axes for factor in axis]
-    if inside is not None or len(names) != len(set(names)):
+    if inside is not None or not are_distinct(names):
         raise malformed
     return tuple(axes)
 

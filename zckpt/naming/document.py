@@ -36,7 +36,7 @@ from typing import NoReturn, TypeGuard
 from zckpt.errors import UsageError
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes, within
 from zckpt.naming.taken import Taken, parse_taken
-from zckpt.state import without
+from zckpt.state import are_texts, without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
@@ -517,6 +517,6 @@ def _tensors(value: object) -> Templates:
         return (template(value),)
     if not isinstance(value, dict) or not value or not _is_texts(list(value)):
         _refuse("unusable", "a name, or arrangements by name")
-    if not all(isinstance(axes, str) for axes in value.values()):
+    if not are_texts(value.values()):
         _refuse("unusable", 'arrangements such as "(heads half two) in"')
     return tuple(template(text, axes) for text, axes in value.items())

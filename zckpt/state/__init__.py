@@ -24,6 +24,7 @@ from zckpt.state.checkpoint import (
 )
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.mappings import dict_of, grouped, list_of, stated, without
+from zckpt.state.series import are_distinct, are_sizes, are_texts, differ
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,

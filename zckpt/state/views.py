@@ -32,6 +32,7 @@ from zckpt.state.boxes import (
     row_major,
 )
 from zckpt.state.dtypes import itemsize
+from zckpt.state.series import differ
 from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans, position, reach_of
 
 
@@ -313,7 +314,7 @@ def placed(parts: Sequence[tuple[Shape, Slot]]) -> Slot:
     fits = all(
         not at % n for offsets in (shape, *(at for at, _ in parts)) for at, n in zip(offsets, inner, strict=True)
     )
-    if not fits or any(one != shapes[0] for one in shapes):
+    if not fits or differ(shapes):
         shapes, inner = [[()] * len(shape)], [1] * len(shape)
         parts = [(at, plain(slot)) for at, slot in parts]
 

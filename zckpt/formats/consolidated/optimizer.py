@@ -25,7 +25,7 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
-from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, dict_of, without
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
 
@@ -126,7 +126,7 @@ def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[
     members: dict[str, int] = {}
     for index, group in enumerate(groups):
         names = dict_of(group).get("parameters")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list) or not are_texts(names):
             raise DamagedFileError("unreadable param group", expected="a list of names in `parameters`")
         if not isinstance(group.get("state", {}), dict):
             raise DamagedFileError("unreadable param group", expected="values by name in `state`")

@@ -35,7 +35,7 @@ from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
-from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, dict_of
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, are_distinct, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
@@ -208,7 +208,7 @@ def _states(
         keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
         if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
             keys = [key.removeprefix("optimizer_") for key in keys]
-        elif len(set(keys)) < len(keys):
+        elif not are_distinct(keys):
             keys = [joined(part.path) for part in optimizers]
         for state, key in zip(states, keys, strict=True):
             state.name = key

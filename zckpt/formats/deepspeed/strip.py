@@ -40,7 +40,7 @@ from zckpt.formats.deepspeed.other_files import LATEST, beside_tag
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.stripping import Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, Checkpoint, Padding, dict_of, grouped
+from zckpt.state import MASTER, Checkpoint, Padding, dict_of, differ, grouped
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
 
@@ -172,7 +172,7 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[
         return "a scheduler sets the learning rate, which DeepSpeed does not load from the lean form"
     for member in members:
         states = [{**tensors, **values} for tensors, values in zip(member.tensors, member.scalars, strict=True)]
-        if any(state.keys() != states[0].keys() for state in states):
+        if differ([state.keys() for state in states]):
             return "the param groups have different slots"
         if any(group.get("step") != members[0].groups[0].get("step") for group in member.groups):
             return "the param groups are at different steps"

@@ -28,7 +28,7 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.zenflow import transposed
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.state import ParamGroup, grouped, without
+from zckpt.state import ParamGroup, differ, grouped, without
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order
 from zckpt.torchfile import Digests
@@ -204,7 +204,7 @@ def _spread(bundle: Sequence[_Group], degree: int | None, state: Rank) -> Iterat
         order.setdefault(layer_of(name) or name, number)
     spread = [sorted(names, key=lambda name: order[layer_of(name) or name]) for names in spread]
     sizes = [_numels(state, names, degree) for names in spread]
-    if any(one != sizes[0] for one in sizes):
+    if differ(sizes):
         raise _refused("experts have different sizes, but DeepSpeed's ranks all have the same number of elements")
     values = bundle[0].values
     if values.hyperparameters.get("name") == f"ep_size_{bundle[0].degree}":

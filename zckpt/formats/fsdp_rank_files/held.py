@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.state import Shape
+from zckpt.state import Shape, are_texts
 from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import position
@@ -113,7 +113,7 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
         )
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise DamagedFileError("a rank outside its mesh", expected=f"below {sizes}", found=coordinate)
-    known = names if isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names) else ()
+    known = names if isinstance(names, (tuple, list)) and are_texts(names) else ()
     device = node.get("_device_type", node.get("device_type"))
     device = device if isinstance(device, str) else ""
     return Mesh(sizes, coordinate, tuple(known), device, _rank(node, sizes, coordinate, numbers))

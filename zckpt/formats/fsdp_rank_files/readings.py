@@ -28,7 +28,7 @@ from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.formats.torch_files.optimizer import shared_values
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import Checkpoint, GivenNames, PaddingSpan, Parameter, ParamGroup, Shape, Slot, without
+from zckpt.state import Checkpoint, GivenNames, PaddingSpan, Parameter, ParamGroup, Shape, Slot, are_distinct, without
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
 from zckpt.state.spans import CutSpans
@@ -248,7 +248,7 @@ class _Solver:
         if self.names is not None:
             known = aligned(self.checkpoint.parameters, self.names)
             given = [known.get(name, name) for name in self.names]
-            if len(set(given)) == len(given) and all(name in self.owners for name in given):
+            if are_distinct(given) and all(name in self.owners for name in given):
                 yield from self.cut_names(given)
             return
         wrapped = units_in(self.model.modules)

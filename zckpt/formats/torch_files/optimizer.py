@@ -29,7 +29,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, number_of, without
+from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, are_distinct, are_texts, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
@@ -147,7 +147,7 @@ def looks_like_optimizer(node: object) -> TypeGuard[dict[Any, Any]]:
 
 def looks_flattened(node: object) -> TypeGuard[dict[str, Any]]:
     """Tell whether a node is one whose keys are joined."""
-    if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
+    if not isinstance(node, dict) or not node or not are_texts(node):
         return False
     kinds = {key.partition(".")[0] for key in node if key.count(".") > 1}
     return kinds <= {STATE_KEY, GROUPS_KEY} and GROUPS_KEY in kinds and all(key.count(".") > 1 for key in node)
@@ -167,7 +167,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
             )
         groups: list[dict[str, Any]] = [{**with_scalars(_group(group), path)} for group in node[GROUPS_KEY]]
         labels = [label for group in groups for label in group["params"]]
-        if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
+        if len({type(label) for label in labels}) > 1 or not are_distinct(labels):
             raise DamagedFileError("param groups list a parameter twice, or mix names and numbers")
         names = dict(enumerate(label for label in labels if isinstance(label, str)))
         by_label: dict[object, int] = {label: number for number, label in names.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of, grouped
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, are_texts, dict_of, grouped
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
@@ -219,7 +219,7 @@ def arguments_with(value: object, others: Mapping[str, object]) -> object:
 
 def as_names(node: object) -> list[str]:
     """Return a node of a file that has to be a list of names. Raises DamagedFileError: it is something else."""
-    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
+    if not isinstance(node, list) or not are_texts(node):
         raise DamagedFileError("unexpected content", expected="a list of names", found=type(node).__name__)
     return node
 

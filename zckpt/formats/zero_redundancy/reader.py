@@ -40,7 +40,19 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Parameter, ParamGroup, Shape, Topology
+from zckpt.state import (
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    GivenNames,
+    Parameter,
+    ParamGroup,
+    Shape,
+    Topology,
+    are_distinct,
+    are_sizes,
+    differ,
+)
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
@@ -299,11 +311,11 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
     names, held = said.get("names"), said.get("held")
     order = [as_names(group) for group in (names if isinstance(names, list) else [None])]
     every = [name for group in order for name in group]
-    if len(set(every)) != len(every):
+    if not are_distinct(every):
         raise DamagedFileError("the optimizer has a parameter twice")
     shapes: dict[str, Shape] = {}
     for name, shape in as_mapping(said.get("shapes"), metadata.path).items():
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        if not isinstance(shape, list) or not are_sizes(shape):
             raise DamagedFileError("unexpected content", expected=f"the shape of {name}")
         shapes[str(name)] = tuple(shape)
     if held is not None:
@@ -328,7 +340,7 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
     states = [rank.state for rank in ranks]
     if (total := sum(len(state.every_number) for state in states)) > (owned := len(checkpoint.owners)):
         shapes = [[state.shape(number) for number in state.every_number] for state in states]
-        if any(one != shapes[0] for one in shapes):
+        if differ(shapes):
             raise UnsupportedError(
                 "each rank has pieces of the optimizer's state, as FSDP1's optimizer does, and no file says where they "
                 "lie",

@@ -43,7 +43,7 @@ from zckpt.formats.deepspeed.layouts.stage0 import Numbered, keep_other_state, m
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
 from zckpt.formats.deepspeed.values import copies_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Parameter, ParamGroup, Slot, without
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Parameter, ParamGroup, Slot, differ, without
 from zckpt.state.views import concat
 from zckpt.torchfile import TorchFile
 
@@ -307,9 +307,7 @@ def _whole(name: str, ranks: Sequence[_Optimizer]) -> dict[str, Slot]:
     kept = [(its.state, {key: (slot.shape, slot.dtype) for key, slot in slots.items()})
             for its, slots in zip((one.held[name] for one in ranks), held, strict=True)]  # fmt: skip
     shapes = {slot.shape for slot in held[0].values() if slot.shape}
-    if any(one != kept[0] for one in kept) or any(
-        len(shape) != len(first.shape) or shape[0] != first.shape[0] for shape in shapes
-    ):
+    if differ(kept) or any(len(shape) != len(first.shape) or shape[0] != first.shape[0] for shape in shapes):
         raise UnsupportedError(
             f"expert ranks have state of {name} that is not one part for each of {first.shape[0]} experts, and alike",
             path=ranks[0].file.path,

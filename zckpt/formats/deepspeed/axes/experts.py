@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, differ
 from zckpt.state.names import natural_order
 
 SLICED_EXPERTS = "sliced_experts"
@@ -171,7 +171,7 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
     every = [name for names in ranks for name in names]
     per_rank = {layer: max(total // degree, 1) for layer, total in totals.items()}
     local = [[global_name(name, -rank, per_rank) for name in names] for rank, names in enumerate(ranks)]
-    if any(one != local[0] for one in local):
+    if differ(local):
         raise UnsupportedError(
             f"a param group does not have the same parameters of the experts on each of {degree} ranks, as in "
             "DeepSpeed",

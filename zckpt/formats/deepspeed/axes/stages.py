@@ -26,6 +26,7 @@ from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, t
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.state.names import is_number
+from zckpt.state.series import are_distinct
 
 Numbers = tuple[int, ...]
 """Of layers: bounds of stages, or those that use a tied one."""
@@ -252,7 +253,7 @@ class _Evidence:
             raise _unsure("too many layers may use the tied ones")
         known = {layer: key for key in self.tied for layer in self.first_use.get(key, ())}
         for picked in itertools.product(*choices):
-            if len(set(picked)) == len(picked):
+            if are_distinct(picked):
                 tied = known | dict(zip(picked, owners, strict=True))
                 yield [Layer("", tied.get(number)) for number in range(count)]
 

@@ -25,7 +25,19 @@ from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.one_bit import without_errors
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, GivenNames, Parameter, Slot, as_float, dict_of, list_of
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Extent,
+    GivenNames,
+    Parameter,
+    Slot,
+    are_distinct,
+    as_float,
+    dict_of,
+    list_of,
+)
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import narrow, reshape
@@ -148,7 +160,7 @@ class Numbered:
         every = [name for order in found for name in order]
         if rest:
             raise UsageError("there are more names than the optimizer has parameters", found=rest[0])
-        if len(set(every)) < len(every):
+        if not are_distinct(every):
             return None
         numbered = OptimizerState({}, [])
         by_number = dict(enumerate(every))
@@ -185,7 +197,7 @@ class Numbered:
         names, listed = self.state.recorded_names, [group.get("param_names") for group in self.state.groups]
         counts = [len(list_of(its)) for its in listed]
         whole = counts == [len(numbers) for numbers in self.state.numbers] if self.flats is None else all(counts)
-        return names if names and whole and len(set(names)) == len(names) else None
+        return names if names and whole and are_distinct(names) else None
 
 
 def attach_optimizer(rank: Rank, names: GivenNames) -> None:
