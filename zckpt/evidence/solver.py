@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Generic, TypeVar
 
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, Checkpoint, GivenNames, Parameter, Shape, are_distinct
 from zckpt.state.dtypes import is_complex, is_floating
 from zckpt.state.names import aligned
@@ -36,7 +37,7 @@ def in_order_or_sorted(_group: int, names: Sequence[str]) -> list[Sequence[str]]
     return [names, sorted(names)]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Evidence(Generic[Number]):
     """What speaks for a number being a parameter.
 

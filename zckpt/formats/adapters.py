@@ -31,6 +31,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.patterns import Patterns
+from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts
 from zckpt.state.names import PEFT
 from zckpt.storage.files import json_object
@@ -89,7 +90,7 @@ _OF_BASE = re.compile(
 _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera_|boft_|trainable_tokens_)\w*)")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Product:
     """What is added to the weight of a module: scale * B @ A; of an embedding its transpose.
 

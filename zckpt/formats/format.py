@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.immutable import immutable
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
@@ -26,7 +27,7 @@ ROOTS, TAG, TP_RULES = "roots", "tag", "tp_rules"
 """What a search may be given beside a path, and only some formats have a use for."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Search:
     """What the user wants opened.
 
@@ -55,7 +56,7 @@ class Search:
         return frozenset(name for name in (ROOTS, TAG, TP_RULES) if getattr(self, name) not in (None, ()))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Found:
     """A checkpoint that a format recognises.
 
@@ -71,7 +72,7 @@ class Found:
     sure: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class NearMiss:
     """Something that a format knows, but cannot open.
 
@@ -101,7 +102,7 @@ class NearMiss:
         return kind(self.message, path=path, expected=self.expected, advice=self.advice, code=self.code)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TargetFiles:
     """The files of a target, as `lay_out` and `recut` give them.
 
@@ -145,7 +146,7 @@ class TargetFiles:
     rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Job:
     """What is to be written.
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, get_args, get_type_hints
 
 from zckpt.errors import UsageError
+from zckpt.immutable import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Option:
     """What a format leaves to choose.
 

@@ -30,6 +30,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, grouped
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
@@ -104,7 +105,7 @@ def _swap_below(node: object, swapped: dict[int, object]) -> None:
             setattr(node, name, value)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Kept:
     """The bytes of a storage that are kept.
 
@@ -184,7 +185,7 @@ PACKED = ("quint4x2", "quint2x4")
 """Types with several elements in a byte: their reach is not a multiple of an element."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Request:
     """What is to go.
 
@@ -258,7 +259,7 @@ class Edited:
 Edit = Callable[[TorchFile], Edited]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rewritten:
     """A file of the source and what becomes of it.
 
@@ -280,7 +281,7 @@ class Rewritten:
     saved: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Stripping:
     """What becomes of a checkpoint.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, product
 
 from zckpt.compare.logical import single
@@ -22,6 +22,7 @@ from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.immutable import immutable
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
@@ -32,7 +33,7 @@ from zckpt.state.checkpoint import keys_listed
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Instance:
     """A rule for one set of tensors.
 
@@ -49,7 +50,7 @@ class Instance:
     shared: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Fit:
     """How the names of a checkpoint follow a map_.
 
@@ -152,7 +153,7 @@ def _is_complete(templates: Sequence[Template], shared: Sequence[str], tensors: 
     return True
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Arrangement:
     """A tensor as a box of all letters of a rule.
 
@@ -325,7 +326,7 @@ MAXIMUM_TENSORS = 1 << 17
 """That one tensor is taken apart into: experts of all layers. A file may say any shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Mapped:
     """What a map makes of a checkpoint.
 
@@ -420,7 +421,7 @@ def _check_arrangeable(checkpoint: Checkpoint, map_: Map) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Made:
     """A tensor of the other side, where among the source's its first part was, and whether it is just that."""
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.immutable import immutable
 from zckpt.naming.axes import within
 from zckpt.state import Checkpoint, Parameter, Slot, grouped
 from zckpt.state.views import concat, narrow, zeros
@@ -26,7 +27,7 @@ Ranges = list[tuple[int | None, int]]
 """The first index and how many follow, itself included; None: zeros."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Taken:
     """Beginnings of names with a number, or whole names of tensors whose rows are taken, and what is taken."""
 

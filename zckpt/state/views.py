@@ -20,6 +20,7 @@ from itertools import accumulate, islice, pairwise, product
 from operator import add, mul, sub
 
 from zckpt.errors import LayoutError
+from zckpt.immutable import immutable
 from zckpt.state.boxes import (
     Box,
     SpanIndex,
@@ -36,7 +37,7 @@ from zckpt.state.series import differ
 from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans, position, reach_of
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Move:
     """Where elements of one slot are in another. Both are seen as boxes of the finer shapes that their spans are of.
 

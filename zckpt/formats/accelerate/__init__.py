@@ -13,7 +13,6 @@ DIR/zckpt.pt                                                    what none of the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +21,14 @@ from zckpt.formats.dcp.directory import is_own as is_dcps
 from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to accelerate` can be given."""
 

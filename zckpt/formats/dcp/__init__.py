@@ -11,7 +11,7 @@ that FSDP, tensor parallelism and both are read in the same way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,13 +22,14 @@ from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, 
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import LastStep, last_folder
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to dcp` can be given."""
 

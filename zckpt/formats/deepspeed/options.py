@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zckpt.formats.options import option
+from zckpt.immutable import immutable
 
 STAGES = (1, 2, 3)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to deepspeed` can be given; None: as the source is."""
 
@@ -74,7 +73,7 @@ class Options:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RecutOptions(Options):
     """What `reshard` can be given."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Topology
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def by_stage(ranks: Sequence[Rank], tp: int) -> list[Sequence[Rank]]:
     return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Origin:
     """The files of a checkpoint, or what takes their place in one of another format.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.axes.expert_ranks import Placement
 from zckpt.formats.deepspeed.axes.stages import Stages
 from zckpt.formats.deepspeed.origin import Origin, Rank
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup, grouped
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
@@ -163,7 +164,7 @@ class SubGroup(Part):
         return PackedSlot(label, cuts[0].files, Cuts(cuts), *map(list, zip(*self._places, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Unpartitioned:
     """How a stage-0 engine holds its optimizer.
 
@@ -187,7 +188,7 @@ class Unpartitioned:
     named: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Target:
     """A DeepSpeed checkpoint that is to be written, every option decided.
 

@@ -17,15 +17,15 @@ kept        other state, groups, zckpt.pt    writer        the files for other r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.formats.format import TAG, Found, InFolder, NearMiss, Search
 from zckpt.formats.fsdp_rank_files.directory import OWNED
 from zckpt.formats.options import option
+from zckpt.immutable import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to fsdp-rank-files` can be given."""
 

@@ -16,6 +16,7 @@ from zckpt.errors import LayoutError, ShardError, SourceError, UnsupportedError,
 from zckpt.formats.fsdp_rank_files.held import DTENSOR, PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, grouped
 from zckpt.state.spans import Chosen
 from zckpt.state.views import placed
@@ -25,7 +26,7 @@ Cell = tuple[Shape, Shape]
 """Offsets and sizes of a box."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Turn:
     """Ranks that have rows of a tensor in turn, `width` elements each, and whose trees they have: see `RankFiles`."""
 

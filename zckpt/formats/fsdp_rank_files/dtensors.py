@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.fsdp_rank_files.held import FORMS, REPLICATE, SHARD, Form, Mesh, Placement, box_of
 from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Shape, Slot, differ
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
@@ -46,7 +46,7 @@ def form_for(version: str) -> Form:
     return form
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Target:
     """For which ranks files are written, and in which form.
 

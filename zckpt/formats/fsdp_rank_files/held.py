@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.immutable import immutable
 from zckpt.state import Shape, are_texts
 from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
@@ -58,7 +59,7 @@ def versions_with(form: Form) -> str:
     return " ".join([f"{form[0]}.{form[1]}", ends[0] if ends else "and newer"])
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Mesh:
     """A mesh of ranks, as one of them sees it.
 
@@ -83,7 +84,7 @@ class Mesh:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Placement:
     """How a tensor lies along one dimension of the mesh.
 
@@ -264,7 +265,7 @@ def rules_of(*place: str) -> tuple[Rule, ...]:
     return tuple(Rule((*place, *steps), IMPLIED, _ABOUT, tensors="_spec" in steps) for steps in _PLACES)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Box:
     """A box of a tensor and the tensor that has its elements."""
 
@@ -273,7 +274,7 @@ class Box:
     tensor: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Held:
     """What one rank has of a tensor.
 

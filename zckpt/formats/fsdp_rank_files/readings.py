@@ -28,6 +28,7 @@ from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.formats.torch_files.optimizer import shared_values
 from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, GivenNames, PaddingSpan, Parameter, ParamGroup, Shape, Slot, are_distinct, without
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
@@ -42,7 +43,7 @@ MOST_ALIASES = 12
 """Of other names of tied parameters in one unit, which are tried in all combinations: models have one or two."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Reading:
     """Whose state it is.
 
@@ -381,7 +382,7 @@ def shard_groups(model: Model, world_size: int) -> list[list[int]]:
     return [[shards[at] for at in range(size)] for _, shards in sorted(groups.items())]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Giving:
     """Gives parameters what ranks have under the optimizer's numbers."""
 

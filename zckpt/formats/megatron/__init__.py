@@ -39,7 +39,7 @@ own           what a directory that zckpt wrote has besides
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -47,13 +47,14 @@ from zckpt.errors import UnsupportedError, UsageError, about
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, Survey, TargetFiles
 from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Ranks:
     """What legacy files are for."""
 
@@ -75,7 +76,7 @@ class Ranks:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options(Ranks):
     """What `convert --to megatron` can be given."""
 
@@ -109,7 +110,7 @@ class Options(Ranks):
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RecutOptions(Ranks):
     """What `reshard` of legacy files can be given."""
 

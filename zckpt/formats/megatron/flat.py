@@ -46,6 +46,7 @@ from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, dict_of, grouped
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
@@ -89,7 +90,7 @@ class Objects:
         return one.node[0] if one is not None and isinstance(one.node, list) and len(one.node) == 1 else None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Guess:
     """What is nowhere said: the parameters' order, how groups are numbered, and where buckets ended.
 

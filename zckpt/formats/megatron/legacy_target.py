@@ -7,7 +7,7 @@ that came with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError
@@ -20,10 +20,11 @@ from zckpt.formats.megatron.objects import ARGUMENTS, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.formats.torch_files.tensors import arguments_of
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Topology, stated
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Target:
     """What the ranks are.
 

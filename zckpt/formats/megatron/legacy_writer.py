@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of, arguments_with
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, Checkpoint, Slot, grouped
 from zckpt.torchfile import DType
 
@@ -51,7 +51,7 @@ _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Model:
     """The whole model by the names of its module, in its order.
 
@@ -106,7 +106,7 @@ class Model:
         yield from (one for chunk in chunks for one in chunk if self.given[one.name] in own)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rank:
     """One model-parallel rank: its numbers, its directory's name, and what each chunk of its model has."""
 

@@ -41,6 +41,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, stated
 from zckpt.torchfile import node_of, put_back
 
@@ -87,7 +88,7 @@ def _factor(values: Mapping[str, object], key: str) -> object:
     return values.get(key, values.get(f"pre_{key}"))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Source:
     """A checkpoint as it is to be written, by its own names.
 

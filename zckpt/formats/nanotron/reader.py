@@ -24,6 +24,7 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
+from zckpt.immutable import immutable
 from zckpt.state import (
     MASTER,
     Checkpoint,
@@ -61,7 +62,7 @@ Part = tuple[int, int | None]
 """The tensor- and the expert-parallel rank that has a part; the second None: experts are not what it is cut by."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Boxes:
     """Where a rank's part lies in the whole.
 
@@ -107,7 +108,7 @@ class Weight:
         return plain(placed(boxes))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rank:
     """An optimizer file, and the ranks that it is of; `dp` is None without ZeRO."""
 

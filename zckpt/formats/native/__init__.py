@@ -11,7 +11,6 @@ ranges as ZeRO cuts them, or boxes as tensor parallelism does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +19,14 @@ from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, 
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, RANK_ROLE, is_native
 from zckpt.formats.options import option
+from zckpt.immutable import immutable
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
     from zckpt.state import Checkpoint, SourceFile
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to zckpt` can be given."""
 

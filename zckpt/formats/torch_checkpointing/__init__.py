@@ -14,19 +14,19 @@ directory       which files those are            writer          the files, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to torch-checkpointing` can be given."""
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from itertools import chain
 from typing import Any, TypeGuard
@@ -29,6 +29,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, are_distinct, are_texts, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
@@ -44,7 +45,7 @@ FORM_KEY = "_optimizer_state_format_version"
 """Of torch-checkpointing, where groups have `param_names` and no `params`."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class OptimizerState:
     """A torch optimizer's state dict.
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, are_texts, dict_of, grouped
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
@@ -117,7 +118,7 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TensorItem:
     """A tensor of the saved dict.
 

@@ -22,16 +22,15 @@ writer          what the Trainer resumes from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zckpt.formats.format import Found, NearMiss, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
 from zckpt.formats.torch_files import TorchDirectory
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned, called
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to transformers-trainer` can be given."""
 

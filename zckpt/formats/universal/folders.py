@@ -40,6 +40,7 @@ from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
@@ -58,7 +59,7 @@ _RULES = (
 """Of the values in a folder's files."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Stored:
     """A tensor of a folder and what its file says of it."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import OTHER_WORLD_SIZE, WRONG_RANK
@@ -40,6 +39,7 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
+from zckpt.immutable import immutable
 from zckpt.state import (
     WEIGHT,
     Checkpoint,
@@ -65,7 +65,7 @@ Shares = list[list[list[int]]]
 """For each rank and each group, indices of the group's parameters."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RankFile:
     """One rank's file: the state of its local optimizer, and what else there is, where that is not the whole file."""
 

@@ -25,6 +25,7 @@ from zckpt.formats.deepspeed.axes.gpt_model import arguments_in, is_gpt
 from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, tied_key
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
+from zckpt.immutable import immutable
 from zckpt.state.names import is_number
 from zckpt.state.series import are_distinct
 
@@ -66,7 +67,7 @@ class Layer(NamedTuple):
     tied: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Stages:
     """How the layers are dealt.
 

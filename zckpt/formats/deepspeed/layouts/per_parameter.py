@@ -18,6 +18,7 @@ from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology, grouped
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
@@ -160,7 +161,7 @@ class ShardPadding:
         return {index: int((numels // widths.clip(1)).min()) for index, (_, numels, widths) in self._known[1].items()}
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class FrozenPadding:
     """Where the padding of frozen parameters' shards is; with one model file for each rank."""
 
