@@ -10,7 +10,7 @@ docs/verify.md explains each of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from zckpt.immutable import immutable
 
 ERROR = "error"
 WARNING = "warning"
@@ -60,7 +60,7 @@ JUMPED = "ZC-404"
 LOST = "ZC-405"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Code:
     """What a code means.
 

@@ -31,7 +31,7 @@ MAXIMUM_NBYTES = 1 << 28
 class Options:
     """What `convert --to rawtensors` can be given."""
 
-    alignment: int = option(int, 64, "Bytes; each tensor begins at a multiple of it.", choices=(1, 64, 4096))
+    alignment: int = option("Bytes; each tensor begins at a multiple of it.", 64, choices=(1, 64, 4096))
 
 
 class RawTensors(Format):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, refused, succeeded
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError
-from zckpt.formats.format import Format, Found, Search
+from zckpt.formats.format import Format, Found, InFolder, Search
 from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, find_format, formats, get
 
@@ -107,7 +108,10 @@ def test_every_format_states_what_a_stranger_needs():
         assert one.name
         assert one.title
         assert one.reads
-        assert (one.owns is not None) == bool(one.writes) == (type(one).lay_out is not Format.lay_out)
+        lays_out = type(one).lay_out not in {Format.lay_out, InFolder.lay_out}
+        if isinstance(one, InFolder):
+            lays_out = lays_out or find_spec(f"{type(one).__module__}.writer") is not None
+        assert (one.owns is not None) == bool(one.writes) == lays_out
         assert all(option.help.endswith(".") for option in options_of(one.options))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from zckpt.cli.options import (
 from zckpt.cli.streams import check_file, json_text, paint, reporter, width, write_file
 from zckpt.cli.verbs import Near, flag, verb
 from zckpt.errors import UsageError, without_controls
+from zckpt.immutable import immutable
 from zckpt.operations.options import Compared, Copying, ReadCopied, Reading, Renaming, Salvaged, only
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PICTURES = (".svg", ".png")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Shown:
     """What a verb has found, how it is shown, and what the command ends with."""
 

@@ -30,6 +30,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Brief, Checkpoint, Slot, dict_of
 from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import FINGERPRINT_NAME
@@ -68,7 +69,7 @@ class Fingerprint(Brief):
         return {"fingerprint": self.text, "leaf_numel": LEAF_NUMEL, "entries": self.entries}
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Change:
     """An entry that two fingerprints have differently; None where one has none. Entry None: the whole name."""
 

@@ -28,6 +28,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
 from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import LayoutError
+from zckpt.immutable import immutable
 from zckpt.state import Slot, is_floating
 
 FIGURES_MEMORY = 2
@@ -39,7 +40,7 @@ DECADES = range(-9, 1)
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Tolerance:
     """What is close enough to be no difference: |a - b| <= atol + rtol * |b|, as numpy and torch say it."""
 
@@ -211,7 +212,7 @@ def pair(label: str, a: Slot, b: Slot, dtype: str | None = None) -> SlotSet:
     return SlotSet(label, (a, b), (dtype or a.dtype, dtype or b.dtype))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Difference:
     """What differs in one slot. `index`: of the pair."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.copy import read_extent
 from zckpt.errors import WeightMismatchError
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, is_floating, itemsize
 from zckpt.state.views import reshape
 from zckpt.storage.files import Sources
@@ -141,7 +142,7 @@ def check_weights(checkpoint: Checkpoint) -> int:
     return compared
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Comparison:
     """Elements of a master that were held against its weight.
 

@@ -24,6 +24,7 @@ from zckpt.formats.dcp.reader import fill
 from zckpt.formats.dcp.tree import Branch, build, find_optimizers, leaves
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed
 from zckpt.formats.torch_files.tensors import TensorItem, encode
+from zckpt.immutable import immutable
 from zckpt.optim.values import Values, as_stored
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Shape, Span, most_steps, without
 from zckpt.state.dtypes import is_floating
@@ -41,7 +42,7 @@ _MEMORY = TorchFile(IN_MEMORY, 0, "zip", "little", None, {}, {}, 2)
 """What stands for the file of nodes that are in memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Held:
     """A tensor of a state dict.
 
@@ -53,7 +54,7 @@ class Held:
     node: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Contents:
     """The logical state.
 

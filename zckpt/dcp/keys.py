@@ -12,7 +12,6 @@ All of them may be below `app`. Nothing is read here.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from zckpt.formats.dcp.write_items import items
 from zckpt.formats.torch_files.content import OPTIMIZER_KEYS, STATE_DICT_KEYS
 from zckpt.formats.torch_files.optimizer import split_key
 from zckpt.formats.torch_files.writer import SlotTensor
+from zckpt.immutable import immutable
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Slot, number_of
 from zckpt.state.names import bare_names, is_number, plain_name, without_wrappers
@@ -44,7 +44,7 @@ ZERO_AT_FIRST = frozenset({"step", "exp_avg", "exp_avg_sq", "exp_inf", "max_exp_
 StorageEntry = TensorStorageMetadata | BytesStorageMetadata
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Elements:
     """A tensor of the checkpoint: the slots that it can be read from; the last is the most exact."""
 
@@ -55,14 +55,14 @@ class Elements:
         return next((slot for slot in self.slots if getattr(torch, slot.dtype) == dtype), self.slots[-1])
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Value:
     """A value that is no tensor of elements: an inert node, or a slot of a single number."""
 
     node: object
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Option:
     """A hyperparameter.
 

@@ -8,7 +8,6 @@ Source: `_save` of torch/serialization.py, 2.5 to 2.13.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
 from pickle import Pickler
 from typing import Any
 
@@ -19,6 +18,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.writer import ValueContent, lay_out_pickled, new_storage
+from zckpt.immutable import immutable
 from zckpt.torchfile import Mentioned, Pickled
 from zckpt.training.directory import Staging
 
@@ -26,7 +26,7 @@ PROTOCOL = 2
 """That of `torch.save`."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Captured:
     """A file that is to be written: its pickle, and the bytes of each storage that it mentions, in their order."""
 

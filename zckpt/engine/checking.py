@@ -19,7 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
@@ -28,6 +28,7 @@ from zckpt.codes import CHECKSUM
 from zckpt.engine.plan import Piece, Strided
 from zckpt.engine.targets import Checksum, end_of, start_of
 from zckpt.errors import DamagedFileError, UsageError, listed
+from zckpt.immutable import immutable
 from zckpt.state.context import during
 from zckpt.state.ranges import merge, total
 from zckpt.storage.crc32 import combine, crc32
@@ -46,7 +47,7 @@ MERGED = 1 << 4
 """Ranges of a record from which on those end to end are made one, whenever there are twice as many."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Sum:
     """Bytes of a file and the CRC-32 that the file states for them.
 
@@ -61,7 +62,7 @@ class Sum:
     always: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Seen:
     """Bytes of a file that were read or written, and their CRC-32; None: nobody summed them."""
 
@@ -71,7 +72,7 @@ class Seen:
     crc32: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Overflowed(Seen):
     """Elements that became infinite or no number, of finite ones; `path` is what is written there, in element type."""
 
@@ -79,7 +80,7 @@ class Overflowed(Seen):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Checked:
     """What was held against checksums.
 

@@ -7,10 +7,11 @@ of a block is cast to the hole's type, once. A function sees flat elements, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Protocol
 
 from zckpt.errors import LayoutError
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.spans import position
@@ -22,7 +23,7 @@ BLOCK_NBYTES = 1 << 20
 """Computed at once where a function leaves it open: what it needs of several inputs stays in the cache of a core."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Input:
     """What a block needs: an extent of a slot, read as `dtype`."""
 
@@ -64,14 +65,14 @@ class Function(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Computed(Slot):
     """A slot whose elements a function computes; it has no spans of its own."""
 
     function: Function = field(kw_only=True)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Block:
     """Elements of a computed slot that are computed at once; of them [skipped, skipped + kept) are used."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ from zckpt.engine.gather import gather_mapped, in_order, place
 from zckpt.engine.plan import WIDENED, Copy, Fill, Piece, Strided, fill
 from zckpt.engine.targets import Hole, end_of
 from zckpt.engine.workers import BATCH_NBYTES
+from zckpt.immutable import immutable
 from zckpt.state import ZEROS, Extent, Shape, Slot, is_floating, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.spans import reach_of
@@ -39,7 +40,7 @@ CAST_NBYTES = 1 << 17
 """Read at once of what is cast: small enough for the cache, and for memory that is not new to the process each time."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ComputedPiece(Piece):
     """Bytes that a function computes, from what the copies of all of its hole would bring. `dtype`: of the target."""
 

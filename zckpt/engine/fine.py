@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from zckpt.immutable import immutable
 from zckpt.state import CutSpans, Extent, Slot, itemsize
 
 FEWEST_FILES = 4
@@ -13,7 +12,7 @@ MOST_NBYTES = 1 << 14
 """Of what a file has: more is read by itself, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Cut:
     """Elements [start, start + numel) of a flattened tensor, and at which byte of some memory they are to be."""
 

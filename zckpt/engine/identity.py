@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
@@ -20,6 +20,7 @@ from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal
 from zckpt.engine.together import CutPiece
 from zckpt.errors import shown
+from zckpt.immutable import immutable
 from zckpt.state import CutFiles, Slot
 
 KEY_NBYTES = 16
@@ -33,7 +34,7 @@ Ranges = tuple[list[Seen], list[Seen]]
 """What was written, and read."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Batch:
     """Pieces of one file, of this name within the target, that one worker writes in order; the size of its buffer.
 

@@ -9,15 +9,15 @@ Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.computed import Input, Inputs
+from zckpt.immutable import immutable
 from zckpt.state import Slot, itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _OfSeveral:
     """A function of the same elements of several slots of one shape; `dtype`, float32 or float64, computes it."""
 
@@ -37,7 +37,7 @@ class _OfSeveral:
         return [Input(slot, slot.flat(start, numel), self.dtype) for slot in self.slots]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Sum(_OfSeveral):
     """The sum of slots, in their order, each times its weight."""
 
@@ -52,7 +52,7 @@ class Sum(_OfSeveral):
         return total
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Mean(Sum):
     """The mean of slots, whose weights together are 1; of equal weights, the sum is divided by their number."""
 
@@ -73,7 +73,7 @@ def _weighted(weight: float, read: Callable[[], Array], number: Callable[[float]
     return values
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Decayed(_OfSeveral):
     """The exponential mean of slots: of what was there, `decay` stays, and 1 - `decay` of the next slot is added."""
 

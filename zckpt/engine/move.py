@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from zckpt.engine.plan import Piece
 from zckpt.engine.targets import Literal, end_of
 from zckpt.engine.together import GAP_NBYTES
 from zckpt.engine.workers import batched
+from zckpt.immutable import immutable
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.distant import found
@@ -36,7 +36,7 @@ VIEWS_AT_ONCE = 1 << 10
 """Most buffers of one write (IOV_MAX of Linux)."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class BufferedTarget:
     """A file that is open for writing, through the page cache; a `DirectTarget` writes past it."""
 
@@ -47,7 +47,7 @@ class BufferedTarget:
         write_all(self.descriptor, data, offset)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Mover:
     """Writes pieces of one file.
 

@@ -11,7 +11,7 @@ target, and a pack is the row and a rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from zckpt.engine.fine import MOST_NBYTES, Cut
 from zckpt.engine.together import arrays_of, element, ranges_of, read_together
 from zckpt.errors import LayoutError
+from zckpt.immutable import immutable
 from zckpt.state import CutFiles, CutSpans, itemsize
 from zckpt.state.cuts import Column, Cuts
 from zckpt.storage.distant import Range
@@ -114,7 +115,7 @@ class PackedSlot:
         return found.view(np.uint8)[[rank - first for rank in ranks]]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Pack:
     """Elements [low, high) of what one rank has of a row, which begins at byte `start` of a target.
 

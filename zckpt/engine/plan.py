@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 from operator import sub
 
@@ -19,6 +19,7 @@ from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.fine import Cut, fine_cut
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
+from zckpt.immutable import immutable
 from zckpt.state import ZEROS, CutSpans, Shape, Slot, Span, itemsize
 from zckpt.state.boxes import (
     Box,
@@ -45,7 +46,7 @@ COPY_NBYTES = 1 << 9
 """What a copy takes, about."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Strided:
     """Where a box of elements lies in a file: byte offset of its first one, bytes to the next one by dimension."""
 
@@ -54,7 +55,7 @@ class Strided:
     strides: Shape
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Copy:
     """Move a box of `shape` elements from `sources` to byte `offset` of a target file.
 
@@ -133,7 +134,7 @@ class Copy:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Piece:
     """Contiguous bytes of a target file, and the copies that fill them.
 
@@ -160,7 +161,7 @@ class Piece:
         return [source.path for copy in self.copies for source in copy.sources if source.path != ZEROS]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Fill:
     """A hole and the copies that fill it, every element exactly once; or those that what computes it needs.
 
@@ -178,7 +179,7 @@ class Fill:
         return Cut(self.hole.slot.spans, self.hole.extent.start, self.hole.extent.numel)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class FilePlan:
     """A target file and how its holes are filled."""
 
@@ -186,7 +187,7 @@ class FilePlan:
     fills: tuple[Fill, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Plan:
     """All copies of an operation, complete and without overlap.
 

@@ -11,7 +11,7 @@ import math
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from zckpt.engine.cast import CACHED_NUMEL, Array, cast, cast_into, numpy_dtype
 from zckpt.engine.computed import BLOCK_NBYTES, Input, Inputs
 from zckpt.errors import UnsupportedError
+from zckpt.immutable import immutable
 from zckpt.state import Shape, Slot
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -31,7 +32,7 @@ memory for their elements, flat, of the type that these are to be cast to at las
 """
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Part:
     """A slot that units are computed from: `width` elements of it, flat, for each `per` units.
 
@@ -62,7 +63,7 @@ def whole(slot: Slot, dtype: str = "float32") -> Part:
     return Part(slot, sys.maxsize, slot.numel, dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Portion:
     """Units [start, start + count) of a slot, which are those from `position` on of what its parts are of."""
 
@@ -73,7 +74,7 @@ class Portion:
     values: Values
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Scaled:
     """The elements of a slot.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import TypeVar
@@ -30,6 +30,7 @@ from zckpt.engine.tasks import Portions
 from zckpt.engine.together import CutPiece, arrays_of
 from zckpt.engine.workers import READERS, WRITERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.storage.distant import ahead
@@ -65,7 +66,7 @@ What it returns, if anything, is yielded with the index. The arrays are used aga
 """
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class SlotSet:
     """Slots that are looked at together.
 
@@ -99,7 +100,7 @@ class SlotSet:
         return max(itemsize(dtype) for dtype in [*self.dtypes, *(slot.dtype for slot in self.slots)])
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Block:
     """As many elements of each slot of a set.
 

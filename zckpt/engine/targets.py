@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot, itemsize
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def end_of(one: Bytes) -> int:
     return one.offset + one.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Literal:
     """Bytes known before any tensor is read, at byte `offset` of a target file."""
 
@@ -56,7 +57,7 @@ class Literal:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Hole:
     """Bytes of a target file for an extent of a slot.
 
@@ -75,7 +76,7 @@ class Hole:
         return self.extent.numel * itemsize(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Checksum:
     """A CRC-32 of bytes [start, end) that is to be written, little-endian, at each of `offsets` once they are there."""
 

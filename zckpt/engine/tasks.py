@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Generic, TypeVar
 
 from zckpt.errors import WorkerError, ZckptError
+from zckpt.immutable import immutable
 from zckpt.state.context import during
 from zckpt.storage.stand_ins import MARK
 from zckpt.version import __version__
@@ -49,7 +49,7 @@ def while_wanted(wanted: Callable[[], bool]) -> AbstractContextManager[None]:
     return during(_WANTED, wanted)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Portions(Generic[Item]):
     """What batches mean to the task that they are in.
 
@@ -69,7 +69,7 @@ class Portions(Generic[Item]):
     writes: Callable[[Item], Iterable[str]] = lambda _: ()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Known:
     """A file as the driver sees it: its size in bytes, and of one that is read when it was changed last, in seconds.
 
@@ -119,7 +119,7 @@ def _looked_at(path: str, *, is_written: bool) -> os.stat_result | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Task(Generic[Item, Result]):
     """Batches that one worker runs in order.
 

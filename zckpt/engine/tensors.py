@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from zckpt.engine.checking import Checks
 from zckpt.engine.read import check_reads, read_all
 from zckpt.engine.targets import Hole
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Slot
 
 STAGED_NBYTES = 256 << 20
 """Read at once on the way to tensors that are on a GPU or not contiguous."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TensorRead:
     """Elements of a slot that a tensor is to have.
 

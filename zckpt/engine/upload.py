@@ -15,7 +15,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Protocol, runtime_checkable
@@ -29,6 +28,7 @@ from zckpt.engine.targets import Checksum, Literal, end_of, start_of
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import Workers
 from zckpt.engine.write import DIRECT_NBYTES
+from zckpt.immutable import immutable
 from zckpt.storage import distant
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.memory import Room, buffers_within
@@ -78,7 +78,7 @@ class StreamSink(Protocol):
 Sink = PartSink | StreamSink
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Part:
     """Bytes [offset, offset + nbytes) of a file, and what reaches into them."""
 
@@ -137,7 +137,7 @@ def upload(
         return checks.finish(workers.map)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _How:
     """How parts are made: against which checksums, with direct reads of how many bytes or 0, within which memory."""
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, closing, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.tasks import Portions, results_of, settled, tasks_of, worker_errors, workers_of
+from zckpt.immutable import immutable
 from zckpt.state.context import during
 from zckpt.storage.memory import buffers_within, confine_threads, give_back
 
@@ -74,7 +74,7 @@ def batched(
         yield tuple(batch)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Budget:
     """What all workers together may hold, divided among them.
 

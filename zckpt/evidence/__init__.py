@@ -30,23 +30,3 @@ from zckpt.evidence.solver import (
     refuse_unnamed,
     shown_shape,
 )
-
-__all__ = [
-    "NAMES_ADVICE",
-    "NAMES_BY_STAGE_ADVICE",
-    "NAMES_OF_RANK_ADVICE",
-    "Evidence",
-    "Orders",
-    "agree",
-    "in_order",
-    "in_order_or_sorted",
-    "is_trainable",
-    "keep_number",
-    "may_be_trained",
-    "note_not_used",
-    "note_numbers",
-    "refuse_ungrouped",
-    "refuse_unnamed",
-    "shown_shape",
-    "ways",
-]

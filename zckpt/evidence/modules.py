@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zckpt.immutable import immutable
 from zckpt.state.names import is_number
 
 MOST_DEPTH = 64
@@ -91,7 +92,7 @@ def tree_of(group_of: Mapping[str, int], num_groups: int, places: Mapping[str, i
     return root
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Item:
     """A parameter or a module among its siblings."""
 

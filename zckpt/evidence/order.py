@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from zckpt.errors import UsageError, listed
 from zckpt.state.checkpoint import Checkpoint
 from zckpt.state.names import aligned
+from zckpt.state.series import are_distinct
 
 GIVEN = "parameter order"
 """Which of a checkpoint's details says that its parameters are in the order that was given."""
@@ -34,7 +35,7 @@ def put_in_order(checkpoint: Checkpoint, names: Sequence[str]) -> None:
     order = [known.get(name, name) for name in names]
     missing = [one.name for one in checkpoint.owners if one.name not in order]
     strange = [name for name in order if name not in every]
-    if missing or strange or len(set(order)) != len(order):
+    if missing or strange or not are_distinct(order):
         wrong = f"without {listed(missing)}" if missing else f"with {listed(strange)}" if strange else "some twice"
         raise UsageError(
             "the names do not match the model's parameters",

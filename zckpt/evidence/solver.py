@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Generic, TypeVar
 
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.state import MASTER, Checkpoint, Parameter, Shape
+from zckpt.immutable import immutable
+from zckpt.state import MASTER, Checkpoint, GivenNames, Parameter, Shape, are_distinct
 from zckpt.state.dtypes import is_complex, is_floating
 from zckpt.state.names import aligned
 
@@ -36,7 +37,7 @@ def in_order_or_sorted(_group: int, names: Sequence[str]) -> list[Sequence[str]]
     return [names, sorted(names)]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Evidence(Generic[Number]):
     """What speaks for a number being a parameter.
 
@@ -98,7 +99,7 @@ class Evidence(Generic[Number]):
             It cannot be these.
         """
         numbers = self.numbers
-        if len(names) != len(numbers) or len(set(names)) != len(names):
+        if len(names) != len(numbers) or not are_distinct(names):
             raise UsageError(
                 "unusable parameter names",
                 expected=f"{len(numbers)} different names",
@@ -246,8 +247,7 @@ def refuse_ungrouped(checkpoint: Checkpoint) -> None:
     lost = [
         one.name
         for one in checkpoint.parameters.values()
-        if one.name not in grouped
-        and (one.optimizer_slots or (MASTER in one.slots and one.slots[MASTER].dtype != one.dtype))
+        if one.name not in grouped and (one.optimizer_slots or (one.master and one.master.dtype != one.dtype))
     ]
     if lost:
         raise UnsupportedError(
@@ -275,7 +275,7 @@ def note_numbers(checkpoint: Checkpoint, numbers: Sequence[object], *, advice: s
         )
 
 
-def note_not_used(checkpoint: Checkpoint, names: Sequence[str] | None, whose: str = "the directory has") -> None:
+def note_not_used(checkpoint: Checkpoint, names: GivenNames, whose: str = "the directory has") -> None:
     """Warn of names that were given where a file has them all."""
     if names is not None:
         checkpoint.warnings.append(f"--names is ignored: {whose} the names of the parameters")

@@ -31,7 +31,8 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError, listed
 from zckpt.formats.patterns import Patterns
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
+from zckpt.immutable import immutable
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, Slot, are_sizes, are_texts
 from zckpt.state.names import PEFT
 from zckpt.storage.files import json_object
 from zckpt.torchfile import brief
@@ -89,7 +90,7 @@ _OF_BASE = re.compile(
 _ADDED = re.compile(r"\.(?:lora_|modules_to_save\.|(?:ia3_|hada_|lokr_|oft_|vera_|boft_|trainable_tokens_)\w*)")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Product:
     """What is added to the weight of a module: scale * B @ A; of an embedding its transpose.
 
@@ -355,7 +356,7 @@ class _Reading:
                 if factor in {"", *_OF_SETTINGS.values()} - more:
                     strange.append(name)
                 own = factors.setdefault(match["module"], {}).setdefault(match["inner"].count("."), {})
-                own[factor] = owner.slots.get(MASTER) or owner.slots[WEIGHT]
+                own[factor] = owner.master or owner.slots[WEIGHT]
             elif match and match.re is _TOKENS:
                 tokens.setdefault(owner.name, []).append(match["module"])
             elif not match and _ADDED.search(f".{name}"):
@@ -383,7 +384,7 @@ class _Reading:
         if isinstance(stated, dict):
             every = [rows for name, rows in stated.items() if any(f".{one}".endswith(f".{name}") for one in modules)]
             found = every[0] if len(every) == 1 else None
-        usable = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
+        usable = isinstance(found, list) and are_sizes(found)
         if not isinstance(found, list) or not usable or not len(set(found)) == len(found) == shape[0]:
             raise DamagedFileError("unusable trainable_token_indices", path=self.path, found=brief(stated),
                                    expected=f"{shape[0]} different rows of {listed(modules)}")  # fmt: skip
@@ -412,7 +413,7 @@ class _Reading:
     def _is_of_parameters(self, module: str, *, is_embedding: bool, depth: int) -> bool:
         """Tell factors of `target_parameters` from those of a module; raise UnsupportedError: both at once."""
         targets = self.settings.get("target_parameters") or []
-        if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        if not isinstance(targets, list) or not are_texts(targets):
             raise DamagedFileError(
                 "unusable target_parameters", path=self.path, expected="a list of names", found=brief(targets)
             )

@@ -37,6 +37,7 @@ from zckpt.state import (
     Slot,
     SourceFile,
     Span,
+    by_key,
     stated,
     without,
 )
@@ -210,11 +211,7 @@ def _note_copies(
 
     Those with the same suffix together are the model once more; one that cannot be read is no copy.
     """
-    found: dict[str, list[tuple[SourceFile, dict[str, Slot]]]] = {}
-    for path in paths:
-        one = _tensors(path)
-        if one is not None:
-            found.setdefault(path.suffix, []).append(one)
+    found = by_key((path.suffix, one) for path in paths if (one := _tensors(path)) is not None)
     noted = False
     for files in found.values():
         slots = {names.get(name, name): slot for _, its in files for name, slot in its.items()}
@@ -232,7 +229,7 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
     """Return the copies that tensors of no parameter's name are, as their values say."""
     from zckpt.formats.rearranged import rearranged
 
-    masters = any(MASTER in parameter.slots for parameter in checkpoint.parameters.values())
+    masters = any(parameter.master for parameter in checkpoint.parameters.values())
     lacking = [one for one in checkpoint.tensors() if one.tied_to is None and one.name not in named]
     copies = []
     for dtype in sorted({slot.dtype for slot in slots.values()}) if lacking else ():
@@ -247,7 +244,7 @@ def _under_other_names(checkpoint: Checkpoint, slots: Mapping[str, Slot], named:
 
 
 def _duplicates(checkpoint: Checkpoint, slots: Mapping[str, Slot]) -> Iterator[Duplicate]:
-    masters = any(MASTER in parameter.slots for parameter in checkpoint.parameters.values())
+    masters = any(parameter.master for parameter in checkpoint.parameters.values())
     for name, slot in slots.items():
         one = checkpoint.parameters.get(name) or checkpoint.buffers.get(name)
         original = _original(checkpoint.owner(name), slot, widens=masters) if one is not None else None

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.immutable import immutable
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
     from zckpt.engine.targets import TargetFile
     from zckpt.formats.stripping import Request, Stripping
-    from zckpt.state import Checkpoint, SourceFile
+    from zckpt.state import Checkpoint, GivenNames, SourceFile
     from zckpt.storage.ownership import Owned
 
 ROOTS, TAG, TP_RULES = "roots", "tag", "tp_rules"
 """What a search may be given beside a path, and only some formats have a use for."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Search:
     """What the user wants opened.
 
@@ -46,7 +48,7 @@ class Search:
     roots: tuple[Path, ...] = ()
     tag: str | None = None
     tp_rules: Path | None = None
-    names: Sequence[str] | None = None
+    names: GivenNames = None
 
     @property
     def given(self) -> frozenset[str]:
@@ -54,7 +56,7 @@ class Search:
         return frozenset(name for name in (ROOTS, TAG, TP_RULES) if getattr(self, name) not in (None, ()))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Found:
     """A checkpoint that a format recognises.
 
@@ -70,7 +72,7 @@ class Found:
     sure: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class NearMiss:
     """Something that a format knows, but cannot open.
 
@@ -100,7 +102,7 @@ class NearMiss:
         return kind(self.message, path=path, expected=self.expected, advice=self.advice, code=self.code)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TargetFiles:
     """The files of a target, as `lay_out` and `recut` give them.
 
@@ -139,12 +141,12 @@ class TargetFiles:
     copied: Collection[str] = frozenset()
     replaceable: Callable[[str], bool] = lambda _: False
     check: Callable[[], int] | None = None
-    names: Sequence[str] | None = None
+    names: GivenNames = None
     in_floats: bool = False
     rounded: Mapping[str, Collection[str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Job:
     """What is to be written.
 
@@ -360,3 +362,30 @@ class Format(Protocol):
         sides : (Checkpoint, Checkpoint)
         """
         return False
+
+
+class InFolder(Format):
+    """A format in a folder of its own: `reader` reads it, `writer` lays it out. Modules are imported when needed."""
+
+    def module(self, name: str) -> Any:  # noqa: ANN401  # with functions of its own
+        """Return a module of the folder."""
+        return import_module(f"{type(self).__module__}.{name}")
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Return what `reader.read` makes of a place and the user's names."""
+        checkpoint: Checkpoint = self.module("reader").read(found.place, names=search.names)
+        return checkpoint
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return what `writer.lay_out` does, if the format is written."""
+        written: TargetFiles = self.module("writer").lay_out(job) if self.writes else super().lay_out(job)
+        return written
+
+
+class Strippable(InFolder):
+    """One that `strip` in the folder takes slots out of."""
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Return what `strip.strip` does."""
+        stripping: Stripping = self.module("strip").strip(checkpoint, source, request)
+        return stripping

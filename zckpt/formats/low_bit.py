@@ -17,7 +17,7 @@ from typing import Any
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.assets import CONFIG_NAME, FOLDERS
-from zckpt.state import MASTER, Checkpoint, Slot
+from zckpt.state import Checkpoint, Slot
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.storage.files import read_json
 
@@ -78,7 +78,7 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
     codes = codes_in(checkpoint)
     if not codes:
         return
-    trains = checkpoint.param_groups or any(MASTER in one.slots for one in checkpoint.parameters.values())
+    trains = checkpoint.param_groups or any(one.master for one in checkpoint.parameters.values())
     names = {one.name for one in checkpoint.tensors() if _SCALE.fullmatch(one.name)}.union(codes)
     own = {_place(slot) for one in checkpoint.tensors() if one.name in names for slot in one.slots.values()}
     for slot, dtype in casts:

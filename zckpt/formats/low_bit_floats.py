@@ -117,7 +117,7 @@ class _Model:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = checkpoint.named
-        self.slots = {one.name: one.slots[WEIGHT] for one in checkpoint.tensors() if WEIGHT in one.slots}
+        self.slots = {one.name: one.weight for one in checkpoint.tensors() if one.weight}
         config, self.settings = settings_of(checkpoint)
         stated = config.get("dtype", config.get("torch_dtype"))
         self.dtype = stated if stated in _FLOATS else "float32"

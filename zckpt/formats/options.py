@@ -1,8 +1,8 @@
 """What a format leaves to choose of a target: the fields of a frozen dataclass, from which all else is derived.
 
-    @dataclass(frozen=True, slots=True)
+    @immutable
     class Options:
-        world_size: int = option(int, 1, "Files to spread it over.", metavar="N")
+        world_size: int = option("Files to spread it over.", 1, metavar="N")
 
 `convert --help`, the checks of `zckpt.convert`'s keywords, and `zckpt formats` come from such fields.
 """
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Any, get_args, get_type_hints
 
 from zckpt.errors import UsageError
+from zckpt.immutable import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Option:
     """What a format leaves to choose.
 
@@ -53,16 +54,15 @@ class Option:
 
 
 def option(
-    kind: type,
-    default: object,
     help: str,  # noqa: A002
+    default: object = None,
     *,
     choices: Sequence[object] = (),
     opposite: str = "",
     metavar: str | None = None,
 ) -> Any:  # noqa: ANN401  # a field, which stands where its value will
-    """Return a field of a format's `options`. The arguments are those of `Option`."""
-    about = {"kind": kind, "help": help, "choices": tuple(choices), "opposite": opposite, "metavar": metavar}
+    """Return a field of a format's `options`. The arguments are those of `Option`; the annotation is its kind."""
+    about = {"help": help, "choices": tuple(choices), "opposite": opposite, "metavar": metavar}
     return field(default=default, metadata=about)
 
 
@@ -71,13 +71,20 @@ DTYPES = ("float32", "bfloat16", "float16", "keep")
 
 def dtype_option() -> Any:  # noqa: ANN401  # a field
     """Return the field of formats that have a whole model."""
-    return option(str, "keep", "Element type of trained parameters in the model.", choices=DTYPES)
+    return option("Element type of trained parameters in the model.", "keep", choices=DTYPES)
 
 
 def options_of(kind: type | None) -> list[Option]:
     """Return the options that a frozen dataclass of `option` fields has; of None, none."""
-    fields = dataclasses.fields(kind) if kind is not None else ()
-    return [Option(one.name, default=one.default, **one.metadata) for one in fields]
+    if kind is None:
+        return []
+    kinds = get_type_hints(kind)
+    return [
+        Option(
+            one.name, (*get_args(kinds[one.name]), kinds[one.name])[0], one.default, **one.metadata
+        )  # of `int | None`
+        for one in dataclasses.fields(kind)
+    ]
 
 
 def choose(kind: type | None, given: Mapping[str, object], what: str) -> Any:  # noqa: ANN401  # one of that dataclass

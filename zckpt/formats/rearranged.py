@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from zckpt.engine.read import read_all
 from zckpt.engine.targets import Hole
-from zckpt.state import WEIGHT, Extent, Shape, Slot, Span
+from zckpt.state import WEIGHT, Extent, Shape, Slot, Span, by_key
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import transpose
 
@@ -90,10 +90,11 @@ def _places(
                 places += [(numel, name, start) for start in range(0, long[name] - numel + 1, numel)]
     known = {numel for numel, _, _ in places}
     sought = [(one.numel, name, 0) for name, one in pieces.items() if one.numel in known]
-    there: dict[tuple[int, bytes], list[tuple[str, int]]] = {}
-    for (numel, name, start), seen in zip(places, _seen(wholes, places, dtype), strict=True):
-        if numel <= WHOLE_NUMEL or seen != seen[: itemsize(dtype)] * SAMPLED_NUMEL:
-            there.setdefault((numel, seen), []).append((name, start))
+    there = by_key(
+        ((numel, seen), (name, start))
+        for (numel, name, start), seen in zip(places, _seen(wholes, places, dtype), strict=True)
+        if numel <= WHOLE_NUMEL or seen != seen[: itemsize(dtype)] * SAMPLED_NUMEL
+    )
     found = {}
     for (numel, name, _), seen in zip(sought, _seen(pieces, sought, dtype), strict=True):
         fitting = there.get((numel, seen))
@@ -118,9 +119,7 @@ def _by_whole(
     places: Mapping[str, tuple[str, int]], pieces: Mapping[str, Slot], wholes: Mapping[str, Slot]
 ) -> Iterator[tuple[str, list[tuple[int, int, str]]]]:
     """Yield the tensors that pieces cover end to end, and their pieces: first element, elements and name."""
-    parts: dict[str, list[tuple[int, int, str]]] = {}
-    for name, (whole, start) in places.items():
-        parts.setdefault(whole, []).append((start, pieces[name].numel, name))
+    parts = by_key((whole, (start, pieces[name].numel, name)) for name, (whole, start) in places.items())
     for whole, its in parts.items():
         its.sort()
         ends = [0, *accumulate(numel for _, numel, _ in its)]

@@ -21,7 +21,19 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError, about
 from zckpt.formats.torch_files.content import EXTRA_STATE, STATE_DICT_KEYS
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar, as_float, dict_of
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    Parameter,
+    Scalar,
+    are_sizes,
+    are_texts,
+    as_float,
+    by_key,
+    dict_of,
+)
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.state.names import is_number
@@ -81,7 +93,7 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "frozen": [p.name for p in parameters if p.frozen],
         "tied": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
         "buffers": list(checkpoint.buffers),
-        "masters": any(MASTER in p.slots for p in parameters),
+        "masters": any(p.master for p in parameters),
         "metadata": dict(checkpoint.metadata),
         "optimizer_metadata": dict(checkpoint.optimizer_metadata),
     }
@@ -90,7 +102,7 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
 def names_of_models(own: TorchFile | None, usual: list[str]) -> list[str]:
     """Return what several models are called: as usual, unless zckpt has written what they were before."""
     known = own.root.get("models") if own is not None and isinstance(own.root, dict) else None
-    is_known = isinstance(known, list) and len(known) == len(usual) and all(isinstance(name, str) for name in known)
+    is_known = isinstance(known, list) and len(known) == len(usual) and are_texts(known)
     return known if isinstance(known, list) and is_known else usual
 
 
@@ -129,7 +141,7 @@ def described(node: object) -> dict[str, Parameter]:
     for name, said in as_mapping(node).items():
         one = as_mapping(said)
         shape, dtype = one.get("shape"), one.get("dtype")
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or dtype not in DTYPES:
+        if not isinstance(shape, list) or not are_sizes(shape) or dtype not in DTYPES:
             raise DamagedFileError("unexpected content", expected=f"shape and type of {name}")
         found[str(name)] = Parameter(str(name), tuple(shape), str(dtype))
     return found
@@ -137,7 +149,7 @@ def described(node: object) -> dict[str, Parameter]:
 
 def types_of_weights(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the types of weights whose masters have another: in a file that has masters only, nothing else says it."""
-    masters = {name: checkpoint.owner(name).slots.get(MASTER) for name in checkpoint.parameters}
+    masters = {name: checkpoint.owner(name).master for name in checkpoint.parameters}
     types = {name: one.dtype for name, one in checkpoint.parameters.items()}
     return {name: types[name] for name, one in masters.items() if one is not None and one.dtype != types[name]}
 
@@ -178,10 +190,7 @@ def of_modules(checkpoint: Checkpoint) -> tuple[dict[str, object], set[str]]:
     for name in [one.name for one in checkpoint.tensors()] if held else ():
         while (name := name.rpartition(".")[0]) and name not in modules:
             modules.add(name)
-    found: dict[str, list[tuple[str, str, object]]] = {}
-    for one in held:
-        if (known_as := _in_model(one[1], modules)) is not None:
-            found.setdefault(known_as, []).append(one)
+    found = by_key((known_as, one) for one in held if (known_as := _in_model(one[1], modules)) is not None)
     values: dict[str, object] = {}
     for known_as, several in found.items():
         best = [one for one in several if one[0] == known_as or one[0].partition(".")[0] in _OF_MODEL] or several
@@ -288,7 +297,7 @@ def _mark(checkpoint: Checkpoint, tree: Mapping[object, object]) -> None:
         parameter, other = _parameter(checkpoint, alias), _parameter(checkpoint, owner)
         if parameter.shape != other.shape or other.tied_to is not None or set(parameter.slots) - {WEIGHT}:
             raise DamagedFileError(f"{alias} cannot be another name of {owner}")
-        copy, own = parameter.slots.get(WEIGHT), other.slots.get(WEIGHT)
+        copy, own = parameter.weight, other.weight
         if copy is not None and own is not None and copy.spans != own.spans:
             checkpoint.duplicates.append(Duplicate("tied", parameter.name, other.name, copy, own))
         parameter.tied_to, parameter.slots = other.name, {}

@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST
 from zckpt.errors import UnknownFormatError, listed
 from zckpt.formats.format import NearMiss
+from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
 
 LINK = "latest-rank0.pt"
@@ -28,7 +28,7 @@ _COMPOSER_FILE = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})-rank0\.pt")
 SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class LastStep:
     """The checkpoint that was saved last.
 

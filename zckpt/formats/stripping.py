@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -29,7 +30,8 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of, files_below
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
-from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
+from zckpt.immutable import immutable
+from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span, by_key
 from zckpt.state.dtypes import itemsize
 from zckpt.state.ranges import Range, merge, total, without
 from zckpt.storage.files import is_file
@@ -103,7 +105,7 @@ def _swap_below(node: object, swapped: dict[int, object]) -> None:
             setattr(node, name, value)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Kept:
     """The bytes of a storage that are kept.
 
@@ -146,7 +148,7 @@ def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
     return Kept(tuple(ranges), tuple(starts) if ranges else ())
 
 
-def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> dict[str, int]:
+def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> Counter[str]:
     """Return how many bytes of some ranges are each owner's; of what several own, the first one's.
 
     Parameters
@@ -161,7 +163,7 @@ def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> di
         start = max(low, pieces[-1][1]) if pieces else low
         if start < high:
             pieces.append((start, high, owner))
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     first = 0
     for low, high in ranges:
         while first < len(pieces) and pieces[first][1] <= low:
@@ -169,7 +171,7 @@ def shares(ranges: Sequence[Range], owned: Iterable[tuple[int, int, str]]) -> di
         at = first
         while at < len(pieces) and pieces[at][0] < high:
             start, end, owner = pieces[at]
-            found[owner] = found.get(owner, 0) + min(high, end) - max(low, start)
+            found[owner] += min(high, end) - max(low, start)
             at += 1
     return found
 
@@ -183,7 +185,7 @@ PACKED = ("quint4x2", "quint2x4")
 """Types with several elements in a byte: their reach is not a multiple of an element."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Request:
     """What is to go.
 
@@ -257,7 +259,7 @@ class Edited:
 Edit = Callable[[TorchFile], Edited]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rewritten:
     """A file of the source and what becomes of it.
 
@@ -279,7 +281,7 @@ class Rewritten:
     saved: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Stripping:
     """What becomes of a checkpoint.
 
@@ -342,15 +344,11 @@ def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritt
 
 def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[dict[str, int], dict[int, Tensor]]:
     """Return the bytes of storages that go, by kind, and the tensors of smaller storages by the id of the old ones."""
-    tensors: dict[str, list[Tensor]] = {}
-    for _, tensor in walk_tensors(edited.root):
-        tensors.setdefault(tensor.storage.key, []).append(tensor)
-    dropped: dict[str, list[tuple[int, int, str]]] = {}
-    for kind, tensor in edited.dropped:
-        dropped.setdefault(tensor.storage.key, []).append((*tensor.reach, kind))
+    tensors = by_key((tensor.storage.key, tensor) for _, tensor in walk_tensors(edited.root))
+    dropped = by_key((tensor.storage.key, (*tensor.reach, kind)) for kind, tensor in edited.dropped)
     nodes = each(edited.root, lambda node: [one for _, one in children(node) if not is_leaf(one)])
     whole = {one.key for node in nodes for _, one in children(node) if isinstance(one, Storage)}  # by themselves
-    saved: dict[str, int] = {}
+    saved: Counter[str] = Counter()
     new: dict[int, Tensor] = {}
     for key, storage in file.storages.items():
         views, trimmed = tensors.get(key, []), key in edited.trimmed
@@ -367,9 +365,8 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
             new |= {id(tensor): _moved(tensor, shrunk, kept) for tensor in views}
         removed = without([(0, storage.nbytes)], kept.ranges)
         of = shares(removed, dropped.get(key, ()))
-        rest = total(removed) - sum(of.values())
-        of[PADDING if trimmed else UNREFERENCED] = rest
-        saved |= {kind: saved.get(kind, 0) + nbytes for kind, nbytes in of.items() if nbytes}
+        of[PADDING if trimmed else UNREFERENCED] = total(removed) - of.total()
+        saved += of
     return saved, new
 
 

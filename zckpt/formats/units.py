@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError
@@ -26,6 +25,7 @@ from zckpt.formats.fsdp_rank_files.directory import OF_TRAINING
 from zckpt.formats.latest import latest_name
 from zckpt.formats.registry import formats
 from zckpt.formats.suffixes import TORCH_SUFFIXES
+from zckpt.immutable import immutable
 from zckpt.state.names import is_number
 from zckpt.storage.files import entries_of
 
@@ -42,7 +42,7 @@ DEPTH = 6
 """Folders below a run that are looked into."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Unit:
     """A checkpoint of a run. `states`: where formats find it, of several models several; none: no format does."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, product
 
 from zckpt.compare.logical import single
@@ -22,17 +22,18 @@ from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
 from zckpt.formats.low_bit import codes_in
 from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.immutable import immutable
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.naming.taken import take
-from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot
+from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Shape, Slot, by_key, differ
 from zckpt.state.boxes import intersection, overlap
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.views import narrow, pad, placed, reshape, transpose, zeros
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Instance:
     """A rule for one set of tensors.
 
@@ -49,7 +50,7 @@ class Instance:
     shared: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Fit:
     """How the names of a checkpoint follow a map_.
 
@@ -125,13 +126,12 @@ def of_rule(
 ) -> list[Instance]:
     """Return the complete instances of a rule for templates of one of its sides, among names that are not taken yet."""
     shared = rule.shared
-    met: dict[tuple[int, ...], list[Tensor]] = {}
-    for template in templates:
-        for name in names:
-            indices = template.numbers(name)
-            if indices is not None:
-                key = tuple(indices[one] for one in shared)
-                met.setdefault(key, []).append(Tensor(template, indices, name, shapes[name]))
+    met = by_key(
+        (tuple(indices[one] for one in shared), Tensor(template, indices, name, shapes[name]))
+        for template in templates
+        for name in names
+        if (indices := template.numbers(name)) is not None
+    )
     return [
         Instance(rule, tuple(tensors), dict(zip(shared, key, strict=True)))
         for key, tensors in met.items()
@@ -153,7 +153,7 @@ def _is_complete(templates: Sequence[Template], shared: Sequence[str], tensors: 
     return True
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Arrangement:
     """A tensor as a box of all letters of a rule.
 
@@ -237,7 +237,7 @@ class Joined:
         self._are = f"{self._names} are parts of one tensor in {self._map}"
         for what, said in (("group", "the param group"), ("frozen", "frozen"), ("dtype", "dtype")):
             values = [getattr(one, what) for one in parts]
-            if any(value != values[0] for value in values):
+            if differ(values):
                 raise UnsupportedError(
                     f"{self._are}, but differ in {said}",
                     expected="the same for all",
@@ -263,7 +263,7 @@ class Joined:
     def _value(self, key: str, values: Sequence[object]) -> object:
         """Return a value that all parts have."""
         told = [single(value) for value in values] if len(values) > 1 else [None]
-        if any(one != told[0] for one in told):
+        if differ(told):
             raise LayoutError(f"{self._are}, but differ in {key}", found=", ".join(map(str, told)))
         return values[0]
 
@@ -326,7 +326,7 @@ MAXIMUM_TENSORS = 1 << 17
 """That one tensor is taken apart into: experts of all layers. A file may say any shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Mapped:
     """What a map makes of a checkpoint.
 
@@ -371,7 +371,7 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int
     ]
     for name, of in copies:
         one, own = kept.pop(name), kept[of]
-        is_alike = list(one.slots) == [WEIGHT] and WEIGHT in own.slots and one.shape == own.shape
+        is_alike = list(one.slots) == [WEIGHT] and own.weight and one.shape == own.shape
         if one.tied_to != of and not (is_alike and not differences([pair(name, one.slots[WEIGHT], own.slots[WEIGHT])])):
             raise UnsupportedError(
                 f"{name} is not a copy of {of}, and the map {map_.name} has no other place for it",
@@ -421,7 +421,7 @@ def _check_arrangeable(checkpoint: Checkpoint, map_: Map) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Made:
     """A tensor of the other side, where among the source's its first part was, and whether it is just that."""
 

@@ -13,11 +13,12 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from operator import add, floordiv, mul, sub
 
 from zckpt.errors import UsageError
+from zckpt.immutable import immutable
+from zckpt.state.series import are_distinct
 
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:\[([^\]]*)\])?|(1))")
 
@@ -41,7 +42,7 @@ def within(where: str) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Factor:
     """A letter of an axis, or its values from `low` to below `high`: expressions, and None for its end."""
 
@@ -87,7 +88,7 @@ def parse_axes(text: str) -> Axes:
         else:
             inside += own
     names = [factor.name for axis in axes for factor in axis]
-    if inside is not None or len(names) != len(set(names)):
+    if inside is not None or not are_distinct(names):
         raise malformed
     return tuple(axes)
 

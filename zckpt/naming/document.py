@@ -26,7 +26,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from difflib import get_close_matches
 from functools import reduce
 from importlib import resources
@@ -34,9 +34,10 @@ from pathlib import Path
 from typing import NoReturn, TypeGuard
 
 from zckpt.errors import UsageError
+from zckpt.immutable import immutable
 from zckpt.naming.axes import Axes, Factor, evaluated, names_in, parse_axes, within
 from zckpt.naming.taken import Taken, parse_taken
-from zckpt.state import without
+from zckpt.state import are_texts, without
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)(?:\+([0-9]{1,4}|[A-Za-z_]\w*))?\}")
 _NUMBER = re.compile(r"\{=([^{}]*)\}")
@@ -52,7 +53,7 @@ KEYS = frozenset({
 LIKE, MORE, AGAIN = "like", "more", "again"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Template:
     """The names of like tensors, `model.layers.{l}.mlp.up_proj.weight`, and how their elements are arranged.
 
@@ -104,7 +105,7 @@ class Template:
 Templates = tuple[Template, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rule:
     """Tensors of one side that are the same elements as those of the other.
 
@@ -136,7 +137,7 @@ class Rule:
         return [factor for side in self.sides for template in side for factor in template.factors]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Side:
     """One of the two ways.
 
@@ -170,7 +171,7 @@ class Side:
     copies: dict[Template, Template]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Map:
     """Two ways to name and arrange the same weights.
 
@@ -517,6 +518,6 @@ def _tensors(value: object) -> Templates:
         return (template(value),)
     if not isinstance(value, dict) or not value or not _is_texts(list(value)):
         _refuse("unusable", "a name, or arrangements by name")
-    if not all(isinstance(axes, str) for axes in value.values()):
+    if not are_texts(value.values()):
         _refuse("unusable", 'arrangements such as "(heads half two) in"')
     return tuple(template(text, axes) for text, axes in value.items())

@@ -9,7 +9,7 @@ from typing import Any
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import Evidence
 from zckpt.formats.transformers_trainer.architectures import Architecture, is_converted
-from zckpt.formats.transformers_trainer.readings import Weights, names_in_order
+from zckpt.formats.transformers_trainer.readings import Weights, names_in_order, said_by
 from zckpt.naming.apply import Mapped, fits, mapped
 from zckpt.naming.document import Map, parse_map
 from zckpt.naming.installed import live_maps, transformers_map
@@ -25,9 +25,8 @@ FILE, MEMORY = range(2)
 
 def numbers_alone(checkpoint: Checkpoint) -> bool:
     """Tell whether one optimizer of a Trainer only numbers its parameters, and the files told the name of none."""
-    members = [name for group in checkpoint.param_groups for name in group.parameters]
     is_one = checkpoint.format == "transformers-trainer" and not checkpoint.optimizers()
-    return is_one and bool(checkpoint.unnamed) and all(map(is_number, members))
+    return is_one and bool(checkpoint.unnamed) and all(map(is_number, checkpoint.grouped))
 
 
 def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any]) -> Checkpoint | None:
@@ -47,10 +46,7 @@ def named_as_live(mapped: Checkpoint, source: Checkpoint, live: Mapping[str, Any
     known = Weights(candidates, is_ordered=True, known=Architecture(layer_norms=frozenset(live["layer_norms"])))
     given = source.given_names
     if given is not None:
-        order = said.known(given)
-        found = said.recorded(order)
-        if not found and {*order} >= {*candidates}:
-            found = names_in_order(said, [name for name in dict.fromkeys(order) if name in candidates], known)
+        order, found = said_by(given, said, known)
         if len(found) < len(said.numbers):
             raise UsageError(
                 "the names do not match the optimizer",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.axes.gpt_model import JOINED
 from zckpt.formats.torch_files.tensors import arguments_of as attributes_of
+from zckpt.immutable import immutable
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint, Shape
@@ -77,7 +77,7 @@ def check_settings(map_: Map, config: Mapping[str, object]) -> None:
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Tensor:
     """A tensor of one side of a rule: its template, the numbers in its name, its name, and its shape if it is there."""
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.immutable import immutable
 from zckpt.naming.axes import within
-from zckpt.state import Checkpoint, Parameter, Slot
+from zckpt.state import Checkpoint, Parameter, Slot, by_key
 from zckpt.state.views import concat, narrow, zeros
 
 _ITEM = re.compile(r"(zero|[0-9]{1,9})(-(?P<last>[0-9]{0,9}))?(\*(?P<times>[1-9][0-9]{0,8}))?")
@@ -26,7 +27,7 @@ Ranges = list[tuple[int | None, int]]
 """The first index and how many follow, itself included; None: zeros."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Taken:
     """Beginnings of names with a number, or whole names of tensors whose rows are taken, and what is taken."""
 
@@ -89,9 +90,7 @@ def _layers(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
     numbers = {number for _, number, _ in parts.values()}
     with within(where):
         ranges = taken.ranges(max(numbers) + 1)
-    places: dict[int, list[int]] = {}
-    for new, old in enumerate((low or 0) + n for low, size in ranges for n in range(size)):
-        places.setdefault(old, []).append(new)
+    places = by_key((old, new) for new, old in enumerate((low or 0) + n for low, size in ranges for n in range(size)))
     if missing := places.keys() - numbers:
         raise UsageError(f"{where}: {taken.front} has no {min(missing)}", path=checkpoint.named)
 

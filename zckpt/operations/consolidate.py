@@ -35,6 +35,7 @@ from zckpt.formats.low_bit import codes_in
 from zckpt.formats.low_bit_codes import block_of, in_block_fp8
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.suffixes import DIRECTORY, OWN_MODEL, SAFETENSORS, TORCH, kind_of_model
+from zckpt.immutable import immutable
 from zckpt.naming import TRANSFORMERS
 from zckpt.operations.losses import check_nothing_lost, refuse_beside, refuse_rank_values, without_rank_values
 from zckpt.operations.open import Source, opened
@@ -68,7 +69,7 @@ OWNED = Owned(called(OWN_MODEL))
 """The directories of models that are replaced."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Chosen:
     """What is written of a model, and how: `OfWholeModel`, with `dequantize`.
 

@@ -10,7 +10,6 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +27,7 @@ from zckpt.formats.safetensors.deltas import (
 )
 from zckpt.formats.safetensors.file import INDEX_NAME
 from zckpt.formats.safetensors.layout import header_of
+from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Checkpoint, Slot, Span
 from zckpt.storage.ahead import ahead
 from zckpt.storage.durable import written
@@ -45,7 +45,7 @@ SHARD_NBYTES = 1 << 29
 _OWNED = Owned(called(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Change:
     """What is stored of a tensor, and the checksum of what it becomes."""
 

@@ -19,6 +19,7 @@ from typing import Any
 from zckpt.compare.digests import FILE_NAME, digests_path, read_digests
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats.units import Unit, is_named, latest_of, units
+from zckpt.immutable import immutable
 from zckpt.operations.fingerprint import fingerprint as fingerprint_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.verify import Verification, verify
@@ -31,7 +32,7 @@ LEFT = re.compile(r"\..*\.zckpt-[a-z]+|\.zckpt-removed")
 """Names of what is being written or removed, or was when that was interrupted."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Recorded(Result):
     """A checkpoint of a run.
 
@@ -220,7 +221,7 @@ def files_of(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
             raise SourceError("cannot be read", path=one, found=error.strerror) from error
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Around:
     """What a run's directory has around its checkpoints: all links, and what interrupted writes and removals left."""
 

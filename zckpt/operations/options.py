@@ -7,12 +7,12 @@ each in the verb's signature and docstring. `cli/options.py` makes flags of the 
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypedDict, TypeVar
 
 from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES, DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
+from zckpt.immutable import immutable
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 Place = str | os.PathLike[str]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Shared:
     """One option that verbs share.
 

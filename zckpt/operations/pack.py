@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import DamagedFileError, SourceError, UsageError, ZckptError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.units import Unit, is_named, latest_of
+from zckpt.immutable import immutable
 from zckpt.operations.history import units_of
 from zckpt.operations.options import Copying, Place, Unpack, shares
 from zckpt.operations.prediction import Known, cuts_of
@@ -26,7 +27,7 @@ from zckpt.storage.remote import is_url
 FULL_EVERY = DEEPEST + 1
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class PackedOne:
     """A checkpoint that was packed: its name, the bytes of its files, and those that the store has grown by."""
 
@@ -35,7 +36,7 @@ class PackedOne:
     stored_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Packed(Result):
     """What `pack` did.
 

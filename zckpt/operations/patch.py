@@ -7,7 +7,6 @@ row-major order, read out of whatever format that is in. Both ends are proven by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from zckpt.errors import DamagedFileError, SourceError, UsageError, about
 from zckpt.formats import open_checkpoint
 from zckpt.formats.safetensors.deltas import ENCODINGS, XOR, version_of
 from zckpt.formats.safetensors.file import is_delta
+from zckpt.immutable import immutable
 from zckpt.operations.deltas import apply_published, pairs, publish
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.open import Source, opened
@@ -46,7 +46,7 @@ DEEPEST = 2
 _OWNED = Owned(called(r"store\.json|00000\d\.(index|chunks)|\.0*\d+\.index|\.store\.json.*"))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Patched(Result):
     """What `patch` wrote.
 

@@ -21,6 +21,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.account.inventory import is_stranger
 from zckpt.formats.companions import trainer_account
 from zckpt.formats.units import Unit, is_of_training
+from zckpt.immutable import immutable
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look, units_of
 from zckpt.operations.options import Place
 from zckpt.operations.verify import Verification
@@ -34,7 +35,7 @@ from zckpt.storage.remote import is_url
 SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Judged:
     """A checkpoint, whether it goes (or is gone), and why it stays, or what it is not."""
 
@@ -86,7 +87,7 @@ class Pruned(Brief):
         }
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Seen:
     """A checkpoint as it was found, and the inventories that were taken of it."""
 

@@ -11,6 +11,7 @@ from zckpt.compare.slots import EXACT, Figures, measure, pair
 from zckpt.engine import reporting
 from zckpt.errors import UsageError
 from zckpt.executors.using import using
+from zckpt.immutable import immutable
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Copying, Place, Unpack, shares
@@ -18,7 +19,7 @@ from zckpt.operations.target import summary
 from zckpt.state import Checkpoint, Document, Result, Slot, document
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Moved:
     """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from zckpt.engine import Reporter, reporting
 from zckpt.errors import SourceError
 from zckpt.formats.units import TRACKERS
+from zckpt.immutable import immutable
 from zckpt.operations.options import Place
 from zckpt.state import Result
 from zckpt.storage.ahead import ahead
@@ -24,7 +24,7 @@ from zckpt.storage.packed.store import PackedStore
 AT_ONCE_NBYTES = 8 * CHUNK_NBYTES
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Unpacked(Result):
     """What `unpack` wrote, or with `dry_run` would write: target, checkpoints, number of files, bytes."""
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from zckpt.compare.logical import named
 from zckpt.compare.slots import Figures
 from zckpt.errors import SourceError, UsageError, listed
 from zckpt.formats.units import Unit, units
+from zckpt.immutable import immutable
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.history import SETTLE_S, Around, Recorded, files_of, look
@@ -44,7 +45,7 @@ SHARE = 0.01
 SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Appeared:
     """A checkpoint that appeared in a run.
 

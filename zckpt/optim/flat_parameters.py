@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.immutable import immutable
 from zckpt.state import Extent
 from zckpt.state.names import bare_names
 
@@ -68,7 +69,7 @@ class Member:
         return self.requires_grad and self.shape.numel() > 0
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Members:
     """What each tensor that an optimizer steps has the elements of, with names; and all names in the model's order."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from zckpt.compare.twice import check_files_apart
 from zckpt.engine.checking import Checks, Seen, Sum
 from zckpt.errors import SourceError, TargetError, WorkerError, ZckptError, shown
 from zckpt.formats.survey import checksums_by_path
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.ownership import Owned
@@ -44,7 +45,7 @@ BELOW = "\0"
 """Stands for what is read, which another rank may have under another name."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Unsent:
     """Comes instead of what could not be sent."""
 

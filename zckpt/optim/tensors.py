@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zckpt.engine.tensors import memory_of
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.immutable import immutable
 from zckpt.optim.flat_parameters import EXTRA_STATE, Bare, Member, Members, flat_model, is_flat
 from zckpt.state import WEIGHT, Extent, Shape
 from zckpt.state.names import INNER, plain_name
@@ -184,7 +185,7 @@ def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
 # --- what this rank has
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Share:
     """What this rank has of a tensor.
 

@@ -11,6 +11,7 @@ from zckpt.state.checkpoint import (
     WEIGHT,
     Checkpoint,
     Duplicate,
+    GivenNames,
     Parameter,
     ParamGroup,
     RankValue,
@@ -23,6 +24,7 @@ from zckpt.state.checkpoint import (
 )
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.mappings import by_key, dict_of, list_of, stated, without
+from zckpt.state.series import are_distinct, are_sizes, are_texts, differ
 from zckpt.state.spans import (
     ZEROS,
     CutFiles,
@@ -36,42 +38,3 @@ from zckpt.state.spans import (
     Span,
     Spans,
 )
-
-__all__ = [
-    "MASTER",
-    "WEIGHT",
-    "ZEROS",
-    "Brief",
-    "Checkpoint",
-    "CutFiles",
-    "CutSpans",
-    "Document",
-    "Duplicate",
-    "Extent",
-    "Padding",
-    "PaddingRule",
-    "PaddingSpan",
-    "ParamGroup",
-    "Parameter",
-    "RankValue",
-    "Result",
-    "Scalar",
-    "Shape",
-    "Slot",
-    "SourceFile",
-    "Span",
-    "Spans",
-    "Topology",
-    "as_float",
-    "by_key",
-    "dict_of",
-    "document",
-    "is_floating",
-    "itemsize",
-    "list_of",
-    "most_steps",
-    "number",
-    "number_of",
-    "stated",
-    "without",
-]

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
+from zckpt.immutable import immutable
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.mappings import dict_of, without
 from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
@@ -25,11 +26,14 @@ from zckpt.state.spans import Padding, PaddingSpan, Shape, Slot
 WEIGHT = "weight"
 MASTER = "master"
 
+GivenNames = Sequence[str] | None
+"""Names of an optimizer's parameters in its order, as the user gave them for files that only number them."""
+
 SHOWN_KEYS = 6
 """Of optimizer state in a message; more are counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Scalar:
     """A single number that a file holds as a 0-d tensor, such as AdamW's `step`."""
 
@@ -103,6 +107,16 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def weight(self) -> Slot | None:
+        """Its weight, if a file has it."""
+        return self.slots.get(WEIGHT)
+
+    @property
+    def master(self) -> Slot | None:
+        """Its master, if it has one."""
+        return self.slots.get(MASTER)
+
+    @property
     def optimizer_slots(self) -> dict[str, Slot]:
         """Its slots except the weight and the master."""
         return without(self.slots, WEIGHT, MASTER)
@@ -130,7 +144,7 @@ class ParamGroup:
     optimizer: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RankValue:
     """One such value.
 
@@ -177,7 +191,7 @@ def keys_listed(values: Iterable[RankValue]) -> str:
     return listed(list(dict.fromkeys(value.key for value in values)), most=SHOWN_KEYS)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Topology:
     """Data-, tensor-, pipeline- and expert-parallel degrees."""
 
@@ -187,7 +201,7 @@ class Topology:
     ep: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Duplicate:
     """A further copy of a slot, which nothing is read from: it should be equal, or its rounding.
 
@@ -330,7 +344,7 @@ class Checkpoint:
     param_groups: list[ParamGroup] = field(default_factory=list)
     per_rank: list[RankValue] = field(default_factory=list)
     zero_stage: int | None = None
-    topology: Topology = Topology()  # which is frozen
+    topology: Topology = field(default_factory=Topology)
     world_size: int = 1
     step: int | None = None
     loss_scale: float | None = None

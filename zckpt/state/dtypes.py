@@ -6,12 +6,11 @@ This table needs neither torch nor numpy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zckpt.errors import UnsupportedError
+from zckpt.immutable import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class DTypeInfo:
     """What is known about one element type.
 

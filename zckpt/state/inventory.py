@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from zckpt.errors import SourceError
+from zckpt.immutable import immutable
 
 STATE = "state"
 CARRIED = "carried"
@@ -37,7 +38,7 @@ NUMBER = "#"
 REST = "**"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rule:
     """What the values at some steps of a file's tree are. It never speaks for tensors with elements: their bytes do.
 
@@ -68,7 +69,7 @@ class Rule:
     tensors: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Claim:
     """What a file as a whole is, where no tree of it is looked through.
 
@@ -82,7 +83,7 @@ class Claim:
     about: str
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Item:
     """One thing that has a fate, or several of one file that have it for the same reason.
 

@@ -20,6 +20,7 @@ names that PEFT loads, are left out as often as all names have them.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
@@ -30,6 +31,11 @@ from zckpt.state.checkpoint import Checkpoint, Parameter
 def is_number(text: str) -> bool:
     """Tell a number in a file's texts that is one of a layer, an expert, a parameter: not of thousands of digits."""
     return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that takes numbers in a name as numbers."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 INNER = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})

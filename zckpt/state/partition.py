@@ -26,10 +26,10 @@ import heapq
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from zckpt.errors import LayoutError, UsageError
+from zckpt.immutable import immutable
 
 FLAT_ALIGNMENT = 2
 """Partitions of a flat group start on a multiple of two elements: 4 bytes for 16-bit types, which NCCL wants."""
@@ -38,7 +38,7 @@ PARAMETER_ALIGNMENT_NBYTES = 16
 """Bytes of the model dtype on which each parameter of an aligned flat group starts (DeepSpeed 0.19)."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class FlatShare:
     """Elements of one parameter inside one rank's partition.
 
@@ -302,7 +302,7 @@ def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class FileShare:
     """Elements [start, start + numel) of a flattened tensor, which lie in one file."""
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zckpt.errors import LayoutError
+from zckpt.immutable import immutable
 from zckpt.state.dtypes import itemsize
 from zckpt.state.numbered import Numbered
 
@@ -49,7 +50,7 @@ def reach_of(shape: Iterable[int], strides: Iterable[int], size: int = 1) -> int
     return size
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Extent:
     """A box of a tensor, and a flattened range within that box.
 
@@ -77,7 +78,7 @@ class Extent:
         return cls((0,) * len(shape), shape, start, numel)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Span:
     """An extent and where its bytes are.
 
@@ -144,7 +145,7 @@ class Spans(Numbered[Span]):
         return hash(tuple(self))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Chosen(Numbered[int]):
     """A number for each of many, of which there are only a few. `which`: of `values`, for each."""
 
@@ -160,7 +161,7 @@ class Chosen(Numbered[int]):
         return self.values[self.which[index]]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class CutFiles:
     """The tensors, one in each rank's file, that together hold a line of elements.
 
@@ -348,7 +349,7 @@ class Slot:
         return Extent.flat(self.shape, start, numel)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class PaddingSpan:
     """Contiguous bytes of a file that are padding of one slot."""
 
@@ -373,7 +374,7 @@ class PaddingRule(Protocol):
         """Yield where in one file it is, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Padding:
     """Elements of one rank's partition of one param group that belong to no parameter.
 

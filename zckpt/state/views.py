@@ -20,6 +20,7 @@ from itertools import accumulate, islice, pairwise, product
 from operator import add, mul, sub
 
 from zckpt.errors import LayoutError
+from zckpt.immutable import immutable
 from zckpt.state.boxes import (
     Box,
     SpanIndex,
@@ -32,10 +33,11 @@ from zckpt.state.boxes import (
     row_major,
 )
 from zckpt.state.dtypes import itemsize
+from zckpt.state.series import differ
 from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans, position, reach_of
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Move:
     """Where elements of one slot are in another. Both are seen as boxes of the finer shapes that their spans are of.
 
@@ -313,7 +315,7 @@ def placed(parts: Sequence[tuple[Shape, Slot]]) -> Slot:
     fits = all(
         not at % n for offsets in (shape, *(at for at, _ in parts)) for at, n in zip(offsets, inner, strict=True)
     )
-    if not fits or any(one != shapes[0] for one in shapes):
+    if not fits or differ(shapes):
         shapes, inner = [[()] * len(shape)], [1] * len(shape)
         parts = [(at, plain(slot)) for at, slot in parts]
 

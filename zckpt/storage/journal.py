@@ -17,13 +17,14 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from hashlib import blake2b
 from operator import index
 from pathlib import Path
 from threading import Lock
 
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, shown
+from zckpt.immutable import immutable
 from zckpt.storage import distant
 from zckpt.storage.crc32 import content_of, line_of
 from zckpt.storage.ownership import claimed, kind_of, partial_name
@@ -46,7 +47,7 @@ Identity = tuple["int | str", ...]
 """Of a source file: bytes, nanoseconds of its last change, inode; or what its store says of it, an etag."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Purpose:
     """What a run is to write, and of what: one run can go on with the work of another that has the same.
 
@@ -151,7 +152,7 @@ def _said(value: object) -> str:
     return f"{text[: SAID_CHARACTERS // 2]}... ({digest})"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Work:
     """A batch that was written.
 

@@ -20,10 +20,10 @@ import re
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
+from zckpt.immutable import immutable
 from zckpt.storage.disk import sync
 
 FINGERPRINT_NAME = "fingerprint.json"
@@ -61,7 +61,7 @@ def _any(_: Path) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Owned:
     """What tells a directory that may be replaced as a whole.
 

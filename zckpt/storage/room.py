@@ -6,11 +6,11 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
 from zckpt.errors import TargetError, WorkerError
+from zckpt.immutable import immutable
 from zckpt.storage.files import opened
 
 NOTHING_LEFT = "nothing was left behind"
@@ -22,7 +22,7 @@ _ADVICE = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
 BOTH_STAY = "the old target stays until the new one is renamed, so both need space"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Room:
     """What a file system has room for.
 

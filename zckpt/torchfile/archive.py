@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.immutable import immutable
 from zckpt.state.numbered import Numbered
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import FileRange, opened
@@ -127,7 +128,7 @@ class AlikeRecords(Numbered[Record]):
         return Record(self._archive + one.name[self._skip :], one.offset, one.nbytes, self._crc(index, one.crc32))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class StatedSums:
     """The CRC-32s that a file's directory states, each read when it is asked for. `places`: of them in the file."""
 
@@ -336,7 +337,7 @@ def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]
     return offsets
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class NewRecord:
     """A record to write, its name with the archive's root: its bytes, or for tensor data only their number.
 
@@ -349,7 +350,7 @@ class NewRecord:
     start: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Placed:
     """Where a record's data lies, and where its CRC-32 is to be written (byte offsets in the file)."""
 
@@ -358,7 +359,7 @@ class Placed:
     checksum_offsets: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ArchiveLayout:
     """All bytes of an archive but those of tensors, and where each record lies, in their order."""
 

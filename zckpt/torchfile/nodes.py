@@ -21,6 +21,7 @@ from struct import unpack
 from typing import Any
 
 from zckpt.errors import PickleError
+from zckpt.immutable import immutable
 from zckpt.state.boxes import is_row_major
 from zckpt.state.dtypes import itemsize as itemsize_of
 from zckpt.state.spans import Shape, reach_of
@@ -29,7 +30,7 @@ Args = tuple[object, ...]
 """What a call passes."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Global:
     """A class or function that a pickle names; it is never imported.
 
@@ -122,28 +123,28 @@ class Object:
         return f"Object({self.qualified}, how={self.how!r})"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class DType:
     """A torch dtype, `torch.float32`, by its name without `torch.`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Layout:
     """A torch layout by its full name, `torch.sparse_coo`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class MemoryFormat:
     """A torch memory format by its name without `torch.`, `channels_last`."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Device:
     """A torch device, `cuda:1`."""
 
@@ -190,7 +191,7 @@ class Namespace(dict[object, object]):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Storage:
     """A byte range of the file that tensors are views of.
 
@@ -412,7 +413,7 @@ class NumpyDType:
         return size if size <= ITEM_CODES[kind] else None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class NumpyScalar:
     """A numpy scalar.
 

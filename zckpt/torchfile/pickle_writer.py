@@ -12,9 +12,8 @@ parameter                _rebuild_parameter(plain, gradient, hooks)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from zckpt.errors import UnsupportedError
+from zckpt.immutable import immutable
 from zckpt.torchfile import nodes
 from zckpt.torchfile.nodes import Args, NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Parts, StandFor, Writer, appended, entered, nested
@@ -282,7 +281,7 @@ CALLS |= {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Pickled:
     """A pickle and the storages it mentions.
 

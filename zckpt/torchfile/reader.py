@@ -27,6 +27,7 @@ from hashlib import blake2b
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError, about
 from zckpt.state.dtypes import itemsize
+from zckpt.state.series import are_distinct
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, opened
 from zckpt.torchfile.archive import AlikeRecords, Listed, has_checksums, read_archive
@@ -318,7 +319,7 @@ def read_pickles(source: FileRange, data: bytes) -> TorchFile:
 
 def locate_storages(source: FileRange, keys: object, position: int, storages: dict[str, Storage]) -> dict[str, int]:
     """Return the offset of each storage's data, walking from one to the next."""
-    if type(keys) is not list or any(type(key) is not str for key in keys) or len(set(keys)) != len(keys):
+    if type(keys) is not list or any(type(key) is not str for key in keys) or not are_distinct(keys):
         raise PickleError("pickle 5", expected="a list of distinct storage keys")
     offsets: dict[str, int] = {}
     for key in keys:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zckpt.errors import DamagedFileError, ZckptError
+from zckpt.immutable import immutable
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused
 from zckpt.torchfile.archive import LOCAL, MAX_16, Record, find_directory, has_checksums, read_archive
@@ -78,7 +79,7 @@ class Mention:
     called: int
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Oddity:
     """Something about a file that lets programs see other things in it, or lets nobody see what is in it."""
 

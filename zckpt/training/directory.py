@@ -25,6 +25,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, describe, lay_out_document, place
 from zckpt.formats.remainder import BESIDE, RANDOM
+from zckpt.immutable import immutable
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, read_together, written_together
@@ -47,7 +48,7 @@ ALIGNMENT = 64
 """Bytes at multiples of which tensors start in staging memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Piece:
     """Elements of a slot that one rank writes. `shape`: of the whole slot."""
 
@@ -159,7 +160,7 @@ class Staging:
         return views
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Prepared:
     """What this rank writes; `part`: of the first, all but what other ranks tell it."""
 

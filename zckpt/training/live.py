@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.immutable import immutable
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.by_parameter import NamedShare, Snapshot
 from zckpt.optim.states.several import Given, Optimizers, merged_groups, named, one_class
@@ -53,7 +54,7 @@ def slices_of(ranks: Ranks, given: TpRules, optimizer: Given) -> Slices | None:
     return read_slices(ranks, given, every)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Live:
     """A model and its optimizers on this rank; `slices`: parameters are slices."""
 
@@ -203,7 +204,7 @@ def _key(name: str, slot: str, share: Share) -> bytes:
 # --- loading
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Everywhere:
     """What some rank has; empty where all ranks have the same model.
 

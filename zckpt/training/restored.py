@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from zckpt.engine.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.engine.workers import batched
 from zckpt.errors import NotRestoredError, UnsupportedError, UsageError, listed, shown
+from zckpt.immutable import immutable
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.places import place_of
 from zckpt.optim.ranks import Ranks
@@ -137,7 +137,7 @@ def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Pair:
     """Elements of a slot, and the live ones that they should be; `may_round`: to the type that these are kept in."""
 

@@ -19,13 +19,13 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, shown
 from zckpt.formats.latest import latest_name
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, identity_of, is_native
+from zckpt.immutable import immutable
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.places import at_path
 from zckpt.operations.small_file import write_text
@@ -55,7 +55,7 @@ NAME_MAX = 255
 """Bytes of a file's name."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Written:
     """A checkpoint that was written: the name of its directory, and the id in its document."""
 
@@ -73,7 +73,7 @@ class Written:
         return path.is_dir() and not path.is_symlink() and identity_of(path) == self.identity
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Record:
     """What a Checkpointer has written.
 

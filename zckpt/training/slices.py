@@ -25,6 +25,7 @@ from zckpt.engine.tensors import dtype_name
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.axes.tensor_parallel import cut
 from zckpt.formats.deepspeed.axes.tp_rules import SLICED, Rule, Rules, check_rules, read_rules
+from zckpt.immutable import immutable
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.ranks import Ranks, answering
 from zckpt.optim.states.by_parameter import NamedShare
@@ -76,7 +77,7 @@ class Sliced:
     apart: dict[str, bytes] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Slices:
     """The slices that a rank has of the parameters of a model.
 

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import SourceError, TargetError, UsageError, WorkerError, ZckptError
 from zckpt.formats.companions import copy_of
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, is_own, rank_name
+from zckpt.immutable import immutable
 from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
@@ -63,7 +64,7 @@ MEMORY = Path("/dev/shm")  # noqa: S108  # what is made there is this user's alo
 IDENTITY = re.compile(r"[0-9a-f]{1,64}")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class About:
     """What a `spare.json` says of a spare.
 
@@ -88,7 +89,7 @@ _POOL = ThreadPoolExecutor(1, thread_name_prefix="zckpt-spare")
 """The thread that sends, of all spares of this process: two would talk at once in the same group."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Found:
     """A spare that is whole, and the rank that each of its files is copied by."""
 

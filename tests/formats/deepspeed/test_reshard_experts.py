@@ -265,7 +265,7 @@ def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]
         hyperparameters = {"lr": 0.1, "name": f"ep_size_{degree}"}
         state.param_groups.append(ParamGroup(hyperparameters, members, {}))
     options = RecutOptions(world_size=4, expert_parallel_size=size)
-    return [[name for names in ranks for name in names] for _, _, ranks, _ in dealt(state, options, 1, {})]
+    return [[name for names in ranks for name in names] for _, _, ranks, _ in dealt(state, options, 1)]
 
 
 def test_layers_of_several_degrees_become_one_group_in_the_models_order():

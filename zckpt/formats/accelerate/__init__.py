@@ -13,38 +13,35 @@ DIR/zckpt.pt                                                    what none of the
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.directory import is_own as is_dcps
-from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
+from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to accelerate` can be given."""
 
     fsdp: str | None = option(
-        str,
-        None,
         "For FSDP with Accelerate's SHARDED_STATE_DICT or FULL_STATE_DICT. Default: for training without FSDP.",
         choices=("sharded", "full"),
     )
     world_size: int | None = option(
-        int, None, "Number of files of a sharded model; any number of ranks can load them. Default: 1.", metavar="N"
+        "Number of files of a sharded model; any number of ranks can load them. Default: 1.", metavar="N"
     )
     groups: str = option(
-        str,
-        "keep",
         "Keep SOURCE's param groups, or write one group of all parameters in the model's order.",
+        "keep",
         choices=("keep", "one"),
     )
 
@@ -64,7 +61,7 @@ def _is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 
-class Accelerate(Format):
+class Accelerate(InFolder):
     """What Accelerate's `load_state` takes, without DeepSpeed."""
 
     name = "accelerate"
@@ -91,12 +88,6 @@ class Accelerate(Format):
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Leave all directories to other formats."""
         return False
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the files of a directory that `load_state` takes."""
-        from zckpt.formats.accelerate.writer import lay_out
-
-        return lay_out(job)
 
 
 FORMATS = (Accelerate(),)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.transformers_trainer.states import random_states_of_accelerate, scheduler
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, ParamGroup, Scalar, without
 from zckpt.state.names import renamed
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Parts:
     """What Accelerate prepares.
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.account.ranges import MANY, Coverage, Known, shares, whole
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.formats.suffixes import MODELS
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
 from zckpt.storage.files import collector_paused, entries_of, opened, read_head, real_path
@@ -122,7 +123,7 @@ MAXIMUM_JSON_NBYTES = 1 << 20
 """Of a text that is read as a whole; of a longer one that much of its end is looked at."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Foreign:
     """A rule: files whose names fit are not of a checkpoint; one that is `written` with it is whole, if that was."""
 

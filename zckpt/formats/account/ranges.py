@@ -10,7 +10,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Union
 
-from zckpt.state import Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span
+from zckpt.state import Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span, by_key
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 from zckpt.state.ranges import Range, merge, total, without
@@ -165,9 +165,8 @@ class Coverage:
         """Return what is known of a file."""
         found: dict[str, dict[str, list[Ranges]]] = {}
         for fate, numbers in self._found.get(path, {}).items():
-            listed: dict[int, list[Range]] = {}
-            for low, high, slot in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
-                listed.setdefault(slot, []).append((low, high))
+            pairs = zip(numbers[::3], numbers[1::3], strict=True)
+            listed = by_key(zip(numbers[2::3], pairs, strict=True))
             found[fate] = {self._slots[slot]: [ranges] for slot, ranges in listed.items()}
         padding = [ranges for runs in self._padding for ranges in runs.within(path)]
         if padding:

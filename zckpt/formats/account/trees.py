@@ -14,6 +14,7 @@ from functools import reduce
 
 from zckpt.formats.account.fits import Fit, Steps, fit_of, place_of, text_of
 from zckpt.formats.account.ranges import Known, spans_of
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Slot, SourceFile
 from zckpt.state.inventory import (
     ANY,
@@ -114,7 +115,7 @@ def _mark(found: Taken, value: object, fate: str, key: str, path: str = FIRST) -
                     found.values.setdefault((step, id(child)), key)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class LazyTree:
     """What a file holds, of which some tensors have an object only while they are looked at.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
@@ -15,7 +14,7 @@ from zckpt.formats.dcp.tree import GROUPS, STATE, Node
 from zckpt.formats.safetensors import file as safetensors
 from zckpt.formats.torch_files.reader import add_model
 from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, describe, slot_of
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, GivenNames
 from zckpt.state.inventory import IMPLIED, REST, Claim, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.storage.files import is_file, json_object
@@ -24,7 +23,7 @@ from zckpt.torchfile import Tensor, TorchFile, brief, read_torchfile
 SCHEDULER = "lr_scheduler"
 
 
-def read(path: Path, model: Path, optimizer: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, model: Path, optimizer: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all files.
 
     `names`: of the optimizer's parameters, in its order. Raises ShardError: one that an index names is missing;

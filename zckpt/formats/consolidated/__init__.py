@@ -6,7 +6,6 @@ optimizer    the optimizer as one file
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
@@ -14,13 +13,14 @@ from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option
 from zckpt.formats.suffixes import OWN_MODEL
 from zckpt.formats.torch_files import TorchDirectory
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned, called
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ModelOptions:
     """What `convert --to consolidated` can be given."""
 

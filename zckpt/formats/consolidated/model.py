@@ -11,7 +11,6 @@ Masters that the model does not hold exactly are in the optimizer's state, under
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES
@@ -25,7 +24,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.readable import is_readable
 from zckpt.formats.torch_files.reader import read_optimizer
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, read_torchfile
 
@@ -67,7 +66,7 @@ def trained_tensors(checkpoint: Checkpoint, *, tied: str = "duplicate") -> Tenso
 
 def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | None:
     """Return the slot that a parameter is written from, and its element type in the target."""
-    weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+    weight, master = parameter.weight, parameter.master
     best = master or weight
     if best is None:
         return None
@@ -85,7 +84,7 @@ def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | N
 def optimizer_slots(checkpoint: Checkpoint, dtype: str | None) -> list[str]:
     """Return the slots that the optimizer's file needs: all, but for masters that the model's file holds exactly."""
     found = [name for name in checkpoint.slot_names() if name != WEIGHT]
-    exact = all(_is_exact(p, dtype) for p in checkpoint.parameters.values() if MASTER in p.slots)
+    exact = all(_is_exact(p, dtype) for p in checkpoint.parameters.values() if p.master)
     return [name for name in found if name != MASTER or not exact]
 
 
@@ -134,7 +133,7 @@ def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> T
     return torch_writer.lay_out(name, {**root, KEY: remainder(checkpoint) | known_names(checkpoint)})
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
     Raises

@@ -25,7 +25,7 @@ from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
-from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, dict_of, without
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
 
@@ -126,7 +126,7 @@ def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[
     members: dict[str, int] = {}
     for index, group in enumerate(groups):
         names = dict_of(group).get("parameters")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        if not isinstance(names, list) or not are_texts(names):
             raise DamagedFileError("unreadable param group", expected="a list of names in `parameters`")
         if not isinstance(group.get("state", {}), dict):
             raise DamagedFileError("unreadable param group", expected="values by name in `state`")
@@ -217,8 +217,8 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
 def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
     """Return one parameter's state: single values, and the tensors of the slots asked for."""
     values = parameter_values(checkpoint, parameter)
-    if MASTER in slots and MASTER in parameter.slots:
-        values[MASTER] = parameter.slots[MASTER]
+    if MASTER in slots and parameter.master:
+        values[MASTER] = parameter.master
     found: dict[object, object] = {}
     for key, value in values.items():
         if not isinstance(value, Slot):

@@ -11,36 +11,34 @@ that FSDP, tensor parallelism and both are read in the same way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import listed
 from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.steps import LastStep, last_folder
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to dcp` can be given."""
 
-    world_size: int = option(int, 1, "Number of files; any number of ranks can load them.", metavar="N")
+    world_size: int = option("Number of files; any number of ranks can load them.", 1, metavar="N")
     dtype: str = dtype_option()
     keys: str = option(
-        str,
-        "nested",
         "nested: as get_state_dict; flat: as torchtitan, with the model's names at the top level and flat optimizer "
         "keys.",
+        "nested",
         choices=("nested", "flat"),
     )
 
@@ -57,7 +55,7 @@ def _find(path: Path, tag: str | None) -> Directory | NearMiss | None:
     return None if directory is None else replace(directory, unfinished=last.unfinished)
 
 
-class Dcp(Format):
+class Dcp(Strippable):
     """Directories of torch.distributed.checkpoint."""
 
     name = "dcp"
@@ -115,12 +113,6 @@ class Dcp(Format):
         return TargetFiles(
             lay_out(job.checkpoint, world_size=options.world_size, dtype=options.dtype, keys=options.keys)
         )
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Return `.metadata` and the items without the optimizer's state."""
-        from zckpt.formats.dcp.strip import strip
-
-        return strip(checkpoint, source, request)
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file, and hold each item against `.metadata`."""

@@ -17,12 +17,13 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from zckpt.formats.torch_files.tensors import span_of
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Span, Spans
 from zckpt.state.boxes import Box, bounds
 from zckpt.torchfile import Tensor
@@ -36,7 +37,7 @@ OBJECT, UNUSED = "object", "unused"
 """In the place of an element type: an entry is no tensor; it is of a chunk that no tensor has any elements in."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Entry:
     """A tensor: its element type, whole shape, and the chunks of it that have elements; or an object, of one item.
 
@@ -191,7 +192,7 @@ class ChunkSpans(Spans):
         return self._bounds
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Each(Generic[T]):
     """What is to be known of each of some items, which is found when it is asked for."""
 

@@ -13,10 +13,10 @@ DIR/{model,weights,...}/, {optim,optimizer}/.metadata     NeMo Automodel, NeMo R
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of, is_file, read_head
 
 NAME = ".metadata"
@@ -37,7 +37,7 @@ _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _OPTIMIZER = re.compile(".*optim.*")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Directory:
     """The folders with a `.metadata`, by name where there are several, and Lightning's file next to it.
 

@@ -21,7 +21,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
@@ -33,6 +33,7 @@ from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.safetensors.file import header_in
 from zckpt.formats.safetensors.shards import offsets_in
 from zckpt.formats.torch_files.tensors import TensorItem
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot, Span
 from zckpt.state.boxes import row_major
 from zckpt.state.ranges import merge, without
@@ -66,7 +67,7 @@ CRC_IN_LOCAL, CRC_IN_CENTRAL, CRC_IN_DESCRIPTOR = 14, 16, 4
 """Where the checksum is in each header, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Kind:
     """Items of which every byte but the elements and their checksum is the same.
 
@@ -160,7 +161,7 @@ def _differences(source: FileRange, file: TorchFile) -> list[tuple[int, int]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Blob:
     """A chunk: its node, and its first index in its tensor."""
 
@@ -184,7 +185,7 @@ def read_blob(source: FileRange) -> dict[str, Blob] | None:
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ObjectItem:
     """A value of the saved dict that is no tensor: a part of the tree of the torch file that holds it."""
 
@@ -291,7 +292,7 @@ class ItemFile:
         return found
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Items:
     """The items of a directory by key, and its files."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +21,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, Entry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.torch_files.tensors import as_mapping
+from zckpt.immutable import immutable
 from zckpt.state import Shape, dict_of
 from zckpt.state.boxes import Box, is_within
 from zckpt.state.dtypes import DTYPES
@@ -42,7 +42,7 @@ Keys = tuple[str | int, ...]
 Offsets = Shape
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Metadata:
     """What a `.metadata` says.
 

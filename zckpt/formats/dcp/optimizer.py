@@ -16,7 +16,7 @@ from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, b
 from zckpt.formats.torch_files.optimizer import OptimizerState, joined, names_of, parse, unflattened
 from zckpt.formats.torch_files.optimizer import attach as attach_state
 from zckpt.formats.torch_files.tensors import TensorItem, with_scalars
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, GivenNames
 from zckpt.torchfile import FromFile, walk_tensors
 
 
@@ -119,7 +119,7 @@ def _leaf(what: str, node: Node, key: object) -> object:
     return value
 
 
-def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: Sequence[str] | None) -> None:
+def attach(checkpoint: Checkpoint, optimizers: Sequence[Optimizer], names: GivenNames) -> None:
     """Give a checkpoint's parameters the optimizers' slots, and the checkpoint their param groups.
 
     Parameters

@@ -23,7 +23,7 @@ from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, described, descriptions, remainder, restore_from
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, with_scalars
 from zckpt.formats.torch_files.writer import value_node
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, WEIGHT, Checkpoint, GivenNames, are_distinct
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
 
@@ -63,7 +63,7 @@ def own_tree(
 
 
 def prepare(
-    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], file: TorchFile, names: Sequence[str] | None
+    checkpoint: Checkpoint, optimizers: Sequence[Optimizer], file: TorchFile, names: GivenNames
 ) -> Sequence[str] | None:
     """Add the parameters of which the model has no tensor; give optimizers the groups and names that they lack.
 
@@ -81,7 +81,7 @@ def prepare(
             numbers = {name: number for one in optimizers for number, name in one.state.names.items()}
             groups = [as_names(group) for group in listed] if isinstance(listed, list) else []
             members = [name for group in groups for name in group]
-            if len(optimizers) != 1 or len(members) != len(set(members)) or set(members) != numbers.keys():
+            if len(optimizers) != 1 or not are_distinct(members) or set(members) != numbers.keys():
                 raise DamagedFileError("param groups with other parameters", expected="those of the optimizer")
             state = optimizers[0].state
             values = {number: group for group in state.groups for number in group["params"]}

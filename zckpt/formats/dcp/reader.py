@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 
@@ -35,7 +35,8 @@ from zckpt.formats.safetensors import shards
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import TensorItem, carried, describe, holds_tensors, scalars_in
-from zckpt.state import WEIGHT, Checkpoint, SourceFile, dict_of
+from zckpt.immutable import immutable
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, SourceFile, are_distinct, dict_of
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import TorchFile, read_torchfile, value_at
@@ -46,7 +47,7 @@ STEP_PLACES = ("train_state", "trainer_state", "trainer", "progress")
 """Keys under which programs keep a dict that has the step."""
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory that torch's DCP wrote.
 
     Parameters
@@ -108,7 +109,7 @@ def fill(
     checkpoint: Checkpoint,
     root: Branch,
     *,
-    names: Sequence[str] | None = None,
+    names: GivenNames = None,
     own: TorchFile | None = None,
     pairs: Sequence[Sequence[str]] = (),
 ) -> list[str]:
@@ -208,14 +209,14 @@ def _states(
         keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
         if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
             keys = [key.removeprefix("optimizer_") for key in keys]
-        elif len(set(keys)) < len(keys):
+        elif not are_distinct(keys):
             keys = [joined(part.path) for part in optimizers]
         for state, key in zip(states, keys, strict=True):
             state.name = key
     return states
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Folder:
     """Of a folder: the path in the saved dict of each key, its own name included, and tensors of several chunks."""
 

@@ -39,7 +39,7 @@ from zckpt.formats.stripping import (
 )
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.optimizer import split_key
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state import MASTER, Checkpoint
 from zckpt.state.ranges import merge, without
 from zckpt.torchfile import ALIGNMENT, Object, TorchFile, dump, read_pickle
 
@@ -96,7 +96,7 @@ def _without_masters(file: TorchFile) -> Edited:
 
 def _dropped(checkpoint: Checkpoint, metadata: Metadata, request: Request) -> Dropped:
     """Return the items that go."""
-    masters = any(MASTER in p.slots and WEIGHT not in p.slots for p in checkpoint.parameters.values())
+    masters = any(p.master and not p.weight for p in checkpoint.parameters.values())
     names = frozenset(checkpoint.wrapped.get(name, name) for name in checkpoint.parameters) | {*checkpoint.parameters}
     items, tensors = read_items(metadata), metadata.tensors
     found: Dropped = {}

@@ -16,7 +16,7 @@ those are numbers, or there is no optimizer, the dict that is called as models a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError, UnsupportedError
@@ -24,6 +24,7 @@ from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import AVERAGES, EXTRA_STATE, STATE_DICT_KEYS, is_called_like, words
 from zckpt.formats.torch_files.tensors import TensorItem, carried
+from zckpt.immutable import immutable
 from zckpt.state.names import aligned, bare_names
 from zckpt.torchfile import FromFile, each, node_of
 
@@ -140,7 +141,7 @@ def _below(value: object) -> Iterable[object]:
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class OptimizerPart:
     """An optimizer found in the saved dict.
 
@@ -154,7 +155,7 @@ class OptimizerPart:
     names: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ModelPart:
     """A model found in the saved dict.
 

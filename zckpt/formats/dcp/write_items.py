@@ -17,7 +17,7 @@ Source: `_traverse.traverse_state_dict` of torch 2.4 to 2.15, `state_dict._flatt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError
@@ -28,6 +28,7 @@ from zckpt.formats.torch_files.optimizer import flattened, with_names
 from zckpt.formats.torch_files.readable import MAPPINGS, MAXIMUM_DEPTH, MAXIMUM_NODES, VALUES, is_readable
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, without
 from zckpt.torchfile import FromFile, Tensor, each, node_of, walk_tensors
 
@@ -36,7 +37,7 @@ Path = tuple[str | int, ...]
 TENSORS = (SlotTensor, ValueTensor, Tensor)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Item:
     """A leaf of the state dict: a SlotTensor or ValueTensor, or anything else, which becomes bytes.
 

@@ -16,10 +16,10 @@ written. The pickle is written opcode by opcode, as there may be a million items
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
+from zckpt.immutable import immutable
 from zckpt.state import Shape
 from zckpt.torchfile import Writer
 
@@ -39,7 +39,7 @@ BATCH = 1000
 """Entries that are set in a dict at once, as in Python's own pickles."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Chunk:
     """A piece of an item and where it lies.
 
@@ -59,7 +59,7 @@ class Chunk:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Entry:
     """An item: its name and path in the state dict, for a tensor its type and shape, and its chunks."""
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
@@ -28,6 +27,7 @@ from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Extent, Shape, Slot
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.dtypes import itemsize
@@ -137,7 +137,7 @@ def _cut(value: object, world_size: int) -> list[object]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TensorPiece:
     """A slot, or the rows of it that one file holds.
 

@@ -11,22 +11,19 @@ rare/       zenflow, muon, one_bit, unsaved, aliases, quantised state (quantised
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import about
 from zckpt.formats.deepspeed.directory import classify, find, is_own
 from zckpt.formats.deepspeed.options import Options, RecutOptions
-from zckpt.formats.format import ROOTS, TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import ROOTS, TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint
 
 
-class DeepSpeed(Format):
+class DeepSpeed(Strippable):
     """Run and tag directories of DeepSpeed."""
 
     name = "deepspeed"
@@ -70,12 +67,6 @@ class DeepSpeed(Format):
         with about(found.place.path):
             return read(found.place, names=search.names, tp_rules=search.tp_rules)
 
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return a run directory."""
-        from zckpt.formats.deepspeed.writer import lay_out
-
-        return lay_out(job)
-
     def renames(self, checkpoint: Checkpoint) -> bool:
         """Tell whether a checkpoint is a pipeline's, whose layers get the names of one model."""
         from zckpt.formats.deepspeed.axes.pipeline import is_of_layer
@@ -90,19 +81,11 @@ class DeepSpeed(Format):
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every rank's files, and hold those that can be read against each other."""
-        from zckpt.formats.format import Survey
-
         if found is None:
             return Survey()
         from zckpt.formats.deepspeed.ranks import survey
 
         return survey(found.place)
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Take out what DeepSpeed loads a checkpoint without."""
-        from zckpt.formats.deepspeed.strip import strip
-
-        return strip(checkpoint, source, request)
 
     def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:
         """Tell what follows from ranks and stage, and what DeepSpeed keeps for itself."""

@@ -101,8 +101,8 @@ def with_ranks(target: Target, options: RecutOptions, given: Sequence[Group] | N
     target = replace(target, rules=written_rules(origin, states, checkpoint), pp=len(states), stages=dealt)
     auto = auto_experts(origin.model)
     for number, one in enumerate(one for of_stage in states for one in of_stage):
-        rank = replace(one, mp_rank=number, param_groups=with_hyperparameters(one.param_groups, given))
-        rank.groups = target_groups(target, rank, options, auto)
+        rank = replace(one, mp_rank=number, param_groups=with_hyperparameters(one.param_groups, given), auto=auto)
+        rank.groups = target_groups(target, rank, options)
         target.ranks.append(rank)
     return target
 

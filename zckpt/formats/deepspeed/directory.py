@@ -17,12 +17,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.latest import is_tag, latest_name
+from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
 
 MODEL = "model"
@@ -44,7 +44,7 @@ _WRITER = re.compile(r"(?P<name>.+\.pt)-(?P<writer>\d+)\.(?P<writers>\d+)")
 """Source: DeepSpeed 0.18 and 0.19, `CheckpointWriterFactory.create_writer`; not under ZeRO-3."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Shard:
     """A file of a checkpoint and what its name says.
 
@@ -109,7 +109,7 @@ def is_own(name: str) -> bool:
     return name == "latest" or classify(name, name) is not None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TagDirectory:
     """The files of one checkpoint.
 

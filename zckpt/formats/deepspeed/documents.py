@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zckpt.engine.targets import Lazily, TargetFile
 from zckpt.formats.deepspeed.axes.auto_ep import alone, auto_experts, auto_layers
-from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, in_order, is_expert, layer_of
+from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, is_expert, layer_of
 from zckpt.formats.deepspeed.axes.pipeline import layer_names, tied_key, within
 from zckpt.formats.deepspeed.axes.pipeline import layer_of as layer_number
 from zckpt.formats.deepspeed.directory import Shard
@@ -25,6 +25,7 @@ from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.deepspeed.trees import carried_from, is_filed, model_tree, optimizer_tree, restated, single
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Parameter, dict_of
+from zckpt.state.names import natural_order
 from zckpt.torchfile import FromFile, TorchFile
 
 
@@ -154,7 +155,7 @@ def _expert_names(target: Target, stage: int) -> Iterator[tuple[int | None, int,
         for expert in range(auto.experts):
             yield auto.number, expert, [f"{name}.{expert}" for name in auto.names]
     layers = by_layer(target.ranks[stage * target.tp].parameters)
-    for index, layer in enumerate(sorted(layers, key=in_order)):
+    for index, layer in enumerate(sorted(layers, key=natural_order)):
         for expert in sorted(layers[layer]):
             yield index, expert, layers[layer][expert]
 

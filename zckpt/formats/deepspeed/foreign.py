@@ -7,6 +7,7 @@ element. What does not fit that is refused by name.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -110,7 +111,7 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
                 f"{listed(rest)} of param group {index} {('has' if len(rest) == 1 else 'have')} no optimizer state: "
                 "ZeRO keeps one state for the whole group, in which theirs is zero, with the others' step"
             )
-        without_master += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
+        without_master += [p.name for p in members if not p.master and p.dtype != "float32"]
     if without_master:
         found.append(f"masters of {listed(without_master)} are copied from the weights: the source has none")
     unsure = [p.name for p in checkpoint.parameters.values() if p.group is None and not (p.frozen or p.tied_to)]
@@ -238,11 +239,11 @@ def _config(checkpoint: Checkpoint) -> dict[object, object]:
 
 def _dtype(checkpoint: Checkpoint) -> str:
     """Return the type of most of the trained elements."""
-    numels: dict[str, int] = {}
+    numels: Counter[str] = Counter()
     for parameter in checkpoint.parameters.values():
         if parameter.group is not None:
-            numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel
-    return max(numels, key=lambda dtype: numels[dtype], default="float32")
+            numels[parameter.dtype] += parameter.numel
+    return max(numels, key=numels.__getitem__, default="float32")
 
 
 def _optimizer(checkpoint: Checkpoint, stage: int, *, bf16: bool) -> OptimizerShard:

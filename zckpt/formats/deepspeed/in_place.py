@@ -29,6 +29,7 @@ from zckpt.formats.deepspeed.rare.zenflow import DETAIL
 from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.trees import form_of
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Shape
 from zckpt.state.names import as_filed
 
@@ -218,7 +219,7 @@ def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:
 
 def _is_too_narrow(parameter: Parameter, dtype: str) -> bool:
     """Tell whether a weight has lost what the engine's could have: it is float32, and the weight's master is."""
-    weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+    weight, master = parameter.weight, parameter.master
     return weight is not None and master is not None and dtype == master.dtype == "float32" != weight.dtype
 
 
@@ -314,7 +315,7 @@ def _check(served: Served) -> None:
                                found=listed(ours))  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Pipeline:
     """How the layers of a live pipeline are dealt.
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from zckpt.formats.deepspeed.axes.tp_rules import Rules
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Topology
 
 if TYPE_CHECKING:
+    from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer
     from zckpt.formats.deepspeed.target import TargetGroup, Unpartitioned
 
 
@@ -39,6 +41,9 @@ class Rank(Checkpoint):
         Parameters of layers that other stages of a pipeline use, too, where their names do not say so.
     transposed : bool
         Whether its files hold matrices transposed, see `zenflow`.
+    auto : mapping of str to AutoLayer
+        Of a target, by the names of AutoEP's tensors, which are rows of one tensor; DeepSpeed's experts are parameters
+        of their own.
     groups : list of TargetGroup
         Of a target: the param groups as it cuts them.
     unpartitioned : Unpartitioned or None
@@ -53,6 +58,7 @@ class Rank(Checkpoint):
     whole: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
     transposed: bool = False
+    auto: Mapping[str, AutoLayer] = field(default_factory=dict)
     groups: list[TargetGroup] = field(default_factory=list)
     unpartitioned: Unpartitioned | None = None
 
@@ -86,7 +92,7 @@ def by_stage(ranks: Sequence[Rank], tp: int) -> list[Sequence[Rank]]:
     return [ranks[first : first + tp] for first in range(0, len(ranks), tp)]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Origin:
     """The files of a checkpoint, or what takes their place in one of another format.
 

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError, SourceError, listed
@@ -27,15 +27,12 @@ from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_models, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS, own_hyperparameters
+from zckpt.formats.format import Survey
 from zckpt.formats.lost import MOST_RANKS, stand_in
 from zckpt.formats.remainder import jsonables
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import ParamGroup, SourceFile, as_float, number_of
 from zckpt.torchfile import plain, read_torchfile
-
-if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
-
 
 Of = TypeVar("Of", ModelShard, OptimizerShard)
 
@@ -293,8 +290,6 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
 
 def survey(directory: TagDirectory) -> Survey:
     """Return the files that can be read, and an error for each other one and for what ranks disagree on."""
-    from zckpt.formats.format import Survey
-
     files: list[SourceFile] = []
     errors: list[SourceError] = []
     models: list[ModelShard] = []

@@ -61,7 +61,7 @@ from zckpt.formats.deepspeed.values import (
     shard_rules,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe
-from zckpt.state import WEIGHT, Checkpoint, Topology, as_float, dict_of
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, Topology, as_float, dict_of
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, read_torchfile
 
@@ -69,7 +69,7 @@ OPTIMIZER_METADATA_KEYS = (*SCALING_KEYS, "clip_grad")
 """What an optimizer file holds besides the optimizer's state and how it is cut."""
 
 
-def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rules: Path | None = None) -> Checkpoint:
+def read(directory: TagDirectory, *, names: GivenNames = None, tp_rules: Path | None = None) -> Checkpoint:
     """Read the structure of a DeepSpeed checkpoint.
 
     Parameters

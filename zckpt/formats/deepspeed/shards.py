@@ -21,7 +21,7 @@ from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.nested import filed_names, flattened
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, WEIGHT, Shape, Slot, dict_of, without
+from zckpt.state import MASTER, WEIGHT, Shape, Slot, are_sizes, are_texts, dict_of, without
 from zckpt.torchfile import Global, Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Files = Sequence[tuple[Shard, TorchFile]]
@@ -317,7 +317,7 @@ def weights_of(file: TorchFile) -> Weights:
 def _shapes(node: object) -> Shapes:
     found = {}
     for name, shape in as_mapping(node, expected="a dict of shapes").items():
-        if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
+        if not isinstance(shape, (tuple, list)) or not are_sizes(shape):
             raise DamagedFileError(f"unreadable shape of {name}", found=brief(shape))
         found[str(name)] = tuple(int(n) for n in shape)
     return found
@@ -332,7 +332,7 @@ def _shared(node: object) -> dict[str, str]:
     found = {}
     pairs = [] if node is None else list(node.items()) if isinstance(node, dict) else node
     for pair in _items(pairs, "shared_params"):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not are_texts(pair):
             raise DamagedFileError("unreadable shared_params", expected="pairs of names", found=brief(pair))
         found[str(pair[0])] = str(pair[1])
     return found

@@ -40,7 +40,7 @@ from zckpt.formats.deepspeed.other_files import LATEST, beside_tag
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.stripping import Edited, Request, Rewritten, Stripping, as_it_is, completed, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Padding, dict_of
+from zckpt.state import MASTER, Checkpoint, Padding, by_key, dict_of, differ
 from zckpt.torchfile import Tensor, TorchFile, walk_tensors
 
 
@@ -69,7 +69,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         request.optimizer
         and any(member.stage != 3 for member in members)
         and not directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
-        and all(WEIGHT in p.slots for p in checkpoint.owners)
+        and all(p.weight for p in checkpoint.owners)
     )
     layouts, lean, notes = dict[str, list[Padding]](), False, list[str]()
     if without_files:
@@ -145,11 +145,12 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, list[Padding]], bool, str | 
             "ranks have the param groups, with padding, in different orders", path=odd.path,
             expected="one order", advice="`zckpt reshard` writes them in one order",
         )  # fmt: skip
-    layouts: dict[str, list[Padding]] = {}
-    for one in origin.ranks:
-        paths = {member.rank: member.path for member in one.members}
-        for padding in sorted(one.padding, key=lambda padding: padding.group):
-            layouts.setdefault(paths[padding.rank], []).append(padding)
+    paths = {(one.mp_rank, member.rank): member.path for one in origin.ranks for member in one.members}
+    layouts = by_key(
+        (paths[one.mp_rank, padding.rank], padding)
+        for one in origin.ranks
+        for padding in sorted(one.padding, key=lambda padding: padding.group)
+    )
     if members[0].elastic:
         return layouts, True, None
     reason = _reason(origin, members, layouts)
@@ -171,7 +172,7 @@ def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: Mapping[
         return "a scheduler sets the learning rate, which DeepSpeed does not load from the lean form"
     for member in members:
         states = [{**tensors, **values} for tensors, values in zip(member.tensors, member.scalars, strict=True)]
-        if any(state.keys() != states[0].keys() for state in states):
+        if differ([state.keys() for state in states]):
             return "the param groups have different slots"
         if any(group.get("step") != members[0].groups[0].get("step") for group in member.groups):
             return "the param groups are at different steps"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.axes.expert_ranks import Placement
 from zckpt.formats.deepspeed.axes.stages import Stages
 from zckpt.formats.deepspeed.origin import Origin, Rank
-from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, CutSpans, Parameter, ParamGroup, by_key
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import (
     FlatShare,
@@ -163,7 +164,7 @@ class SubGroup(Part):
         return PackedSlot(label, cuts[0].files, Cuts(cuts), *map(list, zip(*self._places, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Unpartitioned:
     """How a stage-0 engine holds its optimizer.
 
@@ -187,7 +188,7 @@ class Unpartitioned:
     named: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Target:
     """A DeepSpeed checkpoint that is to be written, every option decided.
 
@@ -257,8 +258,7 @@ class Target:
     def own_values(self, mp_rank: int, rank: int) -> Sequence[RankValue]:
         """Return what a rank of the source has of its own, which is looked for in all ranks' once."""
         if not self._own_values:
-            for one in self.checkpoint.per_rank:
-                self._own_values.setdefault((one.mp_rank, one.rank), []).append(one)
+            self._own_values.update(by_key(((one.mp_rank, one.rank), one) for one in self.checkpoint.per_rank))
         return self._own_values.get((mp_rank, rank), ())
 
     def parts(self, mp: Rank, rank: int = 0) -> list[Part]:

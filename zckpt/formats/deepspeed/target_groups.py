@@ -7,13 +7,13 @@ another one where a rank's share would become too large. So the number of groups
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed.axes.auto_ep import AutoLayer, local
+from zckpt.formats.deepspeed.axes.auto_ep import local
 from zckpt.formats.deepspeed.axes.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.axes.experts import (
     by_rank,
@@ -28,7 +28,7 @@ from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.zenflow import transposed
 from zckpt.formats.deepspeed.target import Target, TargetGroup
-from zckpt.state import ParamGroup, without
+from zckpt.state import ParamGroup, by_key, differ, without
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, round_robin_order
 from zckpt.torchfile import Digests
@@ -55,30 +55,23 @@ class _Group(NamedTuple):
         return Digests().of((named, self.values.state))
 
 
-def target_groups(
-    target: Target, state: Rank, options: RecutOptions, auto: Mapping[str, AutoLayer]
-) -> list[TargetGroup]:
+def target_groups(target: Target, state: Rank, options: RecutOptions) -> list[TargetGroup]:
     """Return the param groups of one model-parallel rank of the target, each in the order in which it is stored.
 
     Errors are those of `dealt`.
-
-    Parameters
-    ----------
-    auto : mapping of str to AutoLayer
-        By the names of AutoEP's tensors, which are rows of one tensor; DeepSpeed's experts are parameters of their own.
     """
     found: list[TargetGroup] = []
     per_layer = experts_per_rank(state.parameters)
     data_first = is_data_first(target.origin.model)
-    for number, values, ranks, degree in dealt(state, options, target.stage, auto):
+    for number, values, ranks, degree in dealt(state, options, target.stage):
         experts = [[state.parameters[name] for name in names] for names in ranks]
         lanes = 1 if degree is None else state.lanes
         if degree is not None:
             per_rank = {layer: total // degree for layer, total in per_layer.items()}
             experts = [
                 [
-                    local(one, auto[one.name], degree, rank)
-                    if one.name in auto
+                    local(one, state.auto[one.name], degree, rank)
+                    if one.name in state.auto
                     else replace(one, name=global_name(one.name, -rank, per_rank))
                     for one in own
                 ]
@@ -100,7 +93,7 @@ def target_groups(
 
 
 def dealt(
-    state: Rank, options: RecutOptions, stage: int, auto: Mapping[str, AutoLayer]
+    state: Rank, options: RecutOptions, stage: int
 ) -> Iterator[tuple[int, ParamGroup, list[list[str]], int | None]]:
     """Yield each group's number, values and names by expert rank, and over how many of these it is spread, if at all.
 
@@ -113,7 +106,7 @@ def dealt(
     UnsupportedError
         They are in an order that does not tell how DeepSpeed would have them at another degree.
     """
-    bundles = list(_bundles(_groups(state, auto, stage), apart=options.expert_parallel_size is None))
+    bundles = list(_bundles(_groups(state, stage), apart=options.expert_parallel_size is None))
     degrees: dict[object, frozenset[int | None]] = {}
     for bundle in bundles:
         own = frozenset(group.degree for group in bundle)
@@ -135,7 +128,7 @@ def dealt(
                     found=degree,
                     advice="choose another --expert-parallel-size",
                 )
-            numels = _numels(state, auto, bundle[0].values.parameters, min(degree, source))
+            numels = _numels(state, bundle[0].values.parameters, min(degree, source))
             if stage == 3 and degree != source and sum(numels) > EXPERT_GROUP_NUMEL:  # with zero.Init it stays one
                 raise UnsupportedError(
                     "at another expert-parallel size, a param group of experts this large may become several, "
@@ -144,27 +137,27 @@ def dealt(
                     found=sum(numels),
                     advice="`zckpt convert --to dcp` or zckpt keeps them whole",
                 )
-        for values, ranks in _spread(bundle, degree, state, auto):
+        for values, ranks in _spread(bundle, degree, state):
             yield number, values, ranks, degree
             number += 1
             count += 1
 
 
-def _numels(state: Rank, auto: Mapping[str, AutoLayer], names: Sequence[str], degree: int) -> list[int]:
+def _numels(state: Rank, names: Sequence[str], degree: int) -> list[int]:
     """Return how many elements one of so many ranks has of each parameter."""
-    return [state.parameters[name].numel // (degree if name in auto else 1) for name in names]
+    return [state.parameters[name].numel // (degree if name in state.auto else 1) for name in names]
 
 
-def _groups(state: Rank, auto: Mapping[str, AutoLayer], stage: int) -> Iterator[_Group]:
+def _groups(state: Rank, stage: int) -> Iterator[_Group]:
     """Yield groups; of one with AutoEP's experts these and what else it has, in the order of their first ones."""
     for number, (group, degree) in enumerate(zip(state.param_groups, expert_degrees(state), strict=True)):
-        kinds: dict[int | None, list[str]] = {}
-        for name in group.parameters:
-            kinds.setdefault(auto[name].degree if name in auto else degree, []).append(name)
+        kinds = by_key((state.auto[name].degree if name in state.auto else degree, name) for name in group.parameters)
         if len(kinds) > 1 and stage != 3:
-            raise mixed(*([name for name in group.parameters if (name in auto) == sparse] for sparse in (False, True)))
+            raise mixed(
+                *([name for name in group.parameters if (name in state.auto) == sparse] for sparse in (False, True))
+            )
         for its, names in (kinds or {degree: []}).items():
-            same = its is None or names[0] in auto  # AutoEP's ranks have rows of the same tensors
+            same = its is None or names[0] in state.auto  # AutoEP's ranks have rows of the same tensors
             ranks = [names] * (its or 1) if same else by_rank(names, its or 1)
             yield _Group(group if len(kinds) < 2 else replace(group, parameters=names), its, number, ranks)
 
@@ -187,9 +180,7 @@ def _bundles(groups: Iterable[_Group], *, apart: bool) -> Iterator[list[_Group]]
         yield bundle
 
 
-def _spread(
-    bundle: Sequence[_Group], degree: int | None, state: Rank, auto: Mapping[str, AutoLayer]
-) -> Iterator[tuple[ParamGroup, list[list[str]]]]:
+def _spread(bundle: Sequence[_Group], degree: int | None, state: Rank) -> Iterator[tuple[ParamGroup, list[list[str]]]]:
     """Yield what becomes of groups of experts that differ in their parameters and degrees only, by rank."""
     if degree is None or all(group.degree == degree for group in bundle):
         yield from ((group.values, group.ranks) for group in bundle)
@@ -197,23 +188,23 @@ def _spread(
     spread: list[list[str]] = [[] for _ in range(degree)]
     by_size = True
     for _, alike in groupby(bundle, lambda group: group.degree):
-        joined, fits = _joined(list(alike), state, auto)
+        joined, fits = _joined(list(alike), state)
         by_size = by_size and fits
-        same = joined[0][0] in auto
+        same = joined[0][0] in state.auto
         for rank, names in enumerate(joined[:1] * degree if same else spread_experts(joined, degree)):
             spread[rank] += names
     if not by_size and len(bundle) > 1:
         if len({group.degree for group in bundle}) > 1:
             raise _refused("the groups of experts differ from DeepSpeed's own: it is unknown what it would create")
         for group in bundle:
-            yield from _spread([group], degree, state, auto)
+            yield from _spread([group], degree, state)
         return
     order: dict[str, int] = {}
     for number, name in enumerate(state.parameters):
         order.setdefault(layer_of(name) or name, number)
     spread = [sorted(names, key=lambda name: order[layer_of(name) or name]) for names in spread]
-    sizes = [_numels(state, auto, names, degree) for names in spread]
-    if any(one != sizes[0] for one in sizes):
+    sizes = [_numels(state, names, degree) for names in spread]
+    if differ(sizes):
         raise _refused("experts have different sizes, but DeepSpeed's ranks all have the same number of elements")
     values = bundle[0].values
     if values.hyperparameters.get("name") == f"ep_size_{bundle[0].degree}":
@@ -226,10 +217,10 @@ def _refused(what: str) -> UnsupportedError:
     return UnsupportedError(what, expected="no --expert-parallel-size")
 
 
-def _joined(groups: Sequence[_Group], state: Rank, auto: Mapping[str, AutoLayer]) -> tuple[list[list[str]], bool]:
+def _joined(groups: Sequence[_Group], state: Rank) -> tuple[list[list[str]], bool]:
     """Return each expert rank's parameters of groups of one degree, and whether DeepSpeed would split them so."""
     joined = [[name for names in of_rank for name in names] for of_rank in zip(*(g.ranks for g in groups), strict=True)]
-    split = [len(one) for one in expert_groups(_numels(state, auto, joined[0], len(joined)))]
+    split = [len(one) for one in expert_groups(_numels(state, joined[0], len(joined)))]
     return joined, split == [len(group.ranks[0]) for group in groups]
 
 
@@ -246,13 +237,13 @@ def joined_experts(state: Rank) -> tuple[list[ParamGroup], list[int | None], boo
     found: list[ParamGroup] = []
     degrees: list[int | None] = []
     by_size = True
-    for bundle in _bundles(_groups(state, {}, 1), apart=True):
+    for bundle in _bundles(_groups(state, 1), apart=True):
         values, degree = [group.values for group in bundle], bundle[0].degree
-        names, fits = _joined(bundle, state, {}) if degree is not None else ([], True)
+        names, fits = _joined(bundle, state) if degree is not None else ([], True)
         by_size = by_size and fits
         if fits and len(bundle) > 1:
             values = [replace(values[0], parameters=[name for one in names for name in one])]
-        elif len(bundle) > 1 and sum(_numels(state, {}, names[0], 1)) > EXPERT_GROUP_NUMEL:
+        elif len(bundle) > 1 and sum(_numels(state, names[0], 1)) > EXPERT_GROUP_NUMEL:
             raise UnsupportedError(
                 "the groups of experts differ from DeepSpeed's split by size: it is unknown how it would split them "
                 "for other stages",

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from zckpt.formats.deepspeed.axes.auto_ep import Places, auto_experts, auto_layers, listed_layers
 from zckpt.formats.deepspeed.axes.experts import is_expert, numbers_of_experts
-from zckpt.formats.deepspeed.axes.gpt_model import SHARED, arguments_in, with_degrees
+from zckpt.formats.deepspeed.axes.gpt_model import SHARED, arguments_in
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY
 from zckpt.formats.deepspeed.loss_scaling import SCALING_KEYS, in_stage0
 from zckpt.formats.deepspeed.nested import ordered, renested, unwrapped
@@ -27,7 +27,7 @@ from zckpt.formats.deepspeed.rare.zenflow import keeps_zenflow, transposed, upri
 from zckpt.formats.deepspeed.shards import GROUPS_KEY, ModelShard, address_of, section, stage_of
 from zckpt.formats.deepspeed.target import Part, Target, TargetGroup, Unpartitioned
 from zckpt.formats.deepspeed.values import weight_or_master
-from zckpt.formats.torch_files.tensors import as_mapping, slot_of
+from zckpt.formats.torch_files.tensors import arguments_with, as_mapping, slot_of
 from zckpt.formats.torch_files.writer import (
     Content,
     FromFile,
@@ -38,7 +38,7 @@ from zckpt.formats.torch_files.writer import (
     value_node,
     view,
 )
-from zckpt.state import MASTER, WEIGHT, Parameter, Slot, dict_of, list_of, stated
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot, by_key, dict_of, list_of, stated
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor, TorchFile
 
@@ -95,8 +95,9 @@ def model_tree(target: Target, mp: Rank, rank: int) -> object:
     content = restated(source.file, source.content, written)
     if mp.unpartitioned is not None:
         content["optimizer"] = stage0_optimizer(mp, mp.unpartitioned)
-    if ARGUMENTS in content:
-        content[ARGUMENTS] = with_degrees(content[ARGUMENTS], _degrees(target, source))
+    arguments = arguments_in(source.content)
+    if arguments is not None:
+        content[ARGUMENTS] = arguments_with(content[ARGUMENTS], _degrees(target, arguments))
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
     places = _places(target, mp, rank)
@@ -108,12 +109,12 @@ def restated(file: TorchFile, content: Mapping[Key, object], anew: Mapping[Key, 
     return {key: anew[key] if key in anew else FromFile.of(file, value) for key, value in content.items()}
 
 
-def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
+def _degrees(target: Target, arguments: Mapping[object, object]) -> dict[str, int]:
     """Return what Megatron-DeepSpeed's arguments say of ranks, and of the rows of its vocabulary."""
     every = (p for mp in target.ranks for p in mp.parameters.values())
     rows = next((p.shape[0] * target.tp for p in every if p.name.endswith(f".{SHARED}")), None)
-    apart = (arguments_in(source.content) or {}).get("ds_sequence_parallel_size") in (None, 1)
-    return {
+    apart = arguments.get("ds_sequence_parallel_size") in (None, 1)
+    degrees = {
         "tensor_model_parallel_size": target.tp,
         "pipeline_model_parallel_size": target.pp,
         "transformer_pipeline_model_parallel_size": target.pp,
@@ -121,6 +122,7 @@ def _degrees(target: Target, source: ModelShard) -> dict[str, int | None]:
         "world_size": target.world_size * len(target.ranks),
         "padded_vocab_size": rows,
     }
+    return stated(degrees)
 
 
 def is_filed(target: Target) -> bool:
@@ -332,9 +334,8 @@ def _cut(target: Target, mp: Rank, rank: int) -> dict[str, object]:
     parts = [(group, group.position(rank), part) for group in mp.groups for part in group.parts(rank)]
     masters: list[object] = []
     states: list[dict[object, object]] = []
-    numbers: dict[int, list[int]] = {}  # of the parts of each group; experts may be some of a group
+    numbers = by_key((group.index, number) for number, (group, *_) in enumerate(parts))  # experts may be some of one
     for number, (group, position, part) in enumerate(parts):
-        numbers.setdefault(group.index, []).append(number)
         stripped = part.numel - part.padding(position)
         like = known[min(number, len(known) - 1)] if known else None
         masters.append(_partition(part, MASTER, position, part.numel if target.bf16_optimizer else stripped, like))

@@ -32,20 +32,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried, slot_of, span_of, unresolved
-from zckpt.state import (
-    MASTER,
-    WEIGHT,
-    CutFiles,
-    CutSpans,
-    Duplicate,
-    Extent,
-    Parameter,
-    Shape,
-    Slot,
-    Span,
-    dict_of,
-    number_of,
-)
+from zckpt.state import WEIGHT, CutFiles, CutSpans, Duplicate, Extent, Parameter, Shape, Slot, Span, dict_of, number_of
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
@@ -222,7 +209,7 @@ def weight_or_master(parameter: Parameter) -> Slot:
     UnsupportedError
         There is neither.
     """
-    slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
+    slot = parameter.weight or parameter.master
     if slot is None:
         raise UnsupportedError(f"no file holds the values of {parameter.name}")
     return slot

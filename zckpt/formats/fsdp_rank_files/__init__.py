@@ -17,51 +17,44 @@ kept        other state, groups, zckpt.pt    writer        the files for other r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Found, InFolder, NearMiss, Search
 from zckpt.formats.fsdp_rank_files.directory import OWNED
 from zckpt.formats.options import option
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
+from zckpt.immutable import immutable
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to fsdp-rank-files` can be given."""
 
-    world_size: int | None = option(int, None, "Ranks that will load it. Default: as SOURCE.", metavar="N")
+    world_size: int | None = option("Ranks that will load it. Default: as SOURCE.", metavar="N")
     fsdp_version: int | None = option(
-        int,
-        None,
         "FSDP version: 1 writes the optimizer as flat parameters, 2 as DTensors. Default: as SOURCE, or 2.",
         choices=(1, 2),
     )
     fsdp_size: int | None = option(
-        int, None, "Ranks that share one copy; further ranks have copies (HSDP). Default: all.", metavar="N"
+        "Ranks that share one copy; further ranks have copies (HSDP). Default: all.", metavar="N"
     )
     device: str | None = option(
-        str, None, "Device type that will load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
+        "Device type that will load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
     )
     torch_version: str | None = option(
-        str, None, "torch that will load it, 2.3 or newer; each has its own form. Default: as SOURCE, or newest.",
+        "torch that will load it, 2.3 or newer; each has its own form. Default: as SOURCE, or newest.",
         metavar="N.N",
     )  # fmt: skip
     groups: str = option(
-        str,
-        "keep",
         "Keep SOURCE's param groups, or write one group of all parameters in the model's order, as verl has it.",
+        "keep",
         choices=("keep", "one"),
     )
     units: str | None = option(
-        str, None, "Modules that FSDP1 wraps, such as model.layers.*. Default: as SOURCE.", metavar="PATTERN,..."
+        "Modules that FSDP1 wraps, such as model.layers.*. Default: as SOURCE.", metavar="PATTERN,..."
     )
 
 
-class FsdpRankFiles(Format):
+class FsdpRankFiles(InFolder):
     """One torch file for each rank of FSDP."""
 
     name = "fsdp-rank-files"
@@ -90,18 +83,6 @@ class FsdpRankFiles(Format):
         from zckpt.formats.fsdp_rank_files.directory import has_rank_files
 
         return has_rank_files(directory)
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the structure of all ranks' files."""
-        from zckpt.formats.fsdp_rank_files.reader import read
-
-        return read(found.place, names=search.names)
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the files of all ranks, and what they have no place for."""
-        from zckpt.formats.fsdp_rank_files.writer import lay_out
-
-        return lay_out(job)
 
 
 FORMATS = (FsdpRankFiles(),)

@@ -16,7 +16,8 @@ from zckpt.errors import LayoutError, ShardError, SourceError, UnsupportedError,
 from zckpt.formats.fsdp_rank_files.held import DTENSOR, PLAIN, Held, Mesh, RankReader, read_mesh, with_mesh
 from zckpt.formats.lost import absent_boxes, is_lost, tensor_of
 from zckpt.formats.torch_files.tensors import slot_of, unresolved
-from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, CutFiles, CutSpans, Duplicate, Parameter, Shape, Slot, by_key
 from zckpt.state.spans import Chosen
 from zckpt.state.views import placed
 from zckpt.torchfile import Tensor, TorchFile
@@ -25,7 +26,7 @@ Cell = tuple[Shape, Shape]
 """Offsets and sizes of a box."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Turn:
     """Ranks that have rows of a tensor in turn, `width` elements each, and whose trees they have: see `RankFiles`."""
 
@@ -74,8 +75,7 @@ class RankFiles:
 
         It depends on shapes and meshes alone, which thousands of tensors have in common.
         """
-        helds = across.by_tree
-        one = next(iter(helds.values()))
+        helds, one = across.by_tree, across.first
         if self.lost or any((x.kind, x.shape, x.dtype, x.placements) != (DTENSOR, one.shape, one.dtype, one.placements)
                             for x in helds.values()):  # fmt: skip
             return None
@@ -96,10 +96,7 @@ class RankFiles:
         _, first = held[0]
         if any(one.mesh is not None and one.mesh.rank not in (None, rank) for rank, one in held):
             return None
-        cells: dict[Cell, list[int]] = {}
-        for rank, one in held:
-            for box in one.boxes:
-                cells.setdefault((box.offsets, box.sizes), []).append(rank)
+        cells = by_key(((box.offsets, box.sizes), rank) for rank, one in held for box in one.boxes)
         ordered = sorted(cells.items())
         counts = {len(holders) for _, holders in ordered}
         width = _rows([cell for cell, _ in ordered], first.shape)
@@ -113,31 +110,24 @@ class RankFiles:
             found.append(_Turn(ranks, width, trees, tuple(at[self.tree[rank]] for rank in ranks)))
         return found
 
-    def _in_turn(self, name: str, across: Across, turn: _Turn) -> Slot | None:
-        """Return a slot that ranks have in turn; None where their tensors are not all alike and dense."""
-        tensors = [across.by_tree[tree].boxes[0].tensor for tree in turn.trees]
-        first = tensors[0]
-        for tree, one in zip(turn.trees, tensors, strict=True):
-            if unresolved(one, self.paths[tree]) or not one.is_contiguous or one.byteorder != first.byteorder:
-                return None
-        offsets = Chosen(turn.which, tuple(one.offset for one in tensors))
-        files = self._files(turn.ranks, offsets, first)
-        whole = across.first[1]
-        return Slot(name, whole.dtype, whole.shape, CutSpans(files, whole.shape, 0, turn.width))
+    def cut(
+        self, ranks: tuple[int, ...], held: Sequence[tuple[int, Tensor]], which: tuple[int, ...] | None = None
+    ) -> CutFiles | None:
+        """Return one tensor in each of some ranks' files as a line; None where they are not all alike and dense.
 
-    def _files(self, ranks: tuple[int, ...], offsets: Sequence[int], like: Tensor) -> CutFiles:
+        `held`: each rank's, or of those whose trees the ranks have, of which `which` says each rank's.
+        """
+        first = held[0][1]
+        if any(unresolved(one, self.paths[rank]) or not one.is_contiguous or one.byteorder != first.byteorder
+               for rank, one in held):  # fmt: skip
+            return None
+        offsets = tuple(one.offset for _, one in held)
         if ranks not in self._known:  # what files have in common is kept once for all parameters
             self._known[ranks] = tuple(self.paths[rank] for rank in ranks), {}
         paths, indexes = self._known[ranks]
-        return CutFiles(paths, offsets, like.dtype, like.byteorder, indexes)
-
-    def cut(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> CutFiles | None:
-        """Return one tensor in each of some ranks' files as a line; None where they are not all alike and dense."""
-        first = tensors[0]
-        for rank, one in zip(ranks, tensors, strict=True):
-            if unresolved(one, self.paths[rank]) or not one.is_contiguous or one.byteorder != first.byteorder:
-                return None
-        return self._files(ranks, tuple(one.offset for one in tensors), first)
+        return CutFiles(
+            paths, offsets if which is None else Chosen(which, offsets), first.dtype, first.byteorder, indexes
+        )
 
     def joined(self, name: str, label: str, across: Across) -> list[tuple[int, Slot]]:
         """Return each whole copy of a slot that ranks have, and the first rank of those that it is on.
@@ -159,8 +149,16 @@ class RankFiles:
         UnsupportedError
             They have flattened pieces of which nothing says where they lie.
         """
-        in_turn = [(min(turn.ranks), self._in_turn(name, across, turn)) for turn in self.turns(across) or ()]
-        found = [(rank, slot) for rank, slot in in_turn if slot is not None]
+        whole = across.first
+        in_turn = [
+            (turn, self.cut(turn.ranks, [(t, across.by_tree[t].boxes[0].tensor) for t in turn.trees], turn.which))
+            for turn in self.turns(across) or ()
+        ]
+        found = [
+            (min(turn.ranks), Slot(name, whole.dtype, whole.shape, CutSpans(files, whole.shape, 0, turn.width)))
+            for turn, files in in_turn
+            if files is not None
+        ]
         if found and len(found) == len(in_turn):
             return found
         held = list(across)
@@ -196,10 +194,7 @@ class RankFiles:
                     ranks=[other],
                     parameters=[label],
                 )
-        cells: dict[Cell, list[tuple[int, Tensor]]] = {}
-        for other, one in held:
-            for box in one.boxes:
-                cells.setdefault((box.offsets, box.sizes), []).append((other, box.tensor))
+        cells = by_key(((box.offsets, box.sizes), (at, box.tensor)) for at, one in held for box in one.boxes)
         if not math.prod(first.shape):
             return [(rank, Slot(name, first.dtype, first.shape, ()))]
         if self.lost:
@@ -230,7 +225,7 @@ class RankFiles:
     def _slot(self, name: str, one: Held, pieces: Sequence[tuple[Cell, int, Tensor]]) -> Slot:
         width = _rows([cell for cell, _, _ in pieces], one.shape)
         if width:
-            files = self.cut(tuple(rank for _, rank, _ in pieces), [tensor for _, _, tensor in pieces])
+            files = self.cut(tuple(rank for _, rank, _ in pieces), [(rank, tensor) for _, rank, tensor in pieces])
             if files is not None:
                 return Slot(name, one.dtype, one.shape, CutSpans(files, one.shape, 0, width))
         return placed([(low, slot_of(name, tensor, self.paths[rank])) for (low, _), rank, tensor in pieces])
@@ -284,9 +279,9 @@ class Across:
     by_tree: dict[int, Held] = field(default_factory=dict)
 
     @property
-    def first(self) -> tuple[int, Held]:
-        """The first rank, and what it has."""
-        return next(iter(self.by_tree.items()))
+    def first(self) -> Held:
+        """What the first rank has of it."""
+        return next(iter(self.by_tree.values()))
 
     def __iter__(self) -> Iterator[tuple[int, Held]]:
         """Yield each rank that has any of it, in order, and what that has."""

@@ -243,7 +243,7 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path], place: Place = ()
             for name, one in tensors.items():
                 model.held[name].by_tree[rank] = one
     for its in model.held.values() if model.files.lost else ():
-        its.by_tree[model.files.lost[0]] = replace(its.first[1], boxes=(), mesh=None, local=None)
+        its.by_tree[model.files.lost[0]] = replace(its.first, boxes=(), mesh=None, local=None)
     _place(checkpoint, model)
     flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
     if flat:
@@ -261,11 +261,11 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
     buffers and so are the running statistics of a batch norm.
     """
     owners: dict[tuple[object, ...], str] = {}
-    is_shown = any(across.first[1].is_parameter for across in model.held.values())
-    dtypes = {name: across.first[1].dtype for name, across in model.held.items()}
+    is_shown = any(across.first.is_parameter for across in model.held.values())
+    dtypes = {name: across.first.dtype for name, across in model.held.items()}
     for name, held in model.held.items():
         found = model.files.joined(WEIGHT, name, held)
-        is_buffer = not held.first[1].is_parameter and (is_shown or not may_be_trained(name, dtypes))
+        is_buffer = not held.first.is_parameter and (is_shown or not may_be_trained(name, dtypes))
         key = _identity(held)
         owner = name if is_buffer or key is None else owners.setdefault(key, name)
         parameter = Parameter(name, found[0][1].shape, found[0][1].dtype)
@@ -321,7 +321,7 @@ class Optimizer:
 
     def cut(self, key: Key) -> dict[str, Across]:
         """Return the slots of a parameter that have dimensions."""
-        return {slot: held for slot, held in self.tensors.get(key, {}).items() if held.first[1].shape != ()}
+        return {slot: held for slot, held in self.tensors.get(key, {}).items() if held.first.shape != ()}
 
 
 def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place) -> Optimizer:
@@ -353,7 +353,7 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
         add_part(checkpoint, file, "optimizer", rank, rules, place, tree)
     for rank in found.files.lost[:1]:  # of flat parameters all ranks have as much
         for held in (held for slots in found.tensors.values() for held in slots.values()):
-            one = held.first[1]
+            one = held.first
             if one.kind == PLAIN and len(one.shape) == 1 and len(list(held)) >= len(there):
                 box = Box((0,), one.shape, tensor_of(one.dtype, one.shape))
                 held.by_tree[rank] = replace(one, boxes=(box,) if one.boxes else ())
@@ -459,14 +459,14 @@ def _signature(model: Model, name: str) -> tuple[object, ...]:
     for rank, one in model.held[name]:
         for box in one.boxes:
             return (one.shape, one.dtype, _read(model.files.paths[rank], box.tensor, 0, HEAD_NBYTES))
-    _, one = model.held[name].first
+    one = model.held[name].first
     return one.shape, one.dtype, b""
 
 
 def is_same(model: Model, name: str, other: str) -> bool:
     """Tell whether two names have the same bytes on every rank: by the checksums in the files, or else by reading."""
     ours, theirs = model.held[name], model.held[other]
-    if (ours.first[1].shape, ours.first[1].dtype) != (theirs.first[1].shape, theirs.first[1].dtype):
+    if (ours.first.shape, ours.first.dtype) != (theirs.first.shape, theirs.first.dtype):
         return False
     for (rank, a), (_, b) in zip(ours, theirs, strict=True):
         if [(x.offsets, x.sizes) for x in a.boxes] != [(x.offsets, x.sizes) for x in b.boxes]:
@@ -498,7 +498,7 @@ def tie(checkpoint: Checkpoint, alias: str, owner: str) -> None:
     one, other = checkpoint.parameters[alias], checkpoint.parameters[owner]
     if one.tied_to is not None:
         return
-    copy, original = one.slots.get(WEIGHT), other.slots[WEIGHT]
+    copy, original = one.weight, other.slots[WEIGHT]
     if copy is not None:
         checkpoint.duplicates = [
             Duplicate("tied", alias, owner, two.slot, original, two.rank) if two.name == alias else two

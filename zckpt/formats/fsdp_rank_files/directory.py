@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from zckpt.errors import ShardError, UnknownFormatError, UnsupportedError, liste
 from zckpt.formats.format import NearMiss, Search
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of, is_file, read_json
 from zckpt.storage.ownership import Owned
 
@@ -49,7 +50,7 @@ _ACCELERATE = (
 STEP = re.compile(r"global_step_([0-9]{1,18})")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Directory:
     """The files of one checkpoint.
 

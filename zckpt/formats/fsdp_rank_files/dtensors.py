@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.fsdp_rank_files.held import FORMS, REPLICATE, SHARD, Form, Mesh, Placement, box_of
 from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
-from zckpt.state import Checkpoint, Shape, Slot
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, Shape, Slot, differ
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat, narrow, pad, reshape, zeros
@@ -46,7 +46,7 @@ def form_for(version: str) -> Form:
     return form
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Target:
     """For which ranks files are written, and in which form.
 
@@ -188,7 +188,7 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
         known = [state for state in states.values() if state]
         if not known:
             continue
-        if any(state.keys() != known[0].keys() for state in known):
+        if differ([state.keys() for state in known]):
             raise _refused(f"parameters of the unit of {members[0]} have different state", members[0])
         found[unit] = {
             key: _end_to_end(checkpoint, key, states)

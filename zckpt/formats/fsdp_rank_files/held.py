@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.state import Shape
+from zckpt.immutable import immutable
+from zckpt.state import Shape, are_texts
 from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import position
@@ -58,7 +59,7 @@ def versions_with(form: Form) -> str:
     return " ".join([f"{form[0]}.{form[1]}", ends[0] if ends else "and newer"])
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Mesh:
     """A mesh of ranks, as one of them sees it.
 
@@ -83,7 +84,7 @@ class Mesh:
     rank: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Placement:
     """How a tensor lies along one dimension of the mesh.
 
@@ -113,7 +114,7 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
         )
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise DamagedFileError("a rank outside its mesh", expected=f"below {sizes}", found=coordinate)
-    known = names if isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names) else ()
+    known = names if isinstance(names, (tuple, list)) and are_texts(names) else ()
     device = node.get("_device_type", node.get("device_type"))
     device = device if isinstance(device, str) else ""
     return Mesh(sizes, coordinate, tuple(known), device, _rank(node, sizes, coordinate, numbers))
@@ -128,18 +129,20 @@ def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int], numbers
     return ranks[position(coordinate, row_major(sizes))]
 
 
+def _said(node: object, name: str) -> object:
+    """Return an attribute of what should be an object."""
+    return node.get(name) if isinstance(node, Object) else None
+
+
 def _sizes(node: Object) -> Shape | None:
     mesh = node.get("mesh")
     if isinstance(mesh, Tensor):
         return mesh.shape
     layout = node.get("_layout")
-    if not isinstance(layout, Object):
-        return None
-    axes = layout.get("axes")
-    if isinstance(axes, (tuple, list)):
-        shapes = [axis.get("shape") if isinstance(axis, Object) else None for axis in axes]
+    if isinstance(axes := _said(layout, "axes"), (tuple, list)):
+        shapes = [_said(axis, "shape") for axis in axes]
     else:
-        whole = layout.get("shape", layout.get("sizes"))
+        whole = layout.get("shape", layout.get("sizes")) if isinstance(layout, Object) else None
         shapes = list(whole) if isinstance(whole, (tuple, list)) else [whole]
     found = [_product(shape) for shape in shapes]
     return tuple(size for size in found if size is not None) if None not in found else None
@@ -262,7 +265,7 @@ def rules_of(*place: str) -> tuple[Rule, ...]:
     return tuple(Rule((*place, *steps), IMPLIED, _ABOUT, tensors="_spec" in steps) for steps in _PLACES)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Box:
     """A box of a tensor and the tensor that has its elements."""
 
@@ -271,7 +274,7 @@ class Box:
     tensor: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Held:
     """What one rank has of a tensor.
 
@@ -424,18 +427,15 @@ class RankReader:
     def _sharded(self, node: MetaTensor) -> Held:
         state = node.state
         shards, metadata = (state[0], state[1]) if isinstance(state, tuple) and len(state) >= 2 else (None, None)
-        size = integers(metadata.get("size")) if isinstance(metadata, Object) else None
+        size = integers(_said(metadata, "size"))
         if not isinstance(shards, list) or size is None or size != node.shape:
             raise DamagedFileError("an unreadable ShardedTensor", expected=f"shards of shape {node.shape}", found=size)
         boxes = [self._shard(shard, size) for shard in shards]
         return Held(SHARDED, size, node.dtype, tuple(box for box in boxes if box.tensor.numel), _groups(state))
 
     def _shard(self, shard: object, shape: Shape) -> Box:
-        tensor = shard.get("tensor") if isinstance(shard, Object) else None
-        about = shard.get("metadata") if isinstance(shard, Object) else None
-        offsets, sizes = (
-            integers(about.get(key)) if isinstance(about, Object) else None for key in ("shard_offsets", "shard_sizes")
-        )
+        tensor, about = (_said(shard, key) for key in ("tensor", "metadata"))
+        offsets, sizes = (integers(_said(about, key)) for key in ("shard_offsets", "shard_sizes"))
         if not isinstance(tensor, Tensor) or offsets is None or sizes is None or tensor.shape != sizes:
             raise DamagedFileError(
                 "an unreadable shard of a ShardedTensor",
@@ -466,7 +466,7 @@ def _groups(state: object) -> Mesh | None:
     """Return the process group that a ShardedTensor was cut for, as the last dimension of a mesh of all ranks."""
     group = state[2] if isinstance(state, tuple) and len(state) > 2 else None
     keys = ("local_rank", "local_world_size", "global_rank", "global_world_size")
-    known = integers(tuple(group.get(key) for key in keys)) if isinstance(group, Object) else None
+    known = integers(tuple(_said(group, key) for key in keys))
     if known is None or not 0 <= known[0] < known[1] or not 0 <= known[2] < known[3] or known[3] % known[1]:
         return None
     return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])

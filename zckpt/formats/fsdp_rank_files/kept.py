@@ -22,7 +22,7 @@ from zckpt.formats.fsdp_rank_files.units import members_of
 from zckpt.formats.remainder import as_masters, remainder, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
 from zckpt.formats.transformers_trainer.states import PER_GROUP, scheduler
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, by_key
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import FromFile, TorchFile, brief
 
@@ -152,9 +152,7 @@ def _of_first(scheduler: object, count: int) -> object:
 
 def _is_sorted(checkpoint: Checkpoint, order: Sequence[str]) -> bool:
     """Tell whether names are sorted within each element type, as safetensors have them: that is no model's order."""
-    by_type: dict[str, list[str]] = {}
-    for name in order:
-        by_type.setdefault(str(checkpoint.parameters[name].dtype), []).append(name)
+    by_type = by_key((checkpoint.parameters[name].dtype, name) for name in order)
     return len(order) > 1 and all(names == sorted(names) for names in by_type.values())
 
 

@@ -34,7 +34,7 @@ from zckpt.formats.remainder import restore_from
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
-from zckpt.state import Checkpoint, Topology, without
+from zckpt.state import Checkpoint, GivenNames, Topology, without
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import Place, TorchFile, read_torchfile, value_at
@@ -43,7 +43,7 @@ ADAPTER = "lora_adapter/adapter_model.safetensors"
 """LoRA's parameters, under PEFT's names."""
 
 
-def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all ranks' files.
 
     Parameters
@@ -120,7 +120,7 @@ def _keep_rest(checkpoint: Checkpoint, model: Model, directory: Directory) -> No
 
 
 def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
-    firsts = [held.first[1] for held in model.held.values()]
+    firsts = [held.first for held in model.held.values()]
     meshes = dict.fromkeys(one.mesh for one in firsts if one.mesh is not None)
     device = next(iter(meshes)).device if meshes else ""
     if device:

@@ -28,7 +28,8 @@ from zckpt.formats.fsdp_rank_files.held import PLAIN, Held
 from zckpt.formats.fsdp_rank_files.units import members_of, units_in, usual_wrappings
 from zckpt.formats.torch_files.optimizer import shared_values
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import Checkpoint, PaddingSpan, Parameter, ParamGroup, Shape, Slot, without
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, GivenNames, PaddingSpan, Parameter, ParamGroup, Shape, Slot, are_distinct, without
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.names import aligned
 from zckpt.state.spans import CutSpans
@@ -42,7 +43,7 @@ MOST_ALIASES = 12
 """Of other names of tied parameters in one unit, which are tried in all combinations: models have one or two."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Reading:
     """Whose state it is.
 
@@ -56,7 +57,7 @@ class Reading:
 
 
 def readings(
-    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, ranks: Sequence[int], names: Sequence[str] | None
+    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, ranks: Sequence[int], names: GivenNames
 ) -> Reading:
     """Return the only reading that the files leave.
 
@@ -110,7 +111,7 @@ class _Solver:
     model: Model
     optimizer: Optimizer
     ranks: Collection[int]
-    names: Sequence[str] | None
+    names: GivenNames
 
     @cached_property
     def keys(self) -> list[Key]:
@@ -182,7 +183,7 @@ class _Solver:
             name = known.get(str(key), str(key))
             one = parameters.get(name)
             # State of several shapes is factored, and none of them need be the parameter's.
-            factored = len({held.first[1].shape for held in self.optimizer.cut(key).values()}) > 1
+            factored = len({held.first.shape for held in self.optimizer.cut(key).values()}) > 1
             if one is not None and not factored and not self.fits(WHOLE, key, one.shape):
                 raise UnsupportedError(
                     f"the state of {name} has another shape than the parameter",
@@ -233,7 +234,7 @@ class _Solver:
             return reading
         trained = {name for key, names in reading.names.items() if self.optimizer.cut(key) for name in names}
         known = {name for names in reading.names.values() for name in names} | {alias for alias, _ in reading.ties}
-        shapes = {name: held.first[1].shape for name, held in self.model.held.items()}
+        shapes = {name: held.first.shape for name, held in self.model.held.items()}
         if all(name in known or len(shape) < 2 for name, shape in shapes.items()):
             return reading
         more = [
@@ -248,7 +249,7 @@ class _Solver:
         if self.names is not None:
             known = aligned(self.checkpoint.parameters, self.names)
             given = [known.get(name, name) for name in self.names]
-            if len(set(given)) == len(given) and all(name in self.owners for name in given):
+            if are_distinct(given) and all(name in self.owners for name in given):
                 yield from self.cut_names(given)
             return
         wrapped = units_in(self.model.modules)
@@ -311,7 +312,7 @@ def _one_each(pairs: Iterable[tuple[Key, str]]) -> dict[Key, tuple[str, ...]]:
 
 
 def attach(
-    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: Sequence[str] | None, *, ties_are_known: bool
+    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: GivenNames, *, ties_are_known: bool
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -366,7 +367,7 @@ def shard_groups(model: Model, world_size: int) -> list[list[int]]:
     The last dimension of FSDP's mesh is the one that cuts, one before it copies. Where tensors have meshes of several
     forms, as under tensor parallelism, all ranks are one group, in which no flat parameter will fit.
     """
-    sharded = [held for held in model.held.values() if held.first[1].kind != PLAIN]
+    sharded = [held for held in model.held.values() if held.first.kind != PLAIN]
     if not sharded:
         return [[rank] for rank in range(world_size)]
     meshes = [one.mesh for _, one in sharded[0]]
@@ -375,13 +376,13 @@ def shard_groups(model: Model, world_size: int) -> list[list[int]]:
         if mesh is not None:
             groups.setdefault(mesh.coordinate[:-1], {})[mesh.coordinate[-1]] = rank
     size = max((mesh.sizes[-1] for mesh in meshes if mesh is not None), default=0)
-    alike = {held.first[1].mesh.sizes for held in sharded if held.first[1].mesh is not None}
+    alike = {held.first.mesh.sizes for held in sharded if held.first.mesh is not None}
     if len(alike) != 1 or {len(shards) for shards in groups.values()} != {size} or size * len(groups) != world_size:
         return [list(range(world_size))]
     return [[shards[at] for at in range(size)] for _, shards in sorted(groups.items())]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Giving:
     """Gives parameters what ranks have under the optimizer's numbers."""
 
@@ -397,10 +398,10 @@ class _Giving:
         for owner in owners:
             owner.group = group
         for slot, held in tensors.items():
-            rank, first = held.first
-            if first.shape == () and first.kind == PLAIN:
+            if held.first.shape == () and held.first.kind == PLAIN:
+                path = files.paths[next(iter(held.by_tree))]
                 for owner in owners:
-                    owner.slots[slot] = slot_of(slot, first.boxes[0].tensor, files.paths[rank])
+                    owner.slots[slot] = slot_of(slot, held.first.boxes[0].tensor, path)
             elif self.reading.kind in (FLAT, PIECES):
                 self._give_line(slot, dict(held), owners)
             else:
@@ -419,7 +420,7 @@ class _Giving:
                 ]
         if not names and not self.optimizer.has_state(key):
             return []
-        shape = shown_shape({slot: [held.first[1].shape] for slot, held in self.optimizer.cut(key).items()})
+        shape = shown_shape({slot: [held.first.shape] for slot, held in self.optimizer.cut(key).items()})
         return [
             checkpoint.parameters.get(name) or keep_number(checkpoint, name, shape) for name in names or (str(key),)
         ]
@@ -452,7 +453,7 @@ class _Giving:
                 whole = concat(parts, 0) if parts else Slot(slot, next(iter(held.values())).dtype, (0,), ())
                 found[0].append((ranks[0], reshape(whole, shapes[0])))
                 continue
-            cut, start = files.cut(tuple(ranks), [one for _, one in tensors]), 0
+            cut, start = files.cut(tuple(ranks), tensors), 0
             if cut is None:
                 raise UnsupportedError("a flat parameter whose shards are not contiguous",
                                        path=files.paths[ranks[0]])  # fmt: skip

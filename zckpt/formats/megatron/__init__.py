@@ -39,94 +39,83 @@ own           what a directory that zckpt wrote has besides
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError, UsageError, about
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, Survey, TargetFiles
 from zckpt.formats.megatron.directory import LEGACY, READERS, ZARR, find_place, is_written, names_own
 from zckpt.formats.options import dtype_option, option
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from zckpt.formats.format import Survey
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Ranks:
     """What legacy files are for."""
 
-    tensor_parallel_size: int | None = option(int, None, "Tensor-parallel ranks. Default: as SOURCE.", metavar="T")
-    pipeline_parallel_size: int | None = option(int, None, "Pipeline stages. Default: as SOURCE.", metavar="P")
+    tensor_parallel_size: int | None = option("Tensor-parallel ranks. Default: as SOURCE.", metavar="T")
+    pipeline_parallel_size: int | None = option("Pipeline stages. Default: as SOURCE.", metavar="P")
     virtual_pipeline_parallel_size: int | None = option(
-        int, None, "Chunks of the model on each stage (virtual pipeline). Default: as SOURCE, or 1.", metavar="V"
+        "Chunks of the model on each stage (virtual pipeline). Default: as SOURCE, or 1.", metavar="V"
     )
     stage_bounds: str | None = option(
-        str,
-        None,
         "First layer of each chunk, then the number of layers. Default: as SOURCE, or evenly.",
         metavar="0,N,...",
     )
     padded_vocab_size: int | None = option(
-        int, None, "Rows of the vocabulary in TARGET's model. Default: SOURCE's.", metavar="ROWS"
+        "Rows of the vocabulary in TARGET's model. Default: SOURCE's.", metavar="ROWS"
     )
     ddp_bucket_size: int | None = option(
-        int,
-        None,
         "Size in elements of the training's gradient buckets; 0: unlimited. Default: as SOURCE says.",
         metavar="N",
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options(Ranks):
     """What `convert --to megatron` can be given."""
 
-    world_size: int = option(int, 1, "Number of files; any parallelism can load them.", metavar="N")
+    world_size: int = option("Number of files; any parallelism can load them.", 1, metavar="N")
     dtype: str = dtype_option()
     optimizer: str | None = option(
-        str,
-        None,
         "distributed; flattened: distributed up to megatron-core 0.13; plain: not distributed. Default: as SOURCE, "
         "or distributed.",
         choices=("distributed", "flattened", "plain"),
     )
     layers: str | None = option(
-        str,
-        None,
         "All layers in one tensor, or each apart (moe_layer_freq, heterogeneous). Default: as SOURCE, or stacked if "
         "alike.",
         choices=("stacked", "apart"),
     )
     expert_parallel_size: int | None = option(
-        int, None, "Expert-parallel ranks that will load it; above 1, experts have a separate optimizer. Default: "
+        "Expert-parallel ranks that will load it; above 1, experts have a separate optimizer. Default: "
             "as SOURCE.",
         metavar="E",
     )  # fmt: skip
-    iteration: int | None = option(int, None, "Iteration that it was saved at. Default: SOURCE's step.", metavar="N")
+    iteration: int | None = option("Iteration that it was saved at. Default: SOURCE's step.", metavar="N")
     ckpt_format: str = option(
-        str,
-        "torch_dist",
         "As in Megatron-LM; torch: its legacy files for fixed ranks, which the parallel sizes and bounds describe.",
+        "torch_dist",
         choices=("torch_dist", "torch"),
     )
     transformer_impl: str | None = option(
-        str,
-        None,
         "Implementation of the model that will load it. Default: as SOURCE's arguments or names, or "
         "transformer_engine.",
         choices=("local", "transformer_engine"),
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RecutOptions(Ranks):
     """What `reshard` of legacy files can be given."""
 
-    world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
-    expert_parallel_size: int | None = option(int, None, "Expert-parallel ranks. Default: as SOURCE.", metavar="E")
+    world_size: int = option("Data-parallel ranks that will load TARGET.", 1, metavar="N")
+    expert_parallel_size: int | None = option("Expert-parallel ranks. Default: as SOURCE.", metavar="E")
 
 
 class Megatron(Format):

@@ -25,6 +25,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.errors import DamagedFileError, UnsupportedError, listed
 from zckpt.formats.megatron.objects import size_of
 from zckpt.formats.torch_files.tensors import as_mapping, slot_of
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, PaddingSpan, Shape, Slot
 from zckpt.state.boxes import SpanIndex
 from zckpt.state.dtypes import itemsize
@@ -41,7 +42,7 @@ BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
 """Elements at which a bucket ends, at least, if gradients are reduced as they come and the user has said nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Member:
     """A parameter of a buffer.
 
@@ -53,7 +54,7 @@ class Member:
     alone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Layout:
     """Where all parameters of a buffer are, in which bucket and from which element on, and elements of each bucket."""
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.immutable import immutable
 from zckpt.state import Shape, Slot
 from zckpt.state.views import concat, narrow, pad, plain, reshape, transpose
 
@@ -40,7 +40,7 @@ _NORM = re.compile(r".*(?:norm|layernorm|layer_norm)(?:_weight|_bias|\.weight|\.
 _NUMBERED = re.compile(r"(weight|bias)[0-9]*")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Cut:
     """How ranks' slices make up a parameter.
 

@@ -12,7 +12,6 @@ DIR/run_config.yaml, tokenizer/                       Megatron-Bridge, which loo
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
@@ -22,6 +21,7 @@ from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
 from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.files import is_file, json_object, read_head
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -71,7 +71,7 @@ _WRITTEN = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Place:
     """Where a checkpoint is.
 

@@ -46,7 +46,8 @@ from zckpt.formats.megatron.optimizer import HYPERPARAMETERS, SCALER, loss_scale
 from zckpt.formats.megatron.order import orders
 from zckpt.formats.megatron.stages import FURTHER, Chunks, Dealt, Sliced, expert_counts, on_expert_rank
 from zckpt.formats.torch_files.tensors import TensorItem, carried
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, dict_of
+from zckpt.immutable import immutable
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, PaddingSpan, Slot, by_key, dict_of
 from zckpt.state.inventory import ANY, CARRIED, COPY, IMPLIED, REST, Rule
 from zckpt.state.inventory import STATE as AS_STATE
 from zckpt.state.views import concat
@@ -89,7 +90,7 @@ class Objects:
         return one.node[0] if one is not None and isinstance(one.node, list) and len(one.node) == 1 else None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Guess:
     """What is nowhere said: the parameters' order, how groups are numbered, and where buckets ended.
 
@@ -340,10 +341,10 @@ class _Chain:
         for end in range(done, self._chunks.count + 1):
             for last in (False, True) if end == self._chunks.count else (False,):
                 chunk = self._chunks.of(done, end, first=first, last=last)
-                by_type: dict[str, list[Member]] = {}
-                for one in self._on_rank(chunk, 0):
-                    member = Member(one.local, prod(self._sliced.shape(one)), one.shared)
-                    by_type.setdefault(self._parameters[one.name].dtype, []).append(member)
+                by_type = by_key(
+                    (self._parameters[one.name].dtype, Member(one.local, prod(self._sliced.shape(one)), one.shared))
+                    for one in self._on_rank(chunk, 0)
+                )
                 if not by_type or list(by_type) != [one.dtype for one in queue[: len(by_type)]]:
                     continue
                 ways = zip(by_type.values(), queue, strict=False)

@@ -30,7 +30,7 @@ from zckpt.formats.megatron.keys import stored
 from zckpt.formats.megatron.names import by_itself, in_order
 from zckpt.formats.megatron.objects import OPTIMIZER, settle, topology_of
 from zckpt.formats.torch_files.tensors import TensorItem, arguments_of
-from zckpt.state import Checkpoint, Duplicate, Shape
+from zckpt.state import Checkpoint, Duplicate, Shape, differ
 from zckpt.torchfile import Digests
 
 MODEL, META, STEP = "model", "param_to_group_meta", "step"
@@ -147,7 +147,7 @@ def _state(state: Branch, shapes: Shapes, copies: list[Duplicate]) -> dict[str |
     found: dict[str | int, Node] = {}
     for one in stored(names):
         parts = [branch(state[names[part]]) or {} for part in one.parts]
-        if any(part.keys() != parts[0].keys() for part in parts):
+        if differ([part.keys() for part in parts]):
             raise LayoutError(f"the state of {one.key} is not whole", expected=listed(list(parts[0])))
         own: dict[str | int, Node] = {}
         for slot in parts[0]:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.megatron.names import Name
+from zckpt.immutable import immutable
 from zckpt.state import Shape
 
 LAYER, EXPERT = "layer", "expert"
@@ -64,7 +64,7 @@ _UNWRITTEN = re.compile(r".*\.(?:in_proj|conv1d)\.(?:weight|bias)|.*\.experts\.w
 # --- from keys to names
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Stored:
     """A tensor on disk, or several that are one of the model's.
 
@@ -116,7 +116,7 @@ def stored(keys: Iterable[str]) -> list[Stored]:
 # --- from names to keys
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Placed:
     """Where a tensor is. `index`: along the axes that its key has before the tensor's own; `sizes`: of these axes."""
 

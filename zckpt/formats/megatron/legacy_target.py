@@ -7,7 +7,7 @@ that came with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError, UsageError
@@ -20,11 +20,11 @@ from zckpt.formats.megatron.objects import ARGUMENTS, size_of
 from zckpt.formats.megatron.own import ROWS
 from zckpt.formats.megatron.stages import Bounds, bounds_of, layer_count
 from zckpt.formats.torch_files.tensors import arguments_of
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Topology, stated
-from zckpt.torchfile import Namespace, Object, node_of, put_back
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Target:
     """What the ranks are.
 
@@ -133,12 +133,10 @@ def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[ob
     )
 
 
-def with_sizes(value: object, target: Target) -> object:
-    """Return Megatron-LM's arguments with the target's sizes, where they are among them."""
-    node = node_of(value)
-    attributes = arguments_of(node)
+def sizes_of(target: Target, arguments: Mapping[object, object]) -> dict[str, object]:
+    """Return what Megatron-LM's arguments say of the target's sizes, by those of SOURCE."""
     top = target.topology
-    changed: dict[object, object] = {
+    return {
         "tensor_model_parallel_size": top.tp,
         "pipeline_model_parallel_size": top.pp,
         "transformer_pipeline_model_parallel_size": top.pp,
@@ -147,18 +145,6 @@ def with_sizes(value: object, target: Target) -> object:
         "expert_model_parallel_size": top.ep,
         "expert_tensor_parallel_size": top.tp,
         "data_parallel_size": top.dp,
-        "world_size": top.dp * top.tp * top.pp * (size_of(attributes, "context_parallel_size") or 1),
-        **({"padded_vocab_size": target.rows} if target.rows is not None else {}),
+        "world_size": top.dp * top.tp * top.pp * (size_of(arguments, "context_parallel_size") or 1),
+        **stated({"padded_vocab_size": target.rows}),
     }
-    known = {key: new for key, new in changed.items() if key in attributes and attributes[key] != new}
-    if not known:
-        return value
-    state = {**attributes, **known}
-    inner = (
-        replace(node, state=state)
-        if isinstance(node, Object)
-        else Namespace(state)
-        if isinstance(node, Namespace)
-        else state
-    )
-    return put_back(value, inner)

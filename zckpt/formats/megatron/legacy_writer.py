@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from zckpt.formats.megatron.buckets import lay_out as lay_out_buckets
 from zckpt.formats.megatron.cut import VOCABULARY, cuts_of
 from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.legacy import BOUNDS, FUSED, NUMBERED, ORDER, UNTIED
-from zckpt.formats.megatron.legacy_target import Target, target_of, with_sizes
+from zckpt.formats.megatron.legacy_target import Target, sizes_of, target_of
 from zckpt.formats.megatron.local import GRADIENTS
 from zckpt.formats.megatron.names import TIED
 from zckpt.formats.megatron.norms import live_names
@@ -39,9 +38,10 @@ from zckpt.formats.megatron.order import order_of
 from zckpt.formats.megatron.stages import Dealt, Sliced, dealt, expert_counts, on_expert_rank
 from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.tensors import arguments_of
+from zckpt.formats.torch_files.tensors import arguments_of, arguments_with
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
-from zckpt.state import MASTER, Checkpoint, Slot
+from zckpt.immutable import immutable
+from zckpt.state import MASTER, Checkpoint, Slot, by_key
 from zckpt.torchfile import DType
 
 RNG = "rng_state"
@@ -51,7 +51,7 @@ _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Model:
     """The whole model by the names of its module, in its order.
 
@@ -106,7 +106,7 @@ class Model:
         yield from (one for chunk in chunks for one in chunk if self.given[one.name] in own)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rank:
     """One model-parallel rank: its numbers, its directory's name, and what each chunk of its model has."""
 
@@ -131,7 +131,7 @@ def lay_out(job: Job) -> TargetFiles:
     ranks = list(_ranks(model))
     tree = source.common_tree({key for key, value in checkpoint.metadata.items() if shards_of(value)})
     if ARGUMENTS in tree:
-        tree[ARGUMENTS] = with_sizes(tree[ARGUMENTS], target)
+        tree[ARGUMENTS] = arguments_with(tree[ARGUMENTS], sizes_of(target, arguments_of(tree[ARGUMENTS])))
     its_own = _of_ranks(checkpoint, ranks, target)
     if RNG in checkpoint.metadata and its_own is None:
         source.notes.append("random states belong to other ranks, and are kept in zckpt.pt: start Megatron-LM with "
@@ -276,10 +276,7 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
     members = {name for group in groups for name in group.members}
     found: dict[object, object] = {JOINED: True}
     for at, chunk in enumerate(rank.chunks):
-        kinds: dict[str, list[Dealt]] = {}
-        for one in chunk:
-            if model.given[one.name] in members:
-                kinds.setdefault(model.dtype(one), []).append(one)
+        kinds = by_key((model.dtype(one), one) for one in chunk if model.given[one.name] in members)
         for kind, its in kinds.items():
             gradients = model.gradients.get(kind, "float32")
             numel = model.target.bucket_numel if rank.pp == 0 and at == 0 else None
@@ -292,11 +289,11 @@ def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | 
     members = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
     layout = lay_out_buckets(members, bucket_numel)
     starts = layout.starts()
-    parts: dict[str, list[tuple[str, SlotContent]]] = {}
-    for one in its:
-        for key, slot, dtype, label in model.states(one, rank.tp):
-            content = SlotContent(starts[one.local], slot, label)
-            parts.setdefault(PARAM if key == MASTER else key, []).append((dtype, content))
+    parts = by_key(
+        (PARAM if key == MASTER else key, (dtype, SlotContent(starts[one.local], slot, label)))
+        for one in its
+        for key, slot, dtype, label in model.states(one, rank.tp)
+    )
     tensors: dict[object, object] = {}
     for key, its_parts in parts.items():
         dtypes = sorted({dtype for dtype, _ in its_parts})

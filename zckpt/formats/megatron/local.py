@@ -23,7 +23,7 @@ from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.optimizer import EXPERTS, GROUPS, MASTERS, Held, optimizers
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, joined, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, dict_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, dict_of
 from zckpt.state.inventory import ANY, IMPLIED, REST, Rule
 from zckpt.torchfile import Tensor, TorchFile
 
@@ -144,11 +144,8 @@ def attach_distributed(
                 continue
             groups: list[tuple[str, list[str]]] = []  # of each chunk in turn, for each type a buffer
             for names in chunks:
-                kinds: dict[str, list[str]] = {}
-                for name in names:
-                    if len(several) == 1 or (at == len(several) - 1) == is_expert(name):
-                        kinds.setdefault(checkpoint.parameters[name].dtype, []).append(name)
-                groups += kinds.items()
+                own = (n for n in names if len(several) == 1 or (at == len(several) - 1) == is_expert(n))
+                groups += by_key((checkpoint.parameters[name].dtype, name) for name in own).items()
             buffers = gathered(node, file.path)
             if [one.dtype for one in buffers] != [kind for kind, _ in groups]:
                 raise LayoutError("the distributed optimizer's buffers do not match the model",

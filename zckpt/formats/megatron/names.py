@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from zckpt.immutable import immutable
 
 _LAYER = re.compile(r"((?:.*?\.)?layers)\.([0-9]{1,9})\.(.+)")
 _EXPERT = re.compile(r"((?:.*\.)?experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,9})((?:\..+)?)")
@@ -32,7 +33,7 @@ _FIRST = ("embedding", "encoder", "decoder", "mtp")
 _LAST = ("output_layer",)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Name:
     """A name in parts: BLOCK.LAYER.FRONT EXPERT REST, of which the numbers may be missing."""
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, by_name, carried
+from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -43,7 +43,7 @@ RANKS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Common:
     """What `common.pt` holds. `content`: by key."""
 

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.names import is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.torch_files.tensors import as_mapping, carried, read_scalars, with_scalars
-from zckpt.state import Checkpoint, Parameter, ParamGroup, dict_of, without
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, Parameter, ParamGroup, are_distinct, dict_of, without
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
@@ -43,7 +44,7 @@ _QK_NORM = re.compile(r".*\.[qk]_layernorm\..*")
 Steps = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Held:
     """An optimizer in a file: its dict and the one around it, and the steps to each."""
 
@@ -90,7 +91,7 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
             )
     else:
         names = [name for its in found for name in its]
-        if len(found) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
+        if len(found) != len(groups) or not are_distinct(names) or not set(names) <= set(checkpoint.parameters):
             expected = f"{len(found)} groups, whose parameters the model has"
             raise DamagedFileError(
                 "param groups with other parameters", path=common.file.path, expected=expected, found=len(groups)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, about
@@ -19,7 +19,8 @@ from zckpt.formats.megatron.cut import VOCABULARY
 from zckpt.formats.remainder import described, descriptions, remainder, remainder_rules, restore
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, describe
-from zckpt.state import Checkpoint, Parameter, without
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, Parameter, are_texts, without
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.storage.files import is_file
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -68,7 +69,7 @@ def own_tree(
     }
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Own:
     """What the file says that is needed before the rest; nothing where there is none."""
 
@@ -93,7 +94,7 @@ def read_own(directory: Path) -> Own:
 
         node = as_mapping(as_mapping(file.root).get(KEY))
         names, listed = has("names"), node.get("groups", [])
-        if not isinstance(listed, list) or not all(isinstance(name, str) for name in names.values()):
+        if not isinstance(listed, list) or not are_texts(names.values()):
             raise DamagedFileError("unexpected content", expected="names, and param groups as lists")
         return Own(
             file,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
@@ -24,6 +24,7 @@ from zckpt.formats.megatron.fused import is_fused
 from zckpt.formats.megatron.names import BLOCK, Name, is_expert
 from zckpt.formats.megatron.objects import size_of
 from zckpt.formats.torch_files.tensors import arguments_of, as_mapping
+from zckpt.immutable import immutable
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 _CHUNK = re.compile(r"model([0-9]{0,18})")
@@ -33,7 +34,7 @@ TENSORS, STAGES, EXPERTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RankFile:
     """What a rank's file holds.
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.megatron.cut import Cut, Shapes
 from zckpt.formats.megatron.fused import ONE, apart, is_fused, shape_of_all, together
 from zckpt.formats.megatron.names import BLOCK, Name
+from zckpt.immutable import immutable
 from zckpt.state import Shape, Slot
 
 _FRONT = re.compile(r"(?:language_model\.)?embedding\..+")
@@ -37,7 +38,7 @@ _IMAGES = re.compile(r"vision_(?:model|projection)\..+")
 Bounds = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Dealt:
     """A tensor of a chunk: its name in the whole model, and that on the rank.
 
@@ -54,7 +55,7 @@ class Dealt:
         return self.names[0]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Sliced:
     """What tensor-parallel ranks have of tensors, which a chunk has.
 

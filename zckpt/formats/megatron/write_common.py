@@ -41,6 +41,7 @@ from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.formats.torch_files.writer import ValueTensor, value_node
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, stated
 from zckpt.torchfile import node_of, put_back
 
@@ -87,7 +88,7 @@ def _factor(values: Mapping[str, object], key: str) -> object:
     return values.get(key, values.get(f"pre_{key}"))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Source:
     """A checkpoint as it is to be written, by its own names.
 
@@ -144,7 +145,7 @@ class Source:
         """
         one, (written, dtype) = self.trained[name], self.tensors[name]
         if self.kind != PLAIN or dtype != "float32":
-            master = one.slots.get(MASTER)
+            master = one.master
             yield MASTER, master or written, "float32" if master is None else master.dtype
         for key, slot in one.slots.items():
             if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):

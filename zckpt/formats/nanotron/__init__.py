@@ -16,20 +16,15 @@ With `dp` in the names, ZeRO-1 has cut each rank's tensors, flattened, into near
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from zckpt.formats.format import Format, Found, Search
+from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.latest import is_name, latest_name
 from zckpt.storage.files import is_file
-
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
 METADATA = "checkpoint_metadata.json"
 LATEST = "latest.txt"
 
 
-class Nanotron(Format):
+class Nanotron(InFolder):
     """A file for each tensor or part of one."""
 
     name = "nanotron"
@@ -42,12 +37,6 @@ class Nanotron(Format):
         name = latest_name(path, LATEST) if path.is_dir() else None
         folder = path / name if name is not None and is_name(name) else path
         return Found(folder) if is_file(folder / METADATA) and (folder / "model").is_dir() else None
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the structure of all files."""
-        from zckpt.formats.nanotron.reader import read
-
-        return read(found.place, names=search.names)
 
 
 FORMATS = (Nanotron(),)

@@ -24,10 +24,12 @@ from zckpt.formats.torch_files.optimizer import (
     shared_values,
 )
 from zckpt.formats.torch_files.tensors import as_mapping, describe, scalars_in, slot_of
+from zckpt.immutable import immutable
 from zckpt.state import (
     MASTER,
     Checkpoint,
     Duplicate,
+    GivenNames,
     Parameter,
     ParamGroup,
     Shape,
@@ -38,6 +40,7 @@ from zckpt.state import (
 )
 from zckpt.state.boxes import overlap
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, IMPLIED, Claim, Rule
+from zckpt.state.names import natural_order
 from zckpt.state.views import narrow, placed, plain, reshape
 from zckpt.storage.files import json_object
 from zckpt.torchfile import Digests, Tensor, TorchFile, read_torchfile
@@ -59,7 +62,7 @@ Part = tuple[int, int | None]
 """The tensor- and the expert-parallel rank that has a part; the second None: experts are not what it is cut by."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Boxes:
     """Where a rank's part lies in the whole.
 
@@ -105,7 +108,7 @@ class Weight:
         return plain(placed(boxes))
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Rank:
     """An optimizer file, and the ranks that it is of; `dp` is None without ZeRO."""
 
@@ -119,7 +122,7 @@ class Rank:
     masters: Mapping[object, object]
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all files.
 
     `names`: are not needed. Raises ShardError: a rank's file is missing; LayoutError: files contradict each other;
@@ -151,17 +154,14 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             checkpoint.claims[str(file)] = Claim(FOREIGN, "the configuration of the run")
     ranks = _ranks(checkpoint, path / "optimizer", others)
     order = dict.fromkeys(name for one in ranks for name in one.names.values())
-    for name in [*(name for name in order if name in weights), *sorted(weights.keys() - order.keys(), key=_natural)]:
+    rest = sorted(weights.keys() - order.keys(), key=natural_order)
+    for name in [*(name for name in order if name in weights), *rest]:
         with about(path / "model"):
             checkpoint.parameters[name] = Parameter.of(name, weights[name].joined(name, weights[name].held))
     _attach(checkpoint, weights, ranks)
     _groups(checkpoint, ranks)
     _note_gaps(checkpoint, path, [file.name for file, _ in others])
     return checkpoint
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def _add_weight(

@@ -11,31 +11,29 @@ ranges as ZeRO cuts them, or boxes as tensor parallelism does.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag, latest_name
 from zckpt.formats.native.files import DOCUMENT_NAME, OWNED, RANK_ROLE, is_native
 from zckpt.formats.options import option
+from zckpt.immutable import immutable
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
-    from zckpt.formats.format import Survey
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint, SourceFile
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to zckpt` can be given."""
 
-    world_size: int = option(int, 1, "Number of files; any number of ranks can load them.", metavar="N")
+    world_size: int = option("Number of files; any number of ranks can load them.", 1, metavar="N")
 
 
-class Zckpt(Format):
+class Zckpt(Strippable):
     """The format of zckpt itself."""
 
     name = "zckpt"
@@ -63,12 +61,6 @@ class Zckpt(Format):
             pass
         return Found(path) if search.tag is None and is_native(path) else None
 
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the document and the headers of the files."""
-        from zckpt.formats.native.reader import read
-
-        return read(found.place, names=search.names)
-
     def is_checkpoint(self, directory: Path) -> bool:
         """Tell a directory of this format, complete or not."""
         return is_native(directory)
@@ -78,12 +70,6 @@ class Zckpt(Format):
         from zckpt.formats.native.writer import lay_out
 
         return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size))
-
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Return the document and the ranks' files without what goes; each rank's file keeps its part of the rest."""
-        from zckpt.formats.native.strip import strip
-
-        return strip(checkpoint, source, request)
 
     def checks(self, file: SourceFile) -> Iterable[Sum]:
         """Return the digest of each tensor; refuse a file that was replaced after the checkpoint was opened."""
@@ -107,7 +93,6 @@ class Zckpt(Format):
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read the document, then each file that it lists."""
-        from zckpt.formats.format import Survey
         from zckpt.formats.native.document import read_document
         from zckpt.formats.native.rank_file import open_rank_file
         from zckpt.state import SourceFile

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.document import Form, Json, formed, record, wrong
@@ -26,6 +25,7 @@ from zckpt.formats.native.rank_file import (
     shape_of,
     stored_as,
 )
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Span, Spans
 from zckpt.state.boxes import ByPlace, is_within
 from zckpt.state.dtypes import itemsize
@@ -43,7 +43,7 @@ PIECE = {
 """What a piece leaves out depends on the slot's shape."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Cut:
     """A slot as the document has it: `key` is the name of its tensors in the files."""
 

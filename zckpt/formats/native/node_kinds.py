@@ -18,11 +18,11 @@ a cycle closes; so an immutable object of `objects` refers to immutable ones bef
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from zckpt.formats.native.document import Form
+from zckpt.immutable import immutable
 from zckpt.state import Scalar
 from zckpt.torchfile import (
     NUMPY,
@@ -59,7 +59,7 @@ SAFE_INTEGER = (1 << 53) - 1
 REQUIRED: Any = object()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Field:
     """A field of a kind.
 
@@ -90,7 +90,7 @@ class Field:
         return node if self.own else getattr(node, self.name)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Kind:
     """A kind of object: its name in JSON, its class here, its fields, and whether it begins empty, to be filled."""
 

@@ -24,6 +24,7 @@ from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile, end_of
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import METADATA_KEY, read_header
 from zckpt.formats.safetensors.layout import ALIGNMENT, header_of
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Shape, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
@@ -44,7 +45,7 @@ AS_BYTES = frozenset({"complex64", "float8_e8m0fnu"})
 """Types that only newer versions of safetensors have: to others a single unknown code makes the file unreadable."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Entry:
     """A tensor that is to be written.
 
@@ -77,7 +78,7 @@ class Entry:
         return self.extent.numel * itemsize(self.slot.dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Listed:
     """What a document says of a rank's file as a whole.
 

@@ -36,7 +36,7 @@ from zckpt.formats.native.rank_file import (
     open_rank_file,
     storage_key,
 )
-from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
+from zckpt.state import Checkpoint, Extent, GivenNames, Parameter, ParamGroup, Slot, SourceFile, Topology, are_distinct
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import Storage
@@ -64,7 +64,7 @@ SLOT_MAY_HAVE = {"shape": Form.SIZES, "key": Form.TEXT}
 _CRC32 = re.compile("[0-9a-f]{8}")
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
     Parameters
@@ -250,7 +250,7 @@ class Reading:
     def _group(self, found: Json) -> ParamGroup:
         one = record(found, "param group", GROUP, {"optimizer": Form.TEXT})
         names = one["parameters"]
-        if not all(type(name) is str for name in names) or len(set(names)) != len(names):
+        if not all(type(name) is str for name in names) or not are_distinct(names):
             raise wrong("parameters of a param group", "names, each once", names)
         hyperparameters, state = (self.nodes.mapping(one[key]) for key in ("hyperparameters", "state"))
         return ParamGroup(hyperparameters, names, state, one["optimizer"])

@@ -7,6 +7,7 @@ it starts afresh.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -73,20 +74,19 @@ def _thinned(parameter: Parameter, request: Request, shaped: Collection[str]) ->
         key: slot
         for key, slot in parameter.slots.items()
         if key == WEIGHT
-        or (key == MASTER and not (request.optimizer and WEIGHT in parameter.slots))
+        or (key == MASTER and not (request.optimizer and parameter.weight))
         or (key != MASTER and not state and key not in gone)
     }
     return replace(parameter, slots=kept, state={} if state else parameter.state), state
 
 
-def _dropped(checkpoint: Checkpoint, thin: Checkpoint) -> dict[str, dict[str, int]]:
+def _dropped(checkpoint: Checkpoint, thin: Checkpoint) -> dict[str, Counter[str]]:
     """Return the bytes of the slots that went, by file and slot."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for section in SECTIONS:
         left = getattr(thin, section)
         for name, parameter in getattr(checkpoint, section).items():
             for key, slot in parameter.slots.items():
                 for span in slot.spans if key not in left[name].slots else ():
-                    kinds = found.setdefault(span.path, {})
-                    kinds[key] = kinds.get(key, 0) + span.extent.numel * itemsize(slot.dtype)
+                    found.setdefault(span.path, Counter())[key] += span.extent.numel * itemsize(slot.dtype)
     return found

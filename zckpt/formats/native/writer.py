@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from zckpt.engine.plan import check_covered
@@ -19,6 +19,7 @@ from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, st
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
+from zckpt.immutable import immutable
 from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span, stated
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
@@ -60,7 +61,7 @@ def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetF
     return _lay_out(checkpoint, len(paths), as_they_are)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ByRank:
     """What ranks write who have the files of a checkpoint among them.
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import zstandard
 from zckpt.codes import CHECKSUM
 from zckpt.errors import DamagedFileError, MissingPackageError, SourceError, UnsupportedError
 from zckpt.formats.safetensors.file import INDEX_NAME, MAXIMUM_INDEX_NBYTES, indexed_files, is_delta, read_header
+from zckpt.immutable import immutable
 from zckpt.state import Slot
 from zckpt.storage.files import is_file, json_object, opened
 
@@ -44,7 +44,7 @@ MOST_POSITIONS = 1 << 32
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Delta:
     """What makes one version of another: of each tensor that changed, where its change lies, and its checksum after."""
 

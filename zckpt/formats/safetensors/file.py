@@ -22,7 +22,7 @@ from typing import Any
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.lost import stand_in
-from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, SourceFile, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, SourceFile, Span, are_sizes, are_texts
 from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
 from zckpt.storage.files import FileRange, collector_paused, each_once, is_file, json_object, opened
@@ -138,7 +138,7 @@ def indexed_files(index: Path) -> list[Path]:
 def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index has it."""
     found = json_object(index, "index", most=MAXIMUM_INDEX_NBYTES).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+    if not isinstance(found, dict) or not are_texts(found.values()):
         raise DamagedFileError("unreadable index", path=index, expected="a weight_map of file names")
     return found
 
@@ -198,7 +198,7 @@ def header_in(source: FileRange) -> tuple[dict[str, Slot], dict[str, str]]:
             header = json.loads(text, object_pairs_hook=each_once)
         del text
         metadata = header.pop(METADATA_KEY, {})
-        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        if not isinstance(metadata, dict) or not are_texts(metadata.values()):
             raise DamagedFileError("unreadable metadata", expected="strings by name")
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
         extents: dict[Shape, Extent] = {}
@@ -231,7 +231,7 @@ def _slot(
     dtype = FROM_SAFETENSORS.get(str(one["dtype"]))
     begin, end = one["data_offsets"]
     shape = tuple(one["shape"])
-    if dtype is None or not all(type(n) is int and n >= 0 for n in shape):
+    if dtype is None or not are_sizes(shape):
         raise DamagedFileError(f"unreadable entry {name}", found=f"{one['dtype']} {shape}")
     nbytes = math.prod(shape) * itemsize(dtype)
     if (begin, end) != (at, at + nbytes) or type(begin) is not int or type(end) is not int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES, METADATA_KEY
+from zckpt.immutable import immutable
 from zckpt.state import Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
@@ -22,7 +23,7 @@ FOR_TORCH = {"format": "pt"}
 """What Hugging Face's programs look for in a header."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Entry:
     """A tensor that is to be written: its name, what fills it, and its element type in the file."""
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
-from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span, are_sizes
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule
 
@@ -99,7 +99,7 @@ def offsets_in(slots: Mapping[str, Slot], metadata: Mapping[str, Any]) -> dict[s
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedFileError(message, found=f"{type(error).__name__}: {error}") from error
     for name, its in found.items():
-        if len(its) != len(slots[name].shape) or not all(type(n) is int and n >= 0 for n in its):
+        if len(its) != len(slots[name].shape) or not are_sizes(its):
             raise DamagedFileError(message, found=f"the offsets of {name} are {its}")
     return found
 

@@ -14,12 +14,12 @@ directory       which files those are            writer          the files, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
+from zckpt.formats.format import Found, InFolder, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
 
@@ -30,23 +30,22 @@ if TYPE_CHECKING:
 _is_named = called(r"[A-Za-z0-9_-]+_[0-9]+\.pt|metadata\.pkl|zckpt\.pt")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to torch-checkpointing` can be given."""
 
     world_size: int | None = option(
-        int, None, "Ranks with files; any number can load model and optimizer. Default: as SOURCE.", metavar="N"
+        "Ranks with files; any number can load model and optimizer. Default: as SOURCE.", metavar="N"
     )
     keys: str = option(
-        str,
-        "numbers",
         "Optimizer state: by numbers, as in state_dict; by names, as optimizer_transform_pre; flat, as in torchtitan.",
+        "numbers",
         choices=("numbers", "names", "flat"),
     )
-    device: str = option(str, "cuda", "The ranks' device type: cuda, cpu, npu, ...", metavar="TYPE")
+    device: str = option("The ranks' device type: cuda, cpu, npu, ...", "cuda", metavar="TYPE")
 
 
-class TorchCheckpointing(Format):
+class TorchCheckpointing(InFolder):
     """A torch file for each item of each rank."""
 
     name = "torch-checkpointing"
@@ -70,12 +69,6 @@ class TorchCheckpointing(Format):
         from zckpt.formats.torch_checkpointing.directory import read
 
         return read(found.place, names=search.names)
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the files of all ranks."""
-        from zckpt.formats.torch_checkpointing.writer import lay_out
-
-        return lay_out(job)
 
 
 FORMATS = (TorchCheckpointing(),)

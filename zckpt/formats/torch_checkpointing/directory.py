@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from zckpt.formats.fsdp_rank_files.reader import read as read_ranks
 from zckpt.formats.lost import is_lost
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.tensors import with_scalars
-from zckpt.state import Checkpoint, SourceFile, dict_of, number_of
+from zckpt.state import Checkpoint, GivenNames, SourceFile, dict_of, number_of
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import entries_of, is_file
 from zckpt.torchfile import Place, TorchFile, brief, node_of, read_pickle, read_torchfile
@@ -114,7 +114,7 @@ def _moved(path: Path, item: str, said: dict[str, Any]) -> dict[int, Path]:
     return {rank: path / file for rank, file in files.items()}
 
 
-def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of all ranks' files. Raises SourceError: they are damaged, or contradict `metadata.pkl`."""
     checkpoint = read_ranks(directory, names=names)
     for state in (

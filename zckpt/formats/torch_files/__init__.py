@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.format import ROOTS, Format, Found, NearMiss, Search
+from zckpt.formats.format import ROOTS, Format, Found, InFolder, NearMiss, Search
 from zckpt.formats.steps import LastStep, last_file
 from zckpt.storage.files import read_head
 
@@ -92,7 +92,7 @@ class TorchSave(Format):
         return Stripping([file], request.notes)
 
 
-class TorchDirectory(Format):
+class TorchDirectory(InFolder):
     """A directory of torch files, and of safetensors."""
 
     def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:

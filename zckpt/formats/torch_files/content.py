@@ -33,7 +33,7 @@ from zckpt.formats.torch_files.optimizer import (
     parse_either,
 )
 from zckpt.formats.torch_files.tensors import identity_of
-from zckpt.state import Shape, dict_of
+from zckpt.state import Shape, are_texts, dict_of
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import Place, Tensor, is_tensor
@@ -176,7 +176,7 @@ def _together(root: Node, parts: dict[object, Content]) -> Content:
 
 def is_state_dict(node: object) -> TypeGuard[dict[Any, Any]]:
     """Tell a dict of tensors, of which some are dense; what a module keeps as its extra state may be anything."""
-    if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
+    if not isinstance(node, dict) or not are_texts(node):
         return False
     values = [value for key, value in node.items() if isinstance(value, Tensor) or not key.endswith(EXTRA_STATE)]
     return any(isinstance(value, Tensor) for value in values) and all(map(is_tensor, values))

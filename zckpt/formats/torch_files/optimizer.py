@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from itertools import chain
 from typing import Any, TypeGuard
@@ -29,7 +29,8 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageError, about, listed
 from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
-from zckpt.state import MASTER, Checkpoint, ParamGroup, Shape, number_of, without
+from zckpt.immutable import immutable
+from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, are_distinct, are_texts, number_of, without
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
@@ -44,7 +45,7 @@ FORM_KEY = "_optimizer_state_format_version"
 """Of torch-checkpointing, where groups have `param_names` and no `params`."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class OptimizerState:
     """A torch optimizer's state dict.
 
@@ -147,7 +148,7 @@ def looks_like_optimizer(node: object) -> TypeGuard[dict[Any, Any]]:
 
 def looks_flattened(node: object) -> TypeGuard[dict[str, Any]]:
     """Tell whether a node is one whose keys are joined."""
-    if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
+    if not isinstance(node, dict) or not node or not are_texts(node):
         return False
     kinds = {key.partition(".")[0] for key in node if key.count(".") > 1}
     return kinds <= {STATE_KEY, GROUPS_KEY} and GROUPS_KEY in kinds and all(key.count(".") > 1 for key in node)
@@ -167,7 +168,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
             )
         groups: list[dict[str, Any]] = [{**with_scalars(_group(group), path)} for group in node[GROUPS_KEY]]
         labels = [label for group in groups for label in group["params"]]
-        if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
+        if len({type(label) for label in labels}) > 1 or not are_distinct(labels):
             raise DamagedFileError("param groups list a parameter twice, or mix names and numbers")
         names = dict(enumerate(label for label in labels if isinstance(label, str)))
         by_label: dict[object, int] = {label: number for number, label in names.items()}
@@ -311,7 +312,7 @@ def attach(
     optimizer: OptimizerState,
     path: str,
     *,
-    names: Sequence[str] | None = None,
+    names: GivenNames = None,
     sample: Sample | None = None,
     certain: Mapping[int, str] | None = None,
     orders: Orders = in_order_or_sorted,
@@ -406,7 +407,7 @@ def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dic
 def names_of(
     checkpoint: Checkpoint,
     optimizer: OptimizerState,
-    names: Sequence[str] | None = None,
+    names: GivenNames = None,
     *,
     taken: Collection[str] = (),
     sample: Sample | None = None,
@@ -473,7 +474,7 @@ def _by_name(said: Evidence[int], optimizer: OptimizerState) -> dict[int, str]:
     return found
 
 
-def _labels(optimizer: OptimizerState, names: Sequence[str] | None) -> dict[int, str]:
+def _labels(optimizer: OptimizerState, names: GivenNames) -> dict[int, str]:
     """Return the names of parameters of which no model is there: the user's or the file's; empty if it gives none."""
     numbers = optimizer.every_number
     recorded = names or optimizer.recorded_names

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_di
 from zckpt.formats.torch_files.objects import with_state_dicts
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Parameter, dict_of, without
+from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
 from zckpt.torchfile import Object, Tensor, brief, is_tensor, oddity, read_torchfile, value_at
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
@@ -31,7 +31,7 @@ COMPOSERS_STEP = ("timestamp", "Timestamp", "batch")
 """Where Composer has it, next to the model."""
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a file written by `torch.save`.
 
     Parameters

@@ -9,6 +9,7 @@ a training.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -76,11 +77,11 @@ def _safetensors_slots(path: Path, name: str, request: Request) -> Rewritten:
     """Return a file of `<slot>/<parameter>` tensors without some of the slots."""
     slots, metadata, nbytes = safetensors_file.read_header(path)
     kept: list[safetensors_layout.Entry] = []
-    kinds: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     for key, slot in slots.items():
         kind = _kind(key)
         if request.drops(kind):
-            kinds[kind] = kinds.get(kind, 0) + slot.nbytes
+            kinds[kind] += slot.nbytes
         else:
             kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
     if not kept:

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
-from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, dict_of
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, Extent, Scalar, Shape, Slot, SourceFile, Span, are_texts, by_key, dict_of
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.state.ranges import merge, total
 from zckpt.storage.files import opened
-from zckpt.torchfile import FromFile, Mentioned, Object, PlainParts, Tensor, TorchFile, node_of, walk_tensors
+from zckpt.torchfile import (
+    FromFile,
+    Mentioned,
+    Namespace,
+    Object,
+    PlainParts,
+    Tensor,
+    TorchFile,
+    node_of,
+    put_back,
+    walk_tensors,
+)
 
 Value = TypeVar("Value")
 Key = TypeVar("Key")
@@ -106,7 +118,7 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class TensorItem:
     """A tensor of the saved dict.
 
@@ -195,9 +207,20 @@ def arguments_of(value: object) -> dict[object, object]:
     return dict_of(node.state if isinstance(node, Object) else node)
 
 
+def arguments_with(value: object, others: Mapping[str, object]) -> object:
+    """Return a program's arguments with other values of those that are among them."""
+    node, known = node_of(value), arguments_of(value)
+    changed = known | {key: value for key, value in others.items() if key in known}
+    if changed == known:
+        return value
+    if isinstance(node, Object):
+        return put_back(value, replace(node, state=changed))
+    return put_back(value, Namespace(changed) if isinstance(node, Namespace) else changed)
+
+
 def as_names(node: object) -> list[str]:
     """Return a node of a file that has to be a list of names. Raises DamagedFileError: it is something else."""
-    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
+    if not isinstance(node, list) or not are_texts(node):
         raise DamagedFileError("unexpected content", expected="a list of names", found=type(node).__name__)
     return node
 
@@ -221,10 +244,7 @@ def describe(
             like, path=file.path, nbytes=file.nbytes, archive=file.archive, role=role, dp_rank=dp_rank, mp_rank=mp_rank,
             rules=tuple(rules), records=file.records,
         )  # fmt: skip
-    used: dict[str, list[tuple[int, int]]] = {}
-    for _, tensor in walk_tensors(file.root):
-        if tensor.numel:
-            used.setdefault(tensor.storage.key, []).append(tensor.reach)
+    used = by_key((tensor.storage.key, tensor.reach) for _, tensor in walk_tensors(file.root) if tensor.numel)
     covered = sum(total(merge(ranges)) for ranges in used.values())
     described = SourceFile(
         file.path,

@@ -26,6 +26,7 @@ from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.formats.torch_files.tensors import encode, slot_of_storage
+from zckpt.immutable import immutable
 from zckpt.state import Extent, Scalar, Shape, Slot
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import DTYPES, itemsize
@@ -54,7 +55,7 @@ ZEROS = bytes(1 << 20)
 """Written where a storage has no content: its checksum then follows from those of the rest, without reading it back."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class SlotContent:
     """An extent of a slot from element `start` of a new storage; by default the whole slot."""
 
@@ -69,7 +70,7 @@ class SlotContent:
         return self.slot.whole if self.extent is None else self.extent
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ValueContent:
     """Known bytes from element `start` of a new storage; those of a memoryview are not copied."""
 
@@ -77,7 +78,7 @@ class ValueContent:
     data: bytes | memoryview
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class PackContent:
     """Shares of many parameters from element `start` of a new storage of their type: see `engine.packs`."""
 

@@ -22,26 +22,19 @@ writer          what the Trainer resumes from
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import Found, NearMiss, Search
 from zckpt.formats.options import option
 from zckpt.formats.suffixes import OWN_MODEL, OWN_NAME
 from zckpt.formats.torch_files import TorchDirectory
+from zckpt.immutable import immutable
 from zckpt.storage.ownership import Owned, called
 
-if TYPE_CHECKING:
-    from zckpt.state import Checkpoint
 
-
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to transformers-trainer` can be given."""
 
     train_batch_size: int | None = option(
-        int,
-        None,
         "Batch size per device, for trainer_state.json. Required unless SOURCE states it.",
         metavar="N",
     )
@@ -76,18 +69,6 @@ class TransformersTrainer(TorchDirectory):
 
         answer = find(search.path)
         return Found(answer) if isinstance(answer, Directory) else answer
-
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the headers and trees of all files."""
-        from zckpt.formats.transformers_trainer.reader import read
-
-        return read(found.place, names=search.names)
-
-    def lay_out(self, job: Job) -> TargetFiles:
-        """Return the files of a directory that the Trainer resumes from."""
-        from zckpt.formats.transformers_trainer.writer import lay_out
-
-        return lay_out(job)
 
 
 FORMATS = (TransformersTrainer(),)

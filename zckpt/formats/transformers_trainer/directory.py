@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import listed
 from zckpt.formats.assets import ADAPTER_CONFIG
 from zckpt.formats.format import NearMiss
 from zckpt.formats.suffixes import OWN_NAME
+from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of, is_file
 
 STATE_NAME = "trainer_state.json"
@@ -53,7 +53,7 @@ _FURTHER = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)_([1-9][0-9]{0,3
 _DCP_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ModelFiles:
     """The files of one model.
 
@@ -70,7 +70,7 @@ class ModelFiles:
         return self.path.suffix == ".json"
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Part:
     """A file with some of a model's tensors, beside its own.
 
@@ -82,7 +82,7 @@ class Part:
     is_last: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Directory:
     """What a directory holds.
 

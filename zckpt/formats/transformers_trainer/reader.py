@@ -25,7 +25,7 @@ from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles, Part
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, GivenNames
 from zckpt.state.names import renamed
 from zckpt.storage.files import read_json
 from zckpt.torchfile import read_torchfile
@@ -119,7 +119,7 @@ NAMES_ADVICE = (
 )
 
 
-def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
     Parameters
@@ -173,7 +173,7 @@ def _read_optimizers(
     checkpoint: Checkpoint,
     directory: Directory,
     weights: Sequence[Weights],
-    names: Sequence[str] | None,
+    names: GivenNames,
     prefixes: Sequence[str],
 ) -> None:
     """Read all optimizers, and give the models' parameters their state."""

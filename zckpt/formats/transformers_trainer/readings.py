@@ -17,7 +17,7 @@ from zckpt.evidence import Evidence, in_order
 from zckpt.evidence.modules import Search, TooManyOrdersError
 from zckpt.formats.torch_files.optimizer import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
-from zckpt.state import Shape
+from zckpt.state import GivenNames, Shape
 from zckpt.state.names import MAGNITUDE, PEFT
 
 UNTRAINED = ("running_mean", "running_var", "inv_freq")
@@ -69,7 +69,7 @@ class Weights:
     is_converted: bool = False
 
 
-def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str] | None = None) -> dict[int, str]:
+def read_names(optimizer: OptimizerState, weights: Weights, names: GivenNames = None) -> dict[int, str]:
     """Return the names that are certain, by number.
 
     `names`: from the user: in the optimizer's order, or those of all of the model in its order. Raises UsageError: they
@@ -81,13 +81,10 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
     said = Evidence(optimizer.numbers, candidates, optimizer.shapes(candidates.values()))
     given = names if names is not None else optimizer.recorded_names
     if names is not None or len(given) == len(numbers):
-        order = said.known(given)
-        found = said.recorded(order)
-        if not found and {*order} >= {*candidates}:
-            found = names_in_order(said, [name for name in dict.fromkeys(order) if name in candidates], weights)
-        if names is not None and len(found) < len(numbers) and weights.is_converted and {*order} - {*candidates}:
-            return {}  # those in memory, which a map may tell
+        order, found = said_by(given, said, weights)
         if names is not None and len(found) < len(numbers):
+            if weights.is_converted and {*order} - {*candidates}:
+                return {}  # those in memory, which a map may tell
             raise UsageError(
                 "the names do not match the optimizer",
                 expected=f"{len(numbers)} names in its order, or all of the model's in the model's order",
@@ -98,6 +95,15 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: Sequence[str]
     if weights.is_ordered:
         return names_in_order(said, [*candidates], weights)
     return {} if weights.is_converted else _in_any_order(said, weights)
+
+
+def said_by(names: Sequence[str], said: Evidence[int], weights: Weights) -> tuple[list[str], dict[int, str]]:
+    """Return names as the candidates have them, and what they tell in the optimizer's order, or all in the model's."""
+    order = said.known(names)
+    found = said.recorded(order)
+    if not found and {*order} >= {*said.candidates}:
+        found = names_in_order(said, [name for name in dict.fromkeys(order) if name in said.candidates], weights)
+    return order, found
 
 
 def names_in_order(said: Evidence[int], order: Sequence[str], weights: Weights) -> dict[int, str]:

@@ -17,21 +17,18 @@ in the files:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.format import TAG, TP_RULES, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.universal.directory import FOLDER, find, is_own, latest_universal
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from zckpt.formats.format import Survey
-    from zckpt.formats.stripping import Request, Stripping
     from zckpt.state import Checkpoint
 
 
-class Universal(Format):
+class Universal(Strippable):
     """DeepSpeed's universal checkpoints."""
 
     name = "universal"
@@ -66,17 +63,8 @@ class Universal(Format):
         outside = [latest_universal(job.target.name)]
         return TargetFiles(lay_out(checkpoint, version), outside=outside, notes=notes(checkpoint))
 
-    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
-        """Return the files without those of the slots that go."""
-        from zckpt.formats.universal.strip import strip
-
-        return strip(checkpoint, source, request)
-
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file; an error about one in a folder is about the parameter of that name."""
-        from pathlib import Path
-
-        from zckpt.formats.format import Survey
         from zckpt.formats.survey import survey_files
 
         surveyed = survey_files(search.path) if found is not None else Survey()

@@ -40,6 +40,7 @@ from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX, parameter_file
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Shape, Slot, SourceFile, dict_of
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import STATE, Rule
@@ -58,7 +59,7 @@ _RULES = (
 """Of the values in a folder's files."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Stored:
     """A tensor of a folder and what its file says of it."""
 
@@ -255,8 +256,8 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
 def _trained(
     parameter: Parameter, state: dict[str, object], needed: dict[str, object], keys: dict[str, object]
 ) -> Folder:
-    master = parameter.slots.get(MASTER) or weight_or_master(parameter)
-    dtype = "float32" if MASTER not in parameter.slots and is_floating(master.dtype) else master.dtype
+    master = parameter.master or weight_or_master(parameter)
+    dtype = "float32" if not parameter.master and is_floating(master.dtype) else master.dtype
     folder = Folder(parameter.name)
     folder.files[MASTER_STEM] = {**keys, "param": _tensor(parameter, MASTER_STEM, master, dtype)}
     for key, value in state.items():

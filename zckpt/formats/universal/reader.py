@@ -21,7 +21,7 @@ from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
 from zckpt.formats.deepspeed.axes.auto_ep import common, router_names, with_layers
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
+from zckpt.formats.deepspeed.directory import MODEL, classify
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_order, tied_names
 from zckpt.formats.deepspeed.layouts.per_parameter import FrozenPadding, frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_files, missing_ranks
@@ -57,6 +57,7 @@ from zckpt.state import (
     SourceFile,
     Topology,
     as_float,
+    by_key,
     dict_of,
     list_of,
     without,
@@ -128,9 +129,7 @@ def _read_models(directory: Path) -> tuple[list[list[ModelShard]], list[ModelSha
     whole = [s for s in shards if s.dp_rank is None]
     if not shards:
         raise ShardError("no model file", path=directory, expected="mp_rank_00_model_states.pt", code=MISSING_FILE)
-    by_rank: dict[int, list[Shard]] = {}
-    for shard in whole or shards:
-        by_rank.setdefault(shard.mp_rank or 0, []).append(shard)
+    by_rank = by_key((shard.mp_rank or 0, shard) for shard in whole or shards)
     if missing_ranks(len(by_rank), by_rank) or len({len(one) for one in by_rank.values()}) > 1:
         raise ShardError("model files of some ranks are missing", path=directory,
                          found=f"model-parallel ranks {sorted(by_rank)[:16]}", code=MISSING_FILE)  # fmt: skip
@@ -160,10 +159,7 @@ class _Reading:
         self.firsts = [models[0] for models in self.ranks]
         self.first = self.models[0]
         self.parameterwise = self.first.shard.dp_rank is not None
-        self.module: dict[str, list[tuple[ModelShard, Tensor]]] = {}
-        for model in self.firsts:
-            for name, tensor in model.module.items():
-                self.module.setdefault(name, []).append((model, tensor))
+        self.module = by_key((n, (model, tensor)) for model in self.firsts for n, tensor in model.module.items())
         self.shapes: Shapes = {}
         self.values: dict[str, dict[str, object]] = {}
         self.checkpoint = Checkpoint(str(directory), "universal")
@@ -389,7 +385,7 @@ class _Reading:
                 continue
             if not (self.folder / name / f"{MASTER_STEM}{SUFFIX}").is_file():
                 continue
-            stored, held = self._stored(name).tensors[MASTER], owner.slots.get(WEIGHT) or owner.slots.get(MASTER)
+            stored, held = self._stored(name).tensors[MASTER], owner.weight or owner.master
             if held and stored.tensor.numel == held.numel and (stored.flat or stored.tensor.shape == held.shape):
                 slot = replace(stored.slot(MASTER, held.shape), name=held.name)
                 if is_floating(held.dtype) and itemsize(held.dtype) < itemsize(slot.dtype):

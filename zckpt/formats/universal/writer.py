@@ -44,7 +44,7 @@ from zckpt.formats.universal.directory import (
     parameter_file,
 )
 from zckpt.formats.universal.folders import Folders, Slices, folders
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar, Slot, dict_of, without
+from zckpt.state import WEIGHT, Checkpoint, Scalar, Slot, dict_of, without
 from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import OrderedMapping, alike, node_of, plain
 
@@ -145,7 +145,7 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
 def _not_loaded(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     """Return keys of which a file would hold one value for several elements, and those of what is no tensor."""
     single, plain_values = dict[str, None](), dict[str, None]()
-    for parameter in (checkpoint.parameters[name] for group in checkpoint.param_groups for name in group.parameters):
+    for parameter in (checkpoint.parameters[name] for name in checkpoint.grouped):
         for key, value in parameter_values(checkpoint, parameter).items():
             if key == STEP_STEM or value is None:
                 continue
@@ -240,7 +240,7 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders
         "metadata": {key: value for key, value in checkpoint.metadata.items() if key in STRUCTURE},
         "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
         "masters": False,
-        "without_master": [p.name for p in trained if MASTER not in p.slots],
+        "without_master": [p.name for p in trained if not p.master],
         "groups": [list(group.parameters) for group in groups],
         "filled_in": list(filled_in(checkpoint)),
         "made": folders.filled,

@@ -16,7 +16,6 @@ in a file next to them or in each of them. A consolidated file by itself is any 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,17 +23,18 @@ from zckpt.formats.format import Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option, option
 from zckpt.formats.torch_files import TorchDirectory
 from zckpt.formats.zero_redundancy.directory import OWNED, find
+from zckpt.immutable import immutable
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Options:
     """What `convert --to zero-redundancy` can be given."""
 
     world_size: int | None = option(
-        int, None, "Also write a file for each of N ranks. Default: only the consolidated state.", metavar="N"
+        "Also write a file for each of N ranks. Default: only the consolidated state.", metavar="N"
     )
     dtype: str = dtype_option()
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import ShardError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
+from zckpt.immutable import immutable
 from zckpt.storage.files import entries_of
 from zckpt.storage.ownership import Owned, called
 
@@ -34,7 +34,7 @@ _ABOUT_TIME = re.compile(r"(step|epoch|iter|iteration|batch)[-_.=]?$", re.IGNORE
 _RANK = re.compile(r"(rank|zero|shard|zro)[-_.=]?$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Directory:
     """The files of one checkpoint.
 

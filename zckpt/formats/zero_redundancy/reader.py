@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import OTHER_WORLD_SIZE, WRONG_RANK
@@ -40,7 +39,20 @@ from zckpt.formats.torch_files.optimizer import (
 )
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find, optimizer_key
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Shape, Topology
+from zckpt.immutable import immutable
+from zckpt.state import (
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    GivenNames,
+    Parameter,
+    ParamGroup,
+    Shape,
+    Topology,
+    are_distinct,
+    are_sizes,
+    differ,
+)
 from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.state.partition import greedy_order, greedy_partition
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
@@ -53,7 +65,7 @@ Shares = list[list[list[int]]]
 """For each rank and each group, indices of the group's parameters."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class RankFile:
     """One rank's file: the state of its local optimizer, and what else there is, where that is not the whole file."""
 
@@ -235,7 +247,7 @@ def _shape(state: OptimizerState, number: int, rank: int) -> Shape:
     return found.pop()
 
 
-def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     """Read the structure of a directory.
 
     Ranks' files number their parameters by themselves, in the order in which they were assigned. Which is which
@@ -262,7 +274,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     return read_foreign(directory, names)
 
 
-def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | None) -> Checkpoint:
+def read_own(directory: Directory, metadata: TorchFile, names: GivenNames) -> Checkpoint:
     """Read a directory that zckpt wrote; `metadata.pt` says which tensors are buffers and which are tied."""
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     for model in directory.models:
@@ -299,11 +311,11 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
     names, held = said.get("names"), said.get("held")
     order = [as_names(group) for group in (names if isinstance(names, list) else [None])]
     every = [name for group in order for name in group]
-    if len(set(every)) != len(every):
+    if not are_distinct(every):
         raise DamagedFileError("the optimizer has a parameter twice")
     shapes: dict[str, Shape] = {}
     for name, shape in as_mapping(said.get("shapes"), metadata.path).items():
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        if not isinstance(shape, list) or not are_sizes(shape):
             raise DamagedFileError("unexpected content", expected=f"the shape of {name}")
         shapes[str(name)] = tuple(shape)
     if held is not None:
@@ -316,7 +328,7 @@ def _numbering(metadata: TorchFile) -> tuple[Order, dict[str, Shape], Shares | N
     return order, shapes, held, bool(said.get("unnamed"))
 
 
-def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
+def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
     """Read a directory that another program wrote."""
     path = str(directory.path)
     checkpoint = _model(directory, names)
@@ -330,7 +342,7 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
         shapes = [[state.shape(number) for number in state.every_number] for state in states]
         unlike = Counter(shape for shape in shapes[0] if shape) - Counter(one.shape for one in checkpoint.owners)
         sums = {tuple(sorted(one.crc32 for one in rank.file.records if "/data/" in one.name)) for rank in ranks}
-        if (unlike and len(sums) > 1) or any(one != shapes[0] for one in shapes):
+        if (unlike and len(sums) > 1) or differ(shapes):
             raise UnsupportedError(
                 "each rank has pieces of the optimizer's state, as FSDP1's optimizer and optimizers that cut rows have "
                 "them, and no file says where they lie",
@@ -405,7 +417,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
                 checkpoint.duplicates.append(Duplicate("parameter", label, label, slot, original))
 
 
-def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
+def _model(directory: Directory, names: GivenNames) -> Checkpoint:
     """Return the content of the file that has the model: one next to the ranks' files, or else rank 0's own."""
     found: list[Checkpoint] = []
     for path in directory.others:
@@ -427,7 +439,7 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
         one = torch_reader.read(directory.ranks[0])
         checkpoint = Checkpoint(one.source, FORMAT, buffers=one.buffers)
         for name, p in one.parameters.items():
-            slots = {WEIGHT: p.slots[WEIGHT]} if WEIGHT in p.slots else {}
+            slots = {WEIGHT: p.weight} if p.weight else {}
             checkpoint.parameters[name] = Parameter(name, p.shape, p.dtype, slots, tied_to=p.tied_to)
     if not checkpoint.parameters:
         raise UnsupportedError(

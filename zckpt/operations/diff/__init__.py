@@ -9,6 +9,7 @@ from zckpt.compare.slots import DECADES, Difference, Tolerance, differences, pai
 from zckpt.errors import UsageError
 from zckpt.executors.using import using
 from zckpt.formats.floats import with_floats
+from zckpt.immutable import immutable
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
@@ -20,7 +21,7 @@ from zckpt.state.names import canonical_names, renamed
 __all__ = ["Changed", "Compared", "Setting", "diff"]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Changed:
     """A slot that differs; without a difference in numbers where the shapes do."""
 

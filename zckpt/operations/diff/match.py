@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.immutable import immutable
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, is_floating
 from zckpt.torchfile import Tensor
 
@@ -19,7 +20,7 @@ State = dict[str, object]
 """What an optimizer has of a parameter, by key: slots and single values."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Filter:
     """What is compared; empty means everything.
 
@@ -148,7 +149,7 @@ def _held(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State
         return {**{key: one for key, one in group.items() if not isinstance(one, Tensor)}, **parameter.state, **own}
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Match:
     """A slot that both checkpoints have; `dtype` is what both are read as, or None: as they are."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from zckpt.compare.logical import single
 from zckpt.compare.slots import differences, pair
 from zckpt.errors import listed
 from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.immutable import immutable
 from zckpt.operations.diff.match import Matches
 from zckpt.state import Checkpoint, Scalar, Slot, without
 from zckpt.torchfile import (
@@ -42,7 +43,7 @@ SHOWN_CHARACTERS = 200
 """A longer value is shown by its beginning and a digest, by which it is compared."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Leaf:
     """A value with nothing below it.
 
@@ -168,7 +169,7 @@ def _shown(node: object) -> object:
 SHOWN_NAMES = 3
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Setting:
     """Something that is no tensor and differs; JSON-able values, None where a side has none."""
 

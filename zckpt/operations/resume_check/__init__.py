@@ -7,7 +7,7 @@ against the other, and commands are sought that make what the program resumes fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.formats.transformers_trainer.architectures import lacks_tied_name
+from zckpt.immutable import immutable
 from zckpt.naming import TRANSFORMERS, Naming
 from zckpt.operations.convert import ADAPTERS_NAME, as_converted, under_names
 from zckpt.operations.losses import check_nothing_lost
@@ -55,7 +56,7 @@ WHOLE, PARTLY, NO, UNKNOWN = "whole", "partly", "no", "unknown"
 SHOWN = 3
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class ResumeCheck(Result):
     """Whether a program can resume a checkpoint.
 

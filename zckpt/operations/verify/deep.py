@@ -25,6 +25,7 @@ from zckpt.engine.copy import read_extent
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
+from zckpt.immutable import immutable
 from zckpt.operations.verify.inventory import (
     BUFFER,
     PADDING,
@@ -136,7 +137,7 @@ def typed(data: Array, dtype: str, byteorder: str) -> Array:
     return values if byteorder == "little" else swapped(values, dtype)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Unequal:
     """Of elements that were compared, how many differ, and the first of them.
 

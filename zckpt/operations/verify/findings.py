@@ -28,6 +28,7 @@ from zckpt.errors import (
     UnsupportedError,
     WeightMismatchError,
 )
+from zckpt.immutable import immutable
 from zckpt.state import Brief, Checkpoint, Document, Result, SourceFile, document
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
@@ -41,7 +42,7 @@ _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Finding:
     """Something that is wrong, or worth knowing.
 
@@ -89,7 +90,7 @@ class Finding:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Checked(Result):
     """How much was looked at.
 

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from zckpt.compare.weights import comparable, steps_weights
 from zckpt.engine.checking import Checks, Sum
 from zckpt.engine.scan import stored_once
+from zckpt.immutable import immutable
 from zckpt.state import (
     MASTER,
     WEIGHT,
@@ -56,7 +57,7 @@ class Subject(NamedTuple):
     slot: str
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Many:
     """Subjects of one kind and slot that are cut alike: a file has them as one piece."""
 
@@ -69,7 +70,7 @@ class Many:
         return self.cuts.within(self.file, low, high)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Piece:
     """Elements that lie end to end; `first` is the index of the first in the flattened box.
 
@@ -115,7 +116,7 @@ class Piece:
         return self.part(skipped, (min(high, self.end) - self.offset) // size - skipped)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Scattered:
     """Elements that do not lie end to end, or are held against others in another order: read through the planner.
 
@@ -316,7 +317,7 @@ def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
 # --- the blocks in which it is read
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Block:
     """Bytes that are read at once, `size` of them from `offset` on, and the pieces in them."""
 

@@ -19,6 +19,7 @@ from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.formats.remainder import BESIDE
+from zckpt.immutable import immutable
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.param_groups import (
@@ -67,7 +68,7 @@ class Snapshot:
     loss_scale: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Target:
     """A directory to be written in another program's format, and what goes there; see `zckpt.optim.files.save`."""
 
@@ -78,7 +79,7 @@ class Target:
     overwrite: bool
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Asked:
     """What the user says with the path of a checkpoint that is loaded.
 
@@ -103,7 +104,7 @@ class Asked:
     dequantize: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Source:
     """What of a checkpoint one optimizer takes.
 

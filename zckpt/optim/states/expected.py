@@ -12,7 +12,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zckpt.errors import UsageError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.immutable import immutable
 from zckpt.optim.param_groups import Group, hyperparameters, parameters_of
 from zckpt.optim.states.beside import Beside
 from zckpt.state import without
@@ -37,7 +38,7 @@ class Wanted(NamedTuple):
     optional: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Keys:
     """What a class wants: always, where a param group has a setting, of matrices, of all but matrices; and may have."""
 

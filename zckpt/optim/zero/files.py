@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from zckpt.formats.deepspeed.axes.expert_ranks import Placement
 from zckpt.formats.deepspeed.axes.experts import expert_number, experts_per_rank, global_name, is_expert, layer_of
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, new_storage, view
+from zckpt.immutable import immutable
 from zckpt.operations.small_file import beside_it, check_text, name_of, write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.flat_parameters import Bare
@@ -204,7 +204,7 @@ class _Sharing(Values):
 # --- experts
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Place:
     """Where a rank is among those that hold different experts of some layers.
 
@@ -240,7 +240,7 @@ def place_of(sharing: list[int], every: list[int]) -> Place:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Experts:
     """The experts that a rank has: how many of each layer, by its names' prefix, in the model's order; and where."""
 

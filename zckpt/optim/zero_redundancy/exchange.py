@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.engine.workers import batched
+from zckpt.immutable import immutable
 from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied_to_cpu
 from zckpt.optim.ranks import all_gather_flat, broadcast, wait_for
@@ -187,7 +188,7 @@ State = dict[int, dict[str, Any]]
 # --- state and gradients
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Described:
     """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from pathlib import PurePath
 
+from zckpt.immutable import immutable
 from zckpt.report.text import Document, count, size
 
 WIDTH = 1280
@@ -38,7 +39,7 @@ CHARACTER = 0.58
 """Width of a character relative to the font's size, for cutting labels."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Shape:
     """A rectangle, or a text whose left end (right end: `right`) and middle are at (x, y)."""
 

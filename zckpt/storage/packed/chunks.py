@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
+
+from zckpt.immutable import immutable
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +34,7 @@ SAMPLE_NBYTES = 1 << 14
 _LOCAL = threading.local()
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Way:
     """How a chunk is stored: against what, and elements of how many bytes."""
 

@@ -20,6 +20,7 @@ import xxhash
 import zstandard
 
 from zckpt.errors import DamagedFileError
+from zckpt.immutable import immutable
 from zckpt.storage.files import read_whole
 from zckpt.storage.packed.chunks import DIFFERENCE, MOST_NBYTES, TO_FLOAT16
 
@@ -44,7 +45,7 @@ MOST_INDEX_NBYTES = 1 << 32
 _SIZES = struct.Struct("<QQQQQQ")
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Filed:
     """A file of a checkpoint: its name there, what it is (`file`, `link` or `folder`), and what the system says of it.
 

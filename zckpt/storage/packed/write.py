@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError
+from zckpt.immutable import immutable
 from zckpt.storage.ahead import ahead
 from zckpt.storage.disk import sync
 from zckpt.storage.durable import written
@@ -39,7 +40,7 @@ Range = tuple[int, int, int, int]
 """Number of a checkpoint, of its file, offset, number of bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Prediction:
     """What is done to bytes, and the ranges that these are, in order."""
 
@@ -60,7 +61,7 @@ class Prediction:
         return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Cut:
     """Bytes [start, end) of a file that are elements of `width` bytes each, and what may predict them, by kind."""
 
@@ -70,7 +71,7 @@ class Cut:
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Job:
     """A chunk that is to be."""
 
@@ -81,7 +82,7 @@ class _Job:
     predictions: tuple[Prediction, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class _Made:
     """A chunk: its row, the ranges of its prediction, and what is stored; None: it is stored already."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from zckpt.errors import UsageError, shown
+from zckpt.immutable import immutable
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+://")
 
@@ -19,7 +19,7 @@ def is_url(text: object) -> bool:
     return isinstance(text, str) and _URL.match(text) is not None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Address:
     """A URL, taken apart.
 

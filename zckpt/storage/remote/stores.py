@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from zckpt.errors import MissingPackageError, SourceError, UnsupportedError, UsageError
+from zckpt.immutable import immutable
 from zckpt.storage.remote.addresses import Address, without_secrets
 from zckpt.storage.remote.attempts import ShortBodyError, attempt
 
@@ -22,7 +22,7 @@ Entries = Mapping[str, Mapping[str, Any]]
 """What a store says of files, by their keys: `size` in bytes, and what of `_VERSIONS` and `_TIMES` it knows."""
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Listed:
     """A file of a store.
 

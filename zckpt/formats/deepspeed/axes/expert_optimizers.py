@@ -43,12 +43,12 @@ from zckpt.formats.deepspeed.layouts.stage0 import Numbered, keep_other_state, m
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
 from zckpt.formats.deepspeed.values import copies_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, without
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, GivenNames, Parameter, ParamGroup, Slot, differ, without
 from zckpt.state.views import concat
 from zckpt.torchfile import TorchFile
 
 
-def attach_experts(checkpoint: Rank, files: Files, names: Sequence[str] | None) -> None:
+def attach_experts(checkpoint: Rank, files: Files, names: GivenNames) -> None:
     """Give a rank without ZeRO the optimizers of its expert ranks.
 
     Parameters
@@ -183,7 +183,7 @@ class _Optimizer(Numbered):
         """Return what it has of parameters that are read from another's file."""
         return [one for name in self.held for one in copies_of(name, self.slots(name), read[name], self.rank)]
 
-    def layers(self, names: Sequence[str] | None) -> dict[str, set[int]]:
+    def layers(self, names: GivenNames) -> dict[str, set[int]]:
         """Return over how many ranks each layer's experts are spread, of those that the first rank's optimizer has.
 
         Its groups say their degree, and not whose experts they have. Of a layer of degree N, the groups of that degree
@@ -216,7 +216,7 @@ class _Optimizer(Numbered):
             )
         return told
 
-    def name(self, layers: Mapping[str, Collection[int]], names: Sequence[str] | None) -> list[str]:
+    def name(self, layers: Mapping[str, Collection[int]], names: GivenNames) -> list[str]:
         """Give each number its name; return those of experts whose names are not certain.
 
         Parameters
@@ -252,7 +252,7 @@ class _Optimizer(Numbered):
         self._attach(candidates, names and list(map(whole, names)), orders)
         return [name for name, one in self.part.unnamed.items() if one.group in self.degrees]
 
-    def name_auto(self, layers: Sequence[AutoLayer], names: Sequence[str] | None) -> list[str]:
+    def name_auto(self, layers: Sequence[AutoLayer], names: GivenNames) -> list[str]:
         """Give each number its name, with AutoEP's layers, whose experts follow their router in the model's order."""
         every, held = self.checkpoint.parameters, {name for layer in layers for name in layer.names}
         experts = {
@@ -280,7 +280,7 @@ class _Optimizer(Numbered):
         shapes = {one.shape for one in parameters if one.name in held}
         return [name for name, one in self.part.unnamed.items() if one.shape in shapes]
 
-    def _attach(self, candidates: Sequence[Parameter], given: Sequence[str] | None, orders: Orders) -> None:
+    def _attach(self, candidates: Sequence[Parameter], given: GivenNames, orders: Orders) -> None:
         self.part = Checkpoint(self.checkpoint.source, self.checkpoint.format)
         self.part.parameters = {one.name: _alone(one) for one in candidates}
         if not self.attach(self.part, given, orders):
@@ -297,7 +297,7 @@ def _is_of(name: str, prefix: str) -> bool:
 
 
 def _alone(parameter: Parameter) -> Parameter:
-    weight = {WEIGHT: parameter.slots[WEIGHT]} if WEIGHT in parameter.slots else {}
+    weight = {WEIGHT: parameter.weight} if parameter.weight else {}
     return Parameter(parameter.name, parameter.shape, parameter.dtype, weight)
 
 
@@ -307,9 +307,7 @@ def _whole(name: str, ranks: Sequence[_Optimizer]) -> dict[str, Slot]:
     kept = [(its.state, {key: (slot.shape, slot.dtype) for key, slot in slots.items()})
             for its, slots in zip((one.held[name] for one in ranks), held, strict=True)]  # fmt: skip
     shapes = {slot.shape for slot in held[0].values() if slot.shape}
-    if any(one != kept[0] for one in kept) or any(
-        len(shape) != len(first.shape) or shape[0] != first.shape[0] for shape in shapes
-    ):
+    if differ(kept) or any(len(shape) != len(first.shape) or shape[0] != first.shape[0] for shape in shapes):
         raise UnsupportedError(
             f"expert ranks have state of {name} that is not one part for each of {first.shape[0]} experts, and alike",
             path=ranks[0].file.path,

@@ -20,7 +20,6 @@ Source: DeepSpeed 0.14.5 to 0.19.8, `groups._create_expert_and_data_parallel`, `
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from zckpt.errors import LayoutError, UnsupportedError, listed
@@ -28,6 +27,7 @@ from zckpt.formats.deepspeed.axes.auto_ep import auto_experts
 from zckpt.formats.deepspeed.axes.experts import by_layer, expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.shards import Files, ModelShard, OptimizerShard, Weights, weights_of
 from zckpt.formats.deepspeed.values import copies_of
+from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Duplicate
 from zckpt.torchfile import plain
 
@@ -66,7 +66,7 @@ def is_data_first(model: ModelShard) -> bool:
     return model.config.get(DATA_FIRST) is True
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Spread:
     """The ranks over which experts are spread, in order.
 

@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.origin import Rank
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, differ
+from zckpt.state.names import natural_order
 
 SLICED_EXPERTS = "sliced_experts"
 """Key of a checkpoint's details: whether tensor-parallel ranks have slices of all experts, or each has some whole."""
@@ -44,11 +45,6 @@ def layer_of(name: str) -> str:
     """Return the MoE layer of an expert's parameter: the name before the expert's number."""
     match = _EXPERT.fullmatch(name)
     return match["before"] if match else ""
-
-
-def in_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that takes numbers in a name as numbers."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]{1,18})", name)]
 
 
 def named_degree(group: ParamGroup) -> int:
@@ -175,7 +171,7 @@ def of_experts(group: ParamGroup, totals: Mapping[str, int]) -> list[str]:
     every = [name for names in ranks for name in names]
     per_rank = {layer: max(total // degree, 1) for layer, total in totals.items()}
     local = [[global_name(name, -rank, per_rank) for name in names] for rank, names in enumerate(ranks)]
-    if any(one != local[0] for one in local):
+    if differ(local):
         raise UnsupportedError(
             f"a param group does not have the same parameters of the experts on each of {degree} ranks, as in "
             "DeepSpeed",
@@ -220,7 +216,7 @@ def check_split(groups: Sequence[ParamGroup]) -> None:
 def numbers_of_experts(names: Iterable[str]) -> list[int]:
     """Return how many experts each layer has, in the order of the layers' files."""
     found = experts_per_rank(names)
-    return [found[layer] for layer in sorted(found, key=in_order)]
+    return [found[layer] for layer in sorted(found, key=natural_order)]
 
 
 def of_auto_ep(checkpoint: Checkpoint) -> bool:

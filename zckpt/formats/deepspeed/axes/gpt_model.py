@@ -22,14 +22,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.axes.tp_rules import ARGUMENTS, INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules
 from zckpt.formats.torch_files.tensors import arguments_of
 from zckpt.state import Parameter, Shape, list_of
-from zckpt.torchfile import Object, node_of, plain, put_back
-from zckpt.torchfile.nodes import Namespace
+from zckpt.torchfile import node_of, plain
 
 JOINED = "ds_sequence_parallel_fpdt"
 """The argument that came with queries, keys and values of a rank end to end (#441)."""
@@ -212,21 +210,3 @@ def padded_rows(
     rows, rules = known.get("padded_vocab_size"), Rules.of_vocabulary(known, "")
     present = [p.shape[0] for name, p in parameters.items() if p.shape and rules.is_vocabulary(name)]
     return rows if type(rows) is int and not rows % degree and present and rows >= max(present) else None
-
-
-def with_degrees(value: object, degrees: Mapping[str, int | None]) -> object:
-    """Return the program's arguments with sizes that are others now; those that it has not are left out."""
-    node = node_of(value)
-    attributes = arguments_in({ARGUMENTS: value}) or {}
-    known: dict[object, object] = {
-        key: size for key, size in degrees.items() if size is not None and attributes.get(key, size) != size
-    }
-    if not known:
-        return value
-    changed = {**attributes, **known}
-    inner: object = changed
-    if isinstance(node, Object):
-        inner = replace(node, state=changed)
-    elif isinstance(node, Namespace):
-        inner = Namespace(changed)
-    return put_back(value, inner)

@@ -23,7 +23,7 @@ from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage
 from zckpt.formats.deepspeed.target_groups import expert_groups, joined_experts
 from zckpt.formats.remainder import origin as origin_of_state
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, ParamGroup, by_key
 from zckpt.state.names import renamed
 from zckpt.torchfile import Digests
 
@@ -229,9 +229,7 @@ def _in_order(
 
 def _experts_in_order(names: Sequence[str], degree: int, stages: Stages, stage: int) -> list[str]:
     """Return the experts that a stage has, expert rank by expert rank, each in the order of the stage's modules."""
-    layers: dict[str, list[str]] = {}
-    for name in names:
-        layers.setdefault(expert_layer_of(name), []).append(name)
+    layers = by_key((expert_layer_of(name), name) for name in names)
     shares = {layer: len(its) // degree for layer, its in layers.items()}  # experts of a layer follow their ranks
     return [
         name

@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.axes.experts import is_expert
 from zckpt.formats.deepspeed.axes.pipeline import TIED, align_groups, is_of_layer, layer_of
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.remainder import origin
-from zckpt.state import Checkpoint
+from zckpt.state import Checkpoint, are_distinct
 from zckpt.state.names import plain_name
 
 KEY = "stage_orders"
@@ -61,7 +61,7 @@ def known_orders(checkpoint: Checkpoint) -> Orders:
         except ValueError:
             return []
         every = {number for stage in numbers for number in stage}
-        fits = every == set(range(len(group.parameters))) and all(len(set(stage)) == len(stage) for stage in numbers)
+        fits = every == set(range(len(group.parameters))) and all(map(are_distinct, numbers))
         found.append([[group.parameters[n] for n in stage] for stage in numbers] if fits and numbers else None)
     return found
 

@@ -25,7 +25,9 @@ from zckpt.formats.deepspeed.axes.gpt_model import arguments_in, is_gpt
 from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, tied_key
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
+from zckpt.immutable import immutable
 from zckpt.state.names import is_number
+from zckpt.state.series import are_distinct
 
 Numbers = tuple[int, ...]
 """Of layers: bounds of stages, or those that use a tied one."""
@@ -65,7 +67,7 @@ class Layer(NamedTuple):
     tied: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class Stages:
     """How the layers are dealt.
 
@@ -252,7 +254,7 @@ class _Evidence:
             raise _unsure("too many layers may use the tied ones")
         known = {layer: key for key in self.tied for layer in self.first_use.get(key, ())}
         for picked in itertools.product(*choices):
-            if len(set(picked)) == len(picked):
+            if are_distinct(picked):
                 tied = known | dict(zip(picked, owners, strict=True))
                 yield [Layer("", tied.get(number)) for number in range(count)]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zckpt.engine.computed import Computed
@@ -39,7 +39,8 @@ from zckpt.formats.deepspeed.origin import Origin, Rank, by_stage, gathered
 from zckpt.formats.deepspeed.ranks import check_slices_alike
 from zckpt.formats.deepspeed.rare.quantised import of_slices
 from zckpt.formats.deepspeed.values import copies_of, viewed
-from zckpt.state import MASTER, Checkpoint, Duplicate, PaddingSpan, Parameter, Slot, list_of
+from zckpt.immutable import immutable
+from zckpt.state import Checkpoint, Duplicate, PaddingSpan, Parameter, Slot, list_of
 from zckpt.state.views import concat, narrow, placed
 from zckpt.torchfile import plain
 
@@ -104,7 +105,7 @@ def merge(states: Sequence[Rank], rules: Rules | None, *, padded: bool = False) 
     return merged
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class VocabularyPadding:
     """Where the rows are that pad a vocabulary to a multiple of the ranks: in the slices, and not in the whole.
 
@@ -235,7 +236,7 @@ def check_slices(target: Target) -> int:
     rules, compared = origin.slicing, 0
     for ranks, name in ((one, name) for one in by_stage(origin.ranks, tp) for name in one[0].parameters):
         rule = rules.matching(name)
-        masters = [one for files in ranks if (one := files.parameters[name].slots.get(MASTER)) is not None]
+        masters = [one for files in ranks if (one := files.parameters[name].master) is not None]
         shapes = {slot.shape for slot in masters if slot.numel}
         if name in ranks[0].whole or rule not in (None, REPLICATED) or len(masters) < len(ranks) or len(shapes) != 1:
             continue

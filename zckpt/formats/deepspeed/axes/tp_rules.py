@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
-from zckpt.state import Shape, dict_of, list_of
+from zckpt.state import Shape, are_sizes, are_texts, dict_of, list_of
 from zckpt.state.boxes import row_major
 from zckpt.state.ranges import merge, without
 from zckpt.storage.files import given_json
@@ -196,7 +196,7 @@ class Rules:
         maps = {} if info.get(AFFINE_KEY) is None else info[AFFINE_KEY]
         known = {"version": AFFINE_VERSION, "params": {}, **(maps if isinstance(maps, dict) else {"version": 0})}
         version, params = known["version"], known["params"]
-        if version != AFFINE_VERSION or not isinstance(params, dict) or not all(isinstance(key, str) for key in params):
+        if version != AFFINE_VERSION or not isinstance(params, dict) or not are_texts(params):
             raise self._unusable(f"an affine map of slices of version {brief(version)}", brief(maps))
         for pattern, entry in params.items():
             if match := _OF_ONE_NAME.fullmatch(pattern):
@@ -436,7 +436,7 @@ class Rules:
     def _compile(self, patterns: object) -> list[re.Pattern[str]]:
         if patterns is None:
             return []
-        if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
+        if not isinstance(patterns, (list, tuple)) or not are_texts(patterns):
             raise self._unusable("unreadable tensor-parallel rules", brief(patterns))
         for pattern in patterns:
             quantifiers = len(re.findall(r"(?<!\\)[*+{]", pattern))
@@ -522,7 +522,7 @@ def _of(node: object, key: str) -> object:
 
 
 def _ints(node: object) -> Shape | None:
-    if not isinstance(node, (list, tuple)) or not all(type(n) is int and n >= 0 for n in node):
+    if not isinstance(node, (list, tuple)) or not are_sizes(node):
         return None
     return tuple(node)
 

@@ -18,7 +18,8 @@ from zckpt.formats.deepspeed.axes.expert_ranks import Spread
 from zckpt.formats.deepspeed.layouts.layout import Layout
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.values import Case, Line, Slots, copies_of_buffers, element_slots, quantised_keys
-from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology
+from zckpt.immutable import immutable
+from zckpt.state import MASTER, WEIGHT, Padding, PaddingSpan, Parameter, Slot, Topology, by_key
 from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 
 if TYPE_CHECKING:
@@ -58,12 +59,11 @@ def cut_parameters(shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapp
     for member in members[1:]:
         if [one.numel for one in member.masters] != [one.numel for one in members[0].masters]:
             _walk(shapes, member, world, walk)
-    places: dict[int, list[tuple[int, int]]] = {}
+    places = by_key((index, (at, math.prod(shapes[name]))) for name, index, at in walk)
     lines: dict[tuple[int, str], Line] = {}
     slots: Slots = {name: {} for name in shapes}
     for name, index, at in walk:
         shape, numel = shapes[name], math.prod(shapes[name])
-        places.setdefault(index, []).append((at, numel))
         for key in (MASTER, *sorted(keys[index])):
             if (index, key) not in lines:
                 held = [member.tensor(index, key) for member in members]
@@ -161,7 +161,7 @@ class ShardPadding:
         return {index: int((numels // widths.clip(1)).min()) for index, (_, numels, widths) in self._known[1].items()}
 
 
-@dataclass(frozen=True, slots=True)
+@immutable
 class FrozenPadding:
     """Where the padding of frozen parameters' shards is; with one model file for each rank."""
 

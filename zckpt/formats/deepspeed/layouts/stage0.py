@@ -25,7 +25,19 @@ from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.rare.one_bit import without_errors
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, as_float, dict_of, list_of
+from zckpt.state import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Extent,
+    GivenNames,
+    Parameter,
+    Slot,
+    are_distinct,
+    as_float,
+    dict_of,
+    list_of,
+)
 from zckpt.state.boxes import row_major
 from zckpt.state.dtypes import is_floating
 from zckpt.state.views import narrow, reshape
@@ -83,7 +95,7 @@ class Numbered:
     def attach(
         self,
         checkpoint: Checkpoint,
-        names: Sequence[str] | None,
+        names: GivenNames,
         orders: Orders = in_order_or_sorted,
     ) -> bool:
         """Give a checkpoint's parameters the optimizer's state; False: the order in flat masters is not certain.
@@ -111,7 +123,7 @@ class Numbered:
         def rounds_to_weight(master: Tensor, name: str) -> bool:
             from zckpt.compare.weights import rounds_to
 
-            weight = checkpoint.parameters[name].slots.get(WEIGHT)
+            weight = checkpoint.parameters[name].weight
             return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)
 
         sample = rounds_to_weight if state.masters else None
@@ -119,7 +131,7 @@ class Numbered:
         return True
 
     def _unflattened(
-        self, checkpoint: Checkpoint, names: Sequence[str] | None, orders: Orders
+        self, checkpoint: Checkpoint, names: GivenNames, orders: Orders
     ) -> tuple[OptimizerState, Mapping[int, str]] | None:
         """Return an optimizer of flat masters as one that numbers its parameters, and their names by number.
 
@@ -128,7 +140,7 @@ class Numbered:
         flats, base = self.flats or [], self.state
         candidates = {
             p.name: p for p in checkpoint.owners
-            if p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
+            if p.numel and p.weight and is_floating(p.weight.dtype)
         }  # fmt: skip
         found: list[list[str]] = []
         numels = {name: one.numel for name, one in candidates.items()}
@@ -148,7 +160,7 @@ class Numbered:
         every = [name for order in found for name in order]
         if rest:
             raise UsageError("there are more names than the optimizer has parameters", found=rest[0])
-        if len(set(every)) < len(every):
+        if not are_distinct(every):
             return None
         numbered = OptimizerState({}, [])
         by_number = dict(enumerate(every))
@@ -185,10 +197,10 @@ class Numbered:
         names, listed = self.state.recorded_names, [group.get("param_names") for group in self.state.groups]
         counts = [len(list_of(its)) for its in listed]
         whole = counts == [len(numbers) for numbers in self.state.numbers] if self.flats is None else all(counts)
-        return names if names and whole and len(set(names)) == len(names) else None
+        return names if names and whole and are_distinct(names) else None
 
 
-def attach_optimizer(rank: Rank, names: Sequence[str] | None) -> None:
+def attach_optimizer(rank: Rank, names: GivenNames) -> None:
     """Give a rank of stage 0 the optimizer in its model file; errors are those of `Numbered`."""
     optimizer = Numbered(rank.model.file)
     keep_other_state(rank, optimizer.content, rank.model.file)

@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.axes.stages import MOST_LAYERS
 from zckpt.formats.deepspeed.layouts.stage0 import Numbered, attach_optimizer
 from zckpt.formats.deepspeed.origin import Rank
 from zckpt.formats.deepspeed.shards import Files
-from zckpt.state import Checkpoint, Parameter
+from zckpt.state import Checkpoint, GivenNames, Parameter
 from zckpt.state.names import renamed
 
 
@@ -35,7 +35,7 @@ def attach_to_ranks(
     of_experts: Files,
     info: Mapping[str, object] | None,
     tp: int,
-    names: Sequence[str] | None,
+    names: GivenNames,
     *,
     layers: bool,
 ) -> list[str]:
@@ -148,7 +148,7 @@ def _is_idle(files: Rank) -> bool:
     return held is not None and held.get("param_groups") == []
 
 
-def layer_numbers(names: Sequence[str] | None, files: Rank) -> tuple[Sequence[str] | None, dict[int, str]]:
+def layer_numbers(names: GivenNames, files: Rank) -> tuple[GivenNames, dict[int, str]]:
     """Return names that a user gave with the number of its file's layer for each tied one, and those layers' keys."""
     rests: dict[str, set[str]] = {}
     for name in names or ():
@@ -189,12 +189,12 @@ def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: 
     return allowed
 
 
-def _by_stage(names: Sequence[str] | None, stages: Sequence[Rank]) -> list[Sequence[str] | None]:
+def _by_stage(names: GivenNames, stages: Sequence[Rank]) -> list[GivenNames]:
     """Return the names that a user gave, for each stage as many as its optimizer has parameters."""
     if names is None or len(stages) == 1:
         return [names] * len(stages)
     numels = {name: parameter.numel for name, parameter in stages[0].parameters.items()}
-    found: list[Sequence[str] | None] = []
+    found: list[GivenNames] = []
     at = 0
     for one in stages:
         left = [numels.get(name, 0) for name in names[at:]]

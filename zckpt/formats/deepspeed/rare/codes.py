@@ -22,7 +22,7 @@ from zckpt.formats.deepspeed.rare.quantised import is_quantised, moments_of, of_
 from zckpt.formats.deepspeed.target import Target, TargetGroup
 from zckpt.formats.torch_files.quantised import NESTED, Moment
 from zckpt.formats.torch_files.writer import NewStorage, SlotContent, new_storage, view
-from zckpt.state import Checkpoint, Slot, stated
+from zckpt.state import Checkpoint, Slot, by_key, stated
 from zckpt.state.checkpoint import RankValue, how_to_drop
 from zckpt.state.dtypes import itemsize
 from zckpt.state.views import concat
@@ -159,10 +159,7 @@ def cut_codes(target: Target) -> str | None:
 
 def by_group(checkpoint: Checkpoint) -> dict[tuple[int, int], list[RankValue]]:
     """Return what ranks have of their own, by model-parallel rank and param group."""
-    held: dict[tuple[int, int], list[RankValue]] = {}
-    for value in checkpoint.per_rank:
-        held.setdefault((value.mp_rank, value.group), []).append(value)
-    return held
+    return by_key(((value.mp_rank, value.group), value) for value in checkpoint.per_rank)
 
 
 def _cut(group: TargetGroup, members: int, kept: Kept) -> Codes | None:

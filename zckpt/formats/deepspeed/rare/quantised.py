@@ -99,7 +99,7 @@ def _with_floats(
     """Return parameters with float slots, where they are in one of some groups, which have quantised state."""
     found = dict(parameters)
     for name, one in parameters.items():
-        if one.tied_to is None and MASTER in one.slots and (groups is None or one.group in groups):
+        if one.tied_to is None and one.master and (groups is None or one.group in groups):
             found[name] = replace(one, slots={**one.slots, **_slots(one, held)})
     return found
 
