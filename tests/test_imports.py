@@ -215,7 +215,7 @@ FLOORS = [
     {"__main__", "__init__"}, {"cli"}, {"notebook"}, {"report"}, {"hf", "accelerate", "lightning", "torchtitan"},
     {"dcp", "deepspeed"}, {"training"}, {"optim"},
     {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"evidence"}, {"torchfile"}, {"executors"}, {"engine"},
-    {"storage"}, {"state"}, {"errors", "codes", "immutable", "version"},
+    {"storage"}, {"state"}, {"errors", "codes", "version"}, {"immutable"},
 ]  # fmt: skip
 """The rooms of the house, from the roof down."""
 
