@@ -266,21 +266,10 @@ def test_group_added_between_steps(rank, world_size):
             added = [(f"spare.{n}", p) for n, p in model.spare.named_parameters()]
             ours.add_param_group({"params": added, "lr": 0.02, "weight_decay": 0.0})
             assert ours.param_groups[2]["param_names"] == ["spare.weight", "spare.bias"]
-            its = [p for group in twin.optimizer.param_groups for p in group["params"]]
-            assert any(p is twin.model.spare.weight for p in its)
-            for group in twin.optimizer.param_groups:
-                keep = [i for i, n in enumerate(group["param_names"]) if not n.startswith("spare")]
-                group["params"] = [group["params"][i] for i in keep]
-                group["param_names"] = [group["param_names"][i] for i in keep]
             theirs = [(f"spare.{n}", p) for n, p in twin.model.spare.named_parameters()]
             twin.optimizer.add_param_group({"params": theirs, "lr": 0.02, "weight_decay": 0.0})
-            for parameter in twin.model.spare.parameters():
-                twin.optimizer.state.pop(parameter, None)
         stepped(ours, model, step, rank)
         twin.gradients(losses(step, world_size), world_size)
-        if step < 2:
-            for parameter in twin.model.spare.parameters():
-                parameter.grad = None
         twin.optimizer.step()
         twin.assert_is(model)
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.gloo import on_ranks
+from tests.live import groups_of
 from tests.optim.zero.reference import (
     SGD,
     Net,
@@ -21,7 +22,6 @@ from tests.optim.zero.reference import (
     assert_near,
     beside_unsharded,
     bits,
-    groups,
     has_gradient,
     is_unchanged,
     loss_of,
@@ -151,7 +151,7 @@ def test_inner_hooks(rank, world_size, kind, steps):
     hook, state = hook_of(model)
     ours.attach(model, hook, state=state)
     other.register_comm_hook(*reversed(hook_of(other)))
-    theirs = torch.optim.SGD(groups(other.module), **SGD)
+    theirs = torch.optim.SGD(groups_of(other.module, named=True), **SGD)
     for step in range(4):
         for part in range(steps):
             last = part == steps - 1
