@@ -9,7 +9,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -324,14 +324,6 @@ def test_processes_find_what_threads_find(processes, tmp_path):
     with running_on(processes):
         there = compared(a, b)
     assert compared(a, b) == there == [Found("w", 3, array.size, 7)]
-
-
-def test_threads_of_the_caller_are_left_running(tmp_path):
-    a = stored(tmp_path / "a", noise(100))
-    with ThreadPoolExecutor(2) as pool:
-        with running_on(pool):
-            assert compared(a, a) == []
-        assert pool.submit(sum, [1, 2]).result() == 3
 
 
 def test_progress_adds_up_to_what_was_announced(tmp_path):

@@ -180,11 +180,6 @@ def test_slices_of_rows_larger_than_the_budget(memory, tmp_path):
 
 
 @given(st.data(), shapes(), st.sampled_from([4, 8, 12, 40, 100, 10_000]))
-def test_pieces_of_any_layout_fill_the_hole_within_their_bound(data, shape, most):
-    assert_pieces_fill(data.draw(tilings(shape)), shape, Extent.whole(shape), most)
-
-
-@given(st.data(), shapes(), st.sampled_from([4, 8, 12, 40, 100, 10_000]))
 def test_pieces_of_any_part_of_any_layout_fill_the_hole_within_their_bound(data, shape, most):
     assert_pieces_fill(data.draw(tilings(shape)), shape, data.draw(extents(shape)), most)
 

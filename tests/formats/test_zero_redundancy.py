@@ -607,17 +607,6 @@ def test_metadata_of_another_type_is_refused(content, tmp_path):
         read(out)
 
 
-@pytest.mark.parametrize("name", ["model.pt", "metadata.pt", "optimizer_rank_1.pt"])
-@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
-@pytest.mark.every(3)
-def test_file_that_is_cut_short_is_refused(name, keep, tmp_path):
-    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
-    data = (out / name).read_bytes()
-    (out / name).write_bytes(data[: int(keep * len(data)) if keep < 1 else keep])
-    with refusing(SourceError, name):
-        read(out)
-
-
 def test_world_without_ranks_is_refused():
     with refusing(UsageError, "expected at least 1, found 0"):
         lay_out(consolidated("zro_dp2_adamw"), world_size=0, per_rank=True)
