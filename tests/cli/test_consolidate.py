@@ -369,7 +369,7 @@ def test_memory_bound_changes_nothing_in_the_result_and_is_reported(tmp_path):
         assert json.loads(done.stdout)["memory_nbytes"] == nbytes
 
 
-@pytest.mark.parametrize("size", ["0", "-1", "abc", "1XB", ""])
+@pytest.mark.parametrize("size", ["0", "-1", "abc", "1XB", "", "9" * 400, "9" * 5000 + "GB", "1e5", "0.0"])
 @pytest.mark.parametrize("option", ["--memory", "--max-shard-size"])
 def test_size_that_is_none_is_refused(option, size, tmp_path):
     done = run("consolidate", SOURCE, tmp_path / "m.safetensors", f"{option}={size}")

@@ -236,7 +236,12 @@ def test_what_known_functions_would_call_never_runs(tmp_path, protocol):
     touch = f"touch {tmp_path / 'sentinel'}"
     called = Calls(torch._tensor._rebuild_from_type_v2, os.system, torch.Tensor, (touch,), {})
     factory = collections.defaultdict(functools.partial(os.system, touch), {1: 2})
-    root = read(pickle.dumps([called, factory, Calls(type, "X", (), {"__del__": os.system})], protocol)).root
+    root = read(
+        pickle.dumps(
+            [called, factory, Calls(type, "X", (), {"__del__": os.system}), Calls(functools.partial(os.system, touch))],
+            protocol,
+        )
+    ).root
     plain(root)
     list(walk_tensors(root))
     repr(root)

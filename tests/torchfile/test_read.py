@@ -153,6 +153,21 @@ def test_whole_model_stays_inert(tmp_path):
     assert [path[-1] for path, _ in walk_tensors(file.root)] == ["weight", "bias"]
 
 
+def test_values_of_numpy_are_known(tmp_path):
+    scalars = [np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.str_("é"), np.uint8(7)]
+    arrays = [np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array("text"), np.zeros((0, 2)), np.array(5, ">u2")]
+    objects, structured = np.array([None, "x", 3], dtype=object), np.array([(1, 2.0)], dtype="i4,f8")
+    file = save(tmp_path / "x.pt", [scalars, arrays, objects, structured, np.dtype("f4")])
+    assert [node.value for node in file.root[0]] == [scalar.item() for scalar in scalars]
+    for node, array in zip(file.root[1], arrays, strict=True):
+        order = "F" if node.fortran_order else "C"
+        np.testing.assert_array_equal(np.frombuffer(node.data, node.dtype).reshape(node.shape, order=order), array)
+    assert file.root[2].items == [None, "x", 3]
+    assert file.root[3].data == structured.tobytes()
+    assert file.root[4].text == "<f4"
+    json.dumps(plain(file.root))
+
+
 def test_unknown_classes_are_kept_and_shown(tmp_path):
     value = {
         "stage": Stage.TWO,

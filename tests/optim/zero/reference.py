@@ -114,6 +114,16 @@ def beside_unsharded(
     return model, Unsharded(model, optimizer_class), make(model, optimizer_class, **options)
 
 
+def both_step(
+    ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, steps: Iterable[int], rank: int = 0
+) -> None:
+    """Step the sharded optimizer with one rank's batches, and the unsharded training with all ranks'."""
+    world_size = dist.get_world_size()
+    for step in steps:
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
+
+
 class Flat:
     """The plain optimizer of the same model's elements, where and how ZeroOptimizer has them: equal bit for bit.
 

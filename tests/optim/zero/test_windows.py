@@ -22,6 +22,7 @@ from tests.optim.zero.reference import (
     assert_near,
     beside_unsharded,
     bits,
+    both_step,
     has_gradient,
     is_unchanged,
     loss_of,
@@ -258,8 +259,7 @@ def test_failure_in_a_window_whose_end_is_told(rank, world_size, at, stage):
             ours.step()
         assert is_unchanged(net, before)
     twin = Unsharded(net)
-    stepped(ours, net, 7, rank)
-    twin.train(losses(7, world_size), world_size)
+    both_step(ours, net, twin, [7], rank)
     twin.assert_is(net)
     assert_alike(net)
 
