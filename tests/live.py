@@ -23,6 +23,17 @@ def step(model: nn.Module, optimizer: Any, shape: tuple[int, ...]) -> None:
     optimizer.zero_grad()
 
 
+def trained(
+    model: nn.Module, optimizer: Any = torch.optim.AdamW, *, steps: int = 1, **options: Any
+) -> tuple[nn.Module, Any]:
+    """Return a model after some steps, and its optimizer, which is given, or its class and options are."""
+    if isinstance(optimizer, type):
+        optimizer = optimizer(model.parameters(), **options)
+    for _ in range(steps):
+        step(model, optimizer, (2, next(model.parameters()).shape[-1]))
+    return model, optimizer
+
+
 def save_both(model: nn.Module, optimizer: Any, path: Path) -> Path:
     """Save both as most programs do, in one file."""
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
+from tests import live
 from tests.logical import opened
 from tests.pairwise import each
 from tests.refusals import refusing
@@ -215,12 +216,7 @@ def trained(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: An
     """A model with a batch norm and its optimizer after three steps."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
-    optimizer = kind(model.parameters(), **{"lr": 0.1, **options})
-    for _ in range(3):
-        model(torch.randn(4, 5)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
+    return live.trained(model, kind, steps=3, **{"lr": 0.1, **options})
 
 
 def saved(path: Path, state: dict[str, Any], writer: Callable[[Path], FileSystemWriter] = FileSystemWriter) -> Path:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.formats.some_tensors import assert_same, random_tensor, stored
+from tests.live import trained
 from tests.plans import read_slot, write_directory
 from tests.refusals import refusing
 from tests.strategies import shapes
@@ -393,10 +394,7 @@ def test_shards_without_an_index_are_read_where_all_are_there(tmp_path):
 
 
 def test_texts_in_the_header_of_a_model_beside_an_optimizer_are_carried(tmp_path):
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
+    model, optimizer = trained(torch.nn.Linear(3, 2))
     (tmp_path / "run").mkdir()
     save_file(model.state_dict(), tmp_path / "run" / "model.safetensors", {"format": "pt", "license": "mine"})
     torch.save(optimizer.state_dict(), tmp_path / "run" / "optimizer.pt")

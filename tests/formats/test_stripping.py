@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.live import step, trained
 from tests.logical import assert_same_tree
 from tests.refusals import refusing
 from tests.truth import bits
@@ -214,11 +215,7 @@ def test_plain_files_lose_nothing_that_counts(name, tmp_path):
 def training(directory: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """A model after three steps, saved with its optimizer."""
     torch.manual_seed(1)
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    for _ in range(3):
-        model(torch.randn(4, 3)).sum().backward()
-        optimizer.step()
+    model, optimizer = trained(torch.nn.Linear(3, 2), lr=0.25, steps=3)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
     torch.save({**state, "rest": ["as", {"it": torch.arange(2)}]}, directory / "whole.pt")
     return model, optimizer
@@ -238,7 +235,7 @@ def test_optimizer_state_goes_and_hyperparameters_stay(tmp_path):
     optimizer.load_state_dict(loaded["optimizer"])
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert not optimizer.state
-    optimizer.step()
+    step(model, optimizer, (2, 3))
     assert {float(one["step"]) for one in optimizer.state.values()} == {1.0}
 
 

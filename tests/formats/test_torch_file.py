@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import zckpt
+from tests import live
 from tests.formats.some_tensors import assert_same
 from tests.live import save_both
 from tests.refusals import refusing
@@ -219,9 +220,7 @@ def test_optimizer_of_a_model_that_was_saved_wrapped(named, tmp_path):
 def test_recorded_names_win_where_shapes_leave_doubt(tmp_path):
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
     reverse = list(model.named_parameters())[::-1]
-    optimizer = torch.optim.AdamW(reverse)
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    _, optimizer = live.trained(model, torch.optim.AdamW(reverse))
     path = save_both(model, optimizer, tmp_path / "c.pt")
     checkpoint = assert_optimizer(path, model, optimizer)
     assert checkpoint.param_groups[0].parameters == ["2.weight", "1.weight", "0.weight"]
@@ -230,10 +229,7 @@ def test_recorded_names_win_where_shapes_leave_doubt(tmp_path):
 def doubtful(path: Path) -> Path:
     """Save a model of equal layers of which the optimizer has one, without saying which."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
-    optimizer = torch.optim.AdamW([model[1].weight])
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
-    return saved(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    return save_both(*live.trained(model, torch.optim.AdamW([model[1].weight])), path)
 
 
 def test_state_that_fits_several_tensors_stays_under_its_number(tmp_path):
@@ -257,10 +253,7 @@ def test_names_that_do_not_fit_are_refused(names, tmp_path):
 
 
 def test_two_names_of_one_tied_parameter_are_refused(tmp_path):
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)])
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4)).sum().backward()
-    optimizer.step()
+    model, optimizer = live.trained(torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(2)]))
     model[1].weight = model[0].weight
     path = save_both(model, optimizer, tmp_path / "c.pt")
     with refusing(UsageError, "two of the names belong to one tied parameter"):
@@ -402,10 +395,7 @@ def test_tied_parameter_has_its_state_under_the_owners_name(tmp_path):
 
 def test_statistics_of_batch_norm_get_nothing_of_its_parameters(tmp_path):
     """Four tensors of one shape, of which the optimizer has two; a file does not say which are buffers."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(5, 3)).square().sum().backward()
-    optimizer.step()
+    model, optimizer = live.trained(torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7)))
     path = save_both(model, optimizer, tmp_path / "c.pt")
     checkpoint = open_checkpoint(path)
     of = dict(model.named_parameters())
@@ -501,10 +491,7 @@ class Whole(torch.nn.Module):
 def test_a_module_that_was_saved_whole_is_its_state_dict(place, is_whole, tmp_path, monkeypatch):
     """Its class need not be there, and is not looked for; an optimizer may be whole, too."""
     torch.manual_seed(0)
-    model = Whole()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.rand(5, 4)).sum().backward()
-    optimizer.step()
+    model, optimizer = live.trained(Whole())
     its = optimizer if is_whole else optimizer.state_dict()
     root = {place[0]: model, "optimizer": its, "epoch": 3} if place else model
     path = saved(tmp_path / "m.pt", root)

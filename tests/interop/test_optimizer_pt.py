@@ -13,6 +13,7 @@ import zckpt
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
 from tests.deepspeed_engine.optimizers import Lion
+from tests.live import save_both, trained
 from tests.pairwise import some
 from tests.truth import Truth, bits
 
@@ -181,10 +182,8 @@ def test_hugging_face_loads_a_trainers_checkpoint_that_was_consolidated(tmp_path
 def test_an_optimizer_without_state_is_written_too(tmp_path):
     """SGD keeps nothing, but its param groups."""
     model = torch.nn.Linear(3, 2)
-    sgd = torch.optim.SGD(model.named_parameters(), lr=0.25)
-    model(torch.ones(3)).sum().backward()
-    sgd.step()
-    torch.save({"model": model.state_dict(), "optimizer": sgd.state_dict()}, tmp_path / "x.pt")
+    _, sgd = trained(model, torch.optim.SGD(model.named_parameters(), lr=0.25))
+    save_both(model, sgd, tmp_path / "x.pt")
     for target in ("model.pt", "model.safetensors", "model"):
         zckpt.consolidate(tmp_path / "x.pt", tmp_path / target, slots="all")
     again = torch.optim.SGD(model.parameters(), lr=1.0)

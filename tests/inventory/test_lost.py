@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zckpt
+from tests import live
 from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
 from tests.damage import copy, edit, flip, optimizer_file
 from tests.inventory.sources import SOURCES
@@ -44,11 +45,7 @@ def codes(*arguments: object) -> tuple[int, set[str]]:
 @pytest.fixture(scope="module")
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(torch.randn(4, 5)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
+    return live.trained(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)))
 
 
 @pytest.fixture

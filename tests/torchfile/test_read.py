@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.live import trained
 from tests.refusals import refusing
 from tests.torchfile.in_memory import read_torchbytes
 from zckpt.errors import DamagedFileError, PickleError, SourceError, UnknownFormatError, UnsupportedError
@@ -122,10 +123,7 @@ def test_views_of_every_shape(tmp_path, options):
 
 @pytest.mark.parametrize("options", FORMATS)
 def test_model_and_optimizer(tmp_path, options):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
+    model, optimizer = trained(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     file = save(tmp_path / "x.pt", state, **options)
     assert isinstance(file.root["model"], OrderedMapping)

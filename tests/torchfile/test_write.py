@@ -22,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.live import trained
 from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.engine.plan import plan
@@ -489,10 +490,8 @@ def storages():
 def training():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     model[2].weight = torch.nn.Parameter(model[2].weight.detach())
-    optimizer = torch.optim.AdamW(model.parameters())
+    _, optimizer = trained(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr": scheduler.state_dict(), "step": 1}
 
 
