@@ -83,18 +83,18 @@ def test_dtype_is_rounded_as_torch_rounds_it(name, dtype, tmp_path):
     assert_model(load_file(tmp_path / "model.safetensors"), model_of(truth, dtype), truth)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "suffix"),
-    each(
-        ["s2_bf16_dp2", "s3_bf16_dp4", "moe_ep2_s2_fp32_dp4", "tp2_s3_bf16_dp2", "s1_bf16_dp2_empty"],
-        ["float32", "bfloat16", "keep"],
-        ["pt", "bin", "pth"],
-    ),
-)
-def test_torch_file_holds_the_same_and_loads_weights_only(name, suffix, dtype, tmp_path):
-    truth, path = Truth(FIXTURES / name), tmp_path / f"model.{suffix}"
-    succeeded("consolidate", FIXTURES / name, path, "--dtype", dtype)
+@pytest.mark.parametrize(("dtype", "suffix"), each(["float32", "bfloat16", "keep"], ["pt", "bin", "pth"]))
+def test_torch_file_holds_the_same_and_loads_weights_only(suffix, dtype, tmp_path):
+    truth, path = Truth(SOURCE), tmp_path / f"model.{suffix}"
+    succeeded("consolidate", SOURCE, path, "--dtype", dtype)
     assert_model(torch.load(path, weights_only=True), model_of(truth, dtype), truth)
+
+
+@pytest.mark.parametrize("name", ["s3_bf16_dp4", "moe_ep2_s2_fp32_dp4", "tp2_s3_bf16_dp2", "s1_bf16_dp2_empty"])
+def test_torch_file_of_any_layout_is_the_truth(name, tmp_path):
+    truth = Truth(FIXTURES / name)
+    succeeded("consolidate", FIXTURES / name, tmp_path / "model.pt")
+    assert_model(torch.load(tmp_path / "model.pt", weights_only=True), model_of(truth, None), truth)
 
 
 # --- tied parameters
