@@ -231,7 +231,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_what_known_functions_would_call_never_runs(tmp_path, protocol):
+def test_payload_never_runs(tmp_path, protocol):
     """Other payloads are in `tests/test_safety.py`."""
     touch = f"touch {tmp_path / 'sentinel'}"
     called = Calls(torch._tensor._rebuild_from_type_v2, os.system, torch.Tensor, (touch,), {})
