@@ -130,28 +130,18 @@ def test_errors_are_one_family_with_an_exit_status(name):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_read_gives_every_slot_of_every_parameter(name):
+def test_read_gives_every_slot_of_every_parameter_the_models_own_weights_and_buffers(name):
     truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
     for slot in truth.slots:
         for parameter, value in truth.kind(slot).items():
             assert_same(opened.read(parameter, slot), value, f"{slot}/{parameter}")
     for parameter, value in truth.masters.items():
         assert_same(opened.read(parameter, "master"), value, parameter)
-
-
-@pytest.mark.parametrize("name", [n for n in READ if "s3_" not in n])
-def test_read_gives_the_models_own_weights(name):
-    truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
     for parameter, value in truth.weights.items():
-        if parameter not in truth.buffers:
+        if parameter not in truth.buffers and ("s3_" not in name or parameter in truth.frozen):
             found = opened.read(parameter, "weight")
             assert found.dtype == value.dtype, parameter
             assert_same(found, value, parameter)
-
-
-@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s0_fp32_dp2", "tp2_s1_bf16_dp2"])
-def test_read_gives_buffers(name):
-    truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
     assert set(opened.buffers) == set(truth.buffers)
     for buffer, value in truth.buffers.items():
         assert torch.equal(bits(opened.read(buffer)), value)
@@ -169,12 +159,6 @@ def test_read_without_a_slot_is_the_master_or_else_the_weight():
     assert torch.equal(opened.read("frozen_odd"), opened.read("frozen_odd", "weight"))
 
 
-def test_read_of_frozen_fragments_of_stage_3_joins_them():
-    truth, opened = Truth(FIXTURES / "s3_bf16_dp3"), zckpt.open(FIXTURES / "s3_bf16_dp3")
-    for name in truth.frozen:
-        assert_same(opened.read(name), truth.weights[name], name)
-
-
 @pytest.mark.parametrize("name", ["plain_mixed", "plain_adamw", "plain_bf16", "plain_proto4", "plain_legacy"])
 def test_read_of_a_plain_file_is_what_torch_loads(name):
     path = FIXTURES / "other" / name / "ckpt.pt"
@@ -190,17 +174,6 @@ def test_read_of_a_plain_file_is_what_torch_loads(name):
             assert torch.equal(bits(found), bits(value)), key
             compared += 1
     assert compared > 5
-
-
-def test_read_of_a_strided_tensor_is_in_row_major_order():
-    path = FIXTURES / "other" / "plain_mixed" / "ckpt.pt"
-    loaded = torch.load(path, weights_only=False)
-    tensors = next((v for k, v in loaded.items() if k in ("model", "state_dict", "module")), loaded)
-    strided = [k for k, v in tensors.items() if isinstance(v, torch.Tensor) and not v.is_contiguous()]
-    assert strided
-    opened = zckpt.open(path)
-    for name in strided:
-        assert torch.equal(opened.read(name), tensors[name])
 
 
 def test_tensor_that_was_read_can_be_written_to():
@@ -238,18 +211,6 @@ def test_fields_of_a_checkpoint():
     assert opened.unnamed == {}
 
 
-@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s3_bf16_dp4", "s1_fp32_dp3", "moe_ep2_s2_fp32_dp4"])
-def test_spans_of_a_slot_cover_every_element_once(name):
-    for parameter in zckpt.open(FIXTURES / name).parameters.values():
-        for slot in parameter.slots.values():
-            ends = sorted((span.extent.start, span.extent.start + span.extent.numel) for span in slot.spans)
-            assert sum(end - start for start, end in ends) == slot.numel
-            at = 0
-            for start, end in ends:
-                assert start == at
-                at = end
-
-
 def test_loss_scale_of_a_dynamic_scaler():
     assert zckpt.open(FIXTURES / "s2_fp16_dp2").loss_scale == Truth(FIXTURES / "s2_fp16_dp2").facts["loss_scale"]
 
@@ -259,13 +220,6 @@ def test_client_state_is_kept_as_inert_data():
     assert metadata["epoch"] == 3
     assert metadata["note"] == "na\u00efve \u2713"
     assert {"args", "rng", "np_rng", "lr_scheduler"} <= set(metadata)
-
-
-def test_opened_checkpoint_is_a_checkpoint_and_can_be_consolidated(tmp_path):
-    opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
-    assert isinstance(opened, zckpt.Checkpoint)
-    done = zckpt.consolidate(opened, tmp_path / "model.safetensors")
-    assert done.files == (tmp_path / "model.safetensors",)
 
 
 def test_errors_carry_their_data_and_survive_pickling():

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, command, environment, inspected, run
+from tests.live import trained
 from tests.pairwise import some
 from zckpt.cli import cli
 from zckpt.formats.registry import formats
@@ -259,11 +260,7 @@ def _node(number: int) -> Callable[[Path], None]:
 
 
 def _trained(*sizes: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, sizes[0])).sum().backward()
-    optimizer.step()
-    return model, optimizer
+    return trained(torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes))))
 
 
 def _lightning(at: Path) -> None:

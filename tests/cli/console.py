@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FIXTURES = ROOT / "fixtures"
 
@@ -78,10 +80,10 @@ def succeeded(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def inspected(*arguments: object) -> dict[str, Any]:
-    """The document that `zckpt inspect --json` prints."""
+    """The document that `zckpt inspect --json` prints, which is strict JSON."""
     done = succeeded("inspect", "--json", *arguments)
     assert done.stderr == ""
-    document = json.loads(done.stdout)
+    document = json.loads(done.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert isinstance(document, dict)
     return document
 

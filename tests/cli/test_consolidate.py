@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pty
-import shutil
 import signal
 import struct
 import subprocess
@@ -64,7 +63,7 @@ def names_of(name: str, directory: Path) -> tuple[object, ...]:
     if name != "s0_fp32_dp2":
         return ()
     path = directory / "names.txt"
-    path.write_text("\n".join(n for group in Truth(FIXTURES / name).facts["order"] for n in group))
+    path.write_text("\n".join(Truth(FIXTURES / name).numbers.values()))
     return ("--names", path)
 
 
@@ -176,14 +175,6 @@ def test_directory_is_cut_into_shards_of_at_most_the_size(size, tmp_path):
     assert index["weight_map"].keys() == found.keys()
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
     assert_model(found, model_of(truth, None), truth)
-
-
-def test_directory_can_be_inspected_and_consolidated_again(tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / "model", "--max-shard-size", "1KB")
-    assert inspected(tmp_path / "model")["format"] == "safetensors"
-    succeeded("consolidate", tmp_path / "model", tmp_path / "one.safetensors")
-    truth = Truth(SOURCE)
-    assert_model(load_file(tmp_path / "one.safetensors"), model_of(truth, None), truth)
 
 
 def test_optimizer_of_a_directory_is_inside_it(tmp_path):
@@ -320,58 +311,22 @@ def test_names_file_names_the_optimizers_parameters(tmp_path):
     directory = FIXTURES / "s0_fp32_dp2"
     truth = Truth(directory)
     assert inspected(directory)["unnamed"]
-    names = tmp_path / "names.txt"
-    names.write_text("\n".join(n for group in truth.facts["order"] for n in group) + "\n")
-    out = tmp_path / "out"
-    out.mkdir()
-    succeeded("consolidate", directory, out / "model.safetensors", "--slots", "all", "--names", names)
-    optimizer = load_file(out / "model.optimizer.safetensors")
+    names = names_of("s0_fp32_dp2", tmp_path)
+    succeeded("consolidate", directory, tmp_path / "model.safetensors", "--slots", "all", *names)
+    optimizer = load_file(tmp_path / "model.optimizer.safetensors")
     for slot in truth.slots:
         for name, value in truth.kind(slot).items():
             assert torch.equal(bits(optimizer[f"{slot}/{name}"]), bits(value)), name
 
 
-@pytest.mark.parametrize("change", ["one less", "twice the same", "unknown", "another shape"])
-def test_names_that_do_not_fit_are_refused(change, tmp_path):
-    directory = FIXTURES / "s0_fp32_dp2"
-    names = [n for group in Truth(directory).facts["order"] for n in group]
-    if change == "one less":
-        names.pop()
-    elif change == "twice the same":
-        names[1] = names[0]
-    elif change == "unknown":
-        names[0] = "nobody"
-    else:
-        names[0], names[1] = names[1], names[0]
-    (tmp_path / "names.txt").write_text("\n".join(names))
-    out = tmp_path / "out"
-    out.mkdir()
-    refused(2, "consolidate", directory, out / "m.safetensors", "--slots", "all", "--names", tmp_path / "names.txt")
-    assert nothing_in(out)
-
-
-def test_tag_chooses_the_checkpoint(tmp_path):
-    multi = FIXTURES / "s2_bf16_dp2_multitag"
-    for tag in ("global_step3", "global_step5"):
-        succeeded("consolidate", multi, tmp_path / f"{tag}.safetensors", "--tag", tag)
-    first, last = (load_file(tmp_path / f"{tag}.safetensors") for tag in ("global_step3", "global_step5"))
-    truth = Truth(multi)
-    assert_model(last, model_of(truth, None), truth)
-    assert not torch.equal(first["fc1.weight"], last["fc1.weight"])
-
-
-def test_files_of_several_nodes_become_one_model(tmp_path):
-    run_directory = copy("s3_bf16_dp4", tmp_path)
-    nodes = []
-    for rank in (1, 2, 3):
-        node = tmp_path / f"node{rank}" / "global_step5"
-        node.mkdir(parents=True)
-        for path in (run_directory / "global_step5").glob(f"*zero_pp_rank_{rank}_*"):
-            path.rename(node / path.name)
-        nodes += ["--root", node.parent]
-    succeeded("consolidate", run_directory, tmp_path / "model.safetensors", *nodes)
-    truth = Truth(FIXTURES / "s3_bf16_dp4")
-    assert_model(load_file(tmp_path / "model.safetensors"), model_of(truth, None), truth)
+def test_names_that_do_not_fit_are_refused(tmp_path):
+    source, target = FIXTURES / "s0_fp32_dp2", tmp_path / "m.safetensors"
+    option, listed = names_of(source.name, tmp_path)
+    names = listed.read_text().split()
+    for others in (names[:-1], [names[0], *names[:-1]], ["nobody", *names[1:]], [names[1], names[0], *names[2:]]):
+        listed.write_text("\n".join(others))
+        refused(2, "consolidate", source, target, "--slots", "all", option, listed)
+        assert list(tmp_path.iterdir()) == [listed]
 
 
 # --- the weight check
@@ -389,14 +344,6 @@ def damaged_master(tmp_path: Path) -> tuple[Path, str]:
     return directory, "unused.weight"
 
 
-def test_master_that_contradicts_its_weight_is_an_error_that_names_it(tmp_path):
-    directory, name = damaged_master(tmp_path)
-    out = tmp_path / "out"
-    out.mkdir()
-    refused(3, "consolidate", directory, out / "m.safetensors", words=(name, "rank_1_", "--no-weight-check"))
-    assert nothing_in(out)
-
-
 def test_no_weight_check_takes_masters_as_they_are(tmp_path):
     directory, name = damaged_master(tmp_path)
     succeeded("consolidate", directory, tmp_path / "m.safetensors", "--no-weight-check", "--no-checksums")
@@ -412,19 +359,17 @@ def test_weight_check_comes_before_a_dry_run_too(tmp_path):
 # --- memory
 
 
-@pytest.mark.parametrize("memory", ["1", "100KB", "1GiB"])
-def test_memory_bound_changes_nothing_in_the_result(memory, tmp_path):
-    succeeded("consolidate", SOURCE, tmp_path / "default.safetensors", "--dtype", "bfloat16")
-    succeeded("consolidate", SOURCE, tmp_path / "bound.safetensors", "--dtype", "bfloat16", "--memory", memory)
-    assert (tmp_path / "bound.safetensors").read_bytes() == (tmp_path / "default.safetensors").read_bytes()
+def test_memory_bound_changes_nothing_in_the_result_and_is_reported(tmp_path):
+    options = ("--dtype", "bfloat16", "--json")
+    succeeded("consolidate", SOURCE, tmp_path / "default.safetensors", *options)
+    for memory, nbytes in (("1", 1), ("100KB", 100_000), ("1GiB", 1 << 30)):
+        target = tmp_path / f"{memory}.safetensors"
+        done = succeeded("consolidate", SOURCE, target, *options, "--memory", memory)
+        assert target.read_bytes() == (tmp_path / "default.safetensors").read_bytes()
+        assert json.loads(done.stdout)["memory_nbytes"] == nbytes
 
 
-def test_memory_bound_is_reported(tmp_path):
-    done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--memory", "3MB", "--json")
-    assert json.loads(done.stdout)["memory_nbytes"] == 3_000_000
-
-
-@pytest.mark.parametrize("size", ["0", "-1", "abc", "1XB", ""])
+@pytest.mark.parametrize("size", ["0", "-1", "abc", "1XB", "", "9" * 400, "9" * 5000 + "GB", "1e5", "0.0"])
 @pytest.mark.parametrize("option", ["--memory", "--max-shard-size"])
 def test_size_that_is_none_is_refused(option, size, tmp_path):
     done = run("consolidate", SOURCE, tmp_path / "m.safetensors", f"{option}={size}")
@@ -447,26 +392,11 @@ def test_overwrite_replaces_the_target(target, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == names
 
 
-def test_overwrite_replaces_a_file_of_any_kind(tmp_path):
-    (tmp_path / "m.safetensors").write_bytes(b"old")
-    succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--overwrite")
-    truth = Truth(SOURCE)
-    assert_model(load_file(tmp_path / "m.safetensors"), model_of(truth, None), truth)
-
-
 def test_existing_optimizer_file_is_refused_before_the_model_is_written(tmp_path):
     (tmp_path / "m.optimizer.safetensors").write_bytes(b"precious")
     refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all", words=("m.optimizer.safetensors",))
     assert [p.name for p in tmp_path.iterdir()] == ["m.optimizer.safetensors"]
     assert (tmp_path / "m.optimizer.safetensors").read_bytes() == b"precious"
-
-
-def test_source_file_is_never_replaced_by_the_target(tmp_path):
-    path = Path(shutil.copy(FIXTURES / "other/plain_adamw/ckpt.pt", tmp_path))
-    before = path.read_bytes()
-    done = run("consolidate", path, path, "--overwrite")
-    assert done.returncode in (2, 4), done.stderr
-    assert path.read_bytes() == before
 
 
 # --- what is printed where
@@ -505,6 +435,7 @@ def test_bar_is_drawn_on_a_terminal_only_and_does_not_disturb_the_document(tmp_p
     assert json.loads(output)["dry_run"] is False
     assert "100%" in shown
     assert "%" not in succeeded("consolidate", SOURCE, tmp_path / "b.safetensors").stderr
+    assert on_a_terminal("consolidate", SOURCE, tmp_path / "c.safetensors", "--quiet") == ("", "")
 
 
 def test_what_takes_long_before_there_is_a_bar_is_told_on_a_terminal(tmp_path):
@@ -514,23 +445,16 @@ def test_what_takes_long_before_there_is_a_bar_is_told_on_a_terminal(tmp_path):
     assert "takes some seconds" not in run(*arguments).stderr
 
 
-def test_quiet_draws_no_bar_on_a_terminal(tmp_path):
-    assert on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors", "--quiet") == ("", "")
-
-
 # --- errors
 
 
 @pytest.mark.parametrize("target", ["m.safetensors", "m.pt", "m"])
-def test_source_that_shrinks_after_it_was_read_is_status_3_and_leaves_nothing(target, tmp_path):
+def test_source_that_was_cut_short_is_status_3_and_leaves_nothing(target, tmp_path):
     path = tmp_path / "model.safetensors"
     succeeded("consolidate", SOURCE, path)
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 100)
-    out = tmp_path / "out"
-    out.mkdir()
-    refused(3, "consolidate", path, out / target, words=(str(path),))
-    assert nothing_in(out)
+    os.truncate(path, path.stat().st_size - 100)
+    refused(3, "consolidate", path, tmp_path / target, words=(str(path),))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
@@ -548,16 +472,8 @@ def test_optimizer_without_model_is_refused(tmp_path):
     parameter.sum().backward()
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    out = tmp_path / "out"
-    out.mkdir()
-    refused(2, "consolidate", tmp_path / "optimizer.pt", out / "m.safetensors", words=("no model",))
-    assert nothing_in(out)
-
-
-def test_debug_shows_a_traceback(tmp_path):
-    done = run("consolidate", tmp_path / "absent", tmp_path / "m.safetensors", "--debug")
-    assert "Traceback" in done.stderr
-    assert "SourceError" in done.stderr
+    refused(2, "consolidate", tmp_path / "optimizer.pt", tmp_path / "m.safetensors", words=("no model",))
+    assert [path.name for path in tmp_path.iterdir()] == ["optimizer.pt"]
 
 
 # --- interruption
@@ -567,7 +483,7 @@ def test_debug_shows_a_traceback(tmp_path):
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file whose conversion in the smallest pieces takes a while."""
     path = tmp_path_factory.mktemp("large") / "large.pt"
-    torch.save({f"layer{i}.weight": torch.zeros(1_000_000) for i in range(60)}, path)
+    torch.save({f"layer{i}.weight": torch.zeros(1_000_000) for i in range(20)}, path)
     return path
 
 
@@ -605,37 +521,10 @@ def test_interrupted_run_leaves_in_order_and_says_what_is_left(name, kind, large
     else:
         assert left == {f".{name}.zckpt-partial", f".{name}.zckpt-journal"}
         assert f"kept in .{name}.zckpt-partial: --resume continues with them, --restart starts over" in error
-    the_next_run_takes_over(out, name)
-
-
-@pytest.mark.parametrize("name", some(["m"], ["m.safetensors"]))
-def test_killed_run_leaves_no_target_and_the_next_run_takes_over(name, large, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    process = started("consolidate", large, target=out / name)
-    process.kill()
-    process.communicate(timeout=60)
-    the_next_run_takes_over(out, name)
-
-
-def the_next_run_takes_over(out: Path, name: str) -> None:
-    assert not (out / name).exists()
     succeeded("consolidate", SOURCE, out / name, "--restart")
     assert [p.name for p in out.iterdir()] == [name]
     truth = Truth(SOURCE)
     assert_model(read_model(out / name), model_of(truth, None), truth)
-
-
-def test_two_runs_to_one_target_do_not_mix_and_a_killed_one_leaves_the_old_target_whole(large, tmp_path):
-    target = tmp_path / "m.safetensors"
-    target.write_bytes(b"precious")
-    process = started("consolidate", large, "--overwrite", target=target)
-    try:
-        refused(4, "consolidate", SOURCE, target, "--overwrite", words=("another run",))
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
-    assert target.read_bytes() == b"precious"
 
 
 def test_reader_that_goes_away_does_not_undo_the_work(tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.cli.console import FIXTURES, environment
-from tests.pairwise import some
 
 SCRIPT = 'mount -t tmpfs -o "$1" none "$2" || exit 99; exec "$3" -c "$4" "$2"'
 """$1 the mount options, $2 the mount point, $3 Python, $4 a program."""
@@ -64,11 +63,3 @@ def test_nothing_is_left_on_a_full_disk(options, words, tmp_path):
         assert (status, out, left) == (4, "", []), errors
         assert len(errors.splitlines()) == 1, errors
         assert words in errors
-
-
-@pytest.mark.parametrize("verb", some(["reshard"], sorted(VERBS.keys() - {"reshard"})))
-def test_the_same_disk_with_room_is_written(verb, tmp_path):
-    place = tmp_path / "disk"
-    ((status, _, errors, left),) = on_tmpfs("size=8m", place, verb)
-    beside = ["latest_universal"] if verb == "universal" else []
-    assert (status, left) == (0, [*beside, verb]), errors

@@ -8,12 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from tests.cli.console import FIXTURES, command, environment, on_terminal, refused, run, succeeded
 from tests.damage import copy, flip, optimizer_file, place, set_element
 from tests.pairwise import some
-from zckpt.cli.reading import verify_command
 from zckpt.operations.verify import verify
 from zckpt.report.verification import render
 
@@ -68,23 +66,6 @@ def test_json_is_one_document(damaged):
     keys = {"code", "severity", "title", "message", "file", "ranks", "parameters", "expected", "found", "advice"}
     assert [set(finding) for finding in document["findings"]] == [keys, keys]
     assert [finding["ranks"] for finding in document["findings"]] == [[1], [0]]
-
-
-def test_truncated_missing_and_hostile_are_findings_and_not_refusals(tmp_path):
-    target = copy(RUN, tmp_path)
-    optimizer_file(target, 0).write_bytes(b"PK\3\4")
-    optimizer_file(target, 1).unlink()
-    done = run("verify", target)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert "ZC-101" in done.stdout
-    assert "ZC-102" in done.stdout
-
-
-def test_latest_that_names_nothing_is_a_finding(tmp_path):
-    target = copy(RUN, tmp_path)
-    (target / "latest").write_text("nothing")
-    assert "ZC-115" in run("verify", target).stdout
-    assert run("verify", target, "--tag", "global_step5").returncode == 0
 
 
 def test_nothing_to_verify_exits_3(tmp_path):
@@ -153,9 +134,3 @@ def test_shallow_run_needs_no_numpy_until_there_are_weights_to_compare():
         [*command()[:1], "-c", program], capture_output=True, text=True, env=environment(), check=True
     )
     assert done.stdout == "[]\n"
-
-
-def test_help_names_the_exit_statuses():
-    text = CliRunner().invoke(verify_command, ["--help-all"]).output
-    for word in ("--deep", "--against", "--json", "--html", "--tag", "--root", "--names", "1 unsound"):
-        assert word in text

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -20,8 +19,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zckpt
-from tests.cli.console import FIXTURES
 from tests.damage import flip
 from tests.operations.diff.checkpoints import place as place_of
 from tests.plans import Counter, noise, sparse
@@ -32,7 +29,7 @@ from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.scan import BLOCK_NBYTES, SlotSet
 from zckpt.engine.workers import BATCH_NBYTES, running_on
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
-from zckpt.state import Checkpoint, Extent, Slot, Span
+from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 
 BUDGETS = [1, 4 << 10, 1 << 20, 64 << 20]
@@ -79,72 +76,6 @@ def found_in(pairs: list[SlotSet], **options: Any) -> list[Found]:
 
 def compared(a: Slot, b: Slot, **options: Any) -> list[Found]:
     return found_in([pair("w", a, b, b.dtype)], **options)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------
-
-
-def pairs(source: Checkpoint, target: Checkpoint) -> list[SlotSet]:
-    """Every slot that both have."""
-    return [
-        pair(f"{key}/{parameter.name}", slot, found[key])
-        for parameter in source.tensors()
-        for found in [target.owner(parameter.name).slots]
-        for key, slot in parameter.slots.items()
-        if key in found
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("s2_bf16_dp4", {"world_size": 3}),
-        ("s1_fp32_dp3_palign", {"world_size": 5}),
-        ("s2_bf16_dp2_rr", {"world_size": 7, "round_robin": False}),
-        ("s3_bf16_dp4", {"world_size": 2, "stage": 1}),
-        ("s2_bf16_dp2_lion", {"world_size": 40}),
-        ("moe_ep2_s2_bf16_dp2", {"world_size": 4}),
-        ("tp2_s1_bf16_dp2", {"world_size": 3}),
-        ("tp2_s2_fp32_dp2", {"world_size": 1, "tensor_parallel_size": 1}),
-    ],
-)
-@pytest.mark.every(3)
-def test_checkpoints_cut_for_other_ranks_are_equal(name, options, tmp_path):
-    zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
-    both = pairs(zckpt.open(FIXTURES / name), zckpt.open(tmp_path / "cut"))
-    assert len(both) > 10
-    for memory in (1, 64 << 20):
-        assert found_in(both, memory=memory) == []
-
-
-def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(tmp_path):
-    zckpt.reshard(FIXTURES / "s2_bf16_dp4", tmp_path / "cut", world_size=3)
-    source, target = zckpt.open(FIXTURES / "s2_bf16_dp4"), zckpt.open(tmp_path / "cut")
-    both = pairs(source, target)
-    keys = [("weight", 1), ("master", 64 << 20), ("exp_avg", 1), ("exp_avg_sq", 64 << 20)]
-    for name, (key, memory) in itertools.product(("emb.weight", "odd3d"), keys):
-        slot = target.parameters[name].slots[key]
-        for element, bit in ((0, 0), (slot.numel // 3, 5), (slot.numel - 1, 7)):
-            path, offset = place_of(slot, element)
-            flip(path, offset, bit)
-            assert found_in(both, memory=memory) == [Found(f"{key}/{name}", 1, slot.numel, element)]
-            flip(path, offset, bit)
-    assert found_in(both) == []
-
-
-def test_model_of_another_type_is_equal_to_its_rounded_masters(tmp_path):
-    zckpt.consolidate(FIXTURES / "s2_bf16_dp4", tmp_path / "m.safetensors", dtype="bfloat16")
-    source, target = zckpt.open(FIXTURES / "s2_bf16_dp4"), zckpt.open(tmp_path / "m.safetensors")
-    both = [
-        pair(name, source.parameters[name].slots["master"], target.owner(name).slots["weight"], "bfloat16")
-        for name in source.parameters
-        if "master" in source.parameters[name].slots
-    ]
-    assert {(a.dtype, b.dtype) for a, b in (one.slots for one in both)} == {("float32", "bfloat16")}
-    assert found_in(both) == []
-    path, offset = place_of(both[-1].slots[1], 1)
-    flip(path, offset, 0)
-    assert found_in(both) == [Found(both[-1].label, 1, both[-1].slots[1].numel, 1)]
 
 
 # --- any layout -------------------------------------------------------------------------------------------------
@@ -324,14 +255,6 @@ def test_processes_find_what_threads_find(processes, tmp_path):
     with running_on(processes):
         there = compared(a, b)
     assert compared(a, b) == there == [Found("w", 3, array.size, 7)]
-
-
-def test_threads_of_the_caller_are_left_running(tmp_path):
-    a = stored(tmp_path / "a", noise(100))
-    with ThreadPoolExecutor(2) as pool:
-        with running_on(pool):
-            assert compared(a, a) == []
-        assert pool.submit(sum, [1, 2]).result() == 3
 
 
 def test_progress_adds_up_to_what_was_announced(tmp_path):

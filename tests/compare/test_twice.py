@@ -56,15 +56,20 @@ def slices(a: np.ndarray, b: np.ndarray, key: str = "master") -> Tensors:
     return {("a", key): a, ("b", key): b}
 
 
-@pytest.mark.parametrize("head", [(), (0, 64, 0)])
-def test_slices_of_the_same_parameters_are_told(head, tmp_path):
-    files = slices(RANDOM, OTHER), slices(RANDOM, OTHER), slices(OTHER, LESS)
-    assert pairs(checkpoint(tmp_path, *files, head=head)) == [("rank_1", "rank_0")]
+SAME, NOT = slices(RANDOM, OTHER), slices(OTHER, LESS)
 
 
-def test_the_last_rank_may_have_less_of_them(tmp_path):
-    files = slices(OTHER, LESS), slices(RANDOM, OTHER), slices(RANDOM[:7], OTHER[:3])
-    assert pairs(checkpoint(tmp_path, *files)) == [("rank_2", "rank_1")]
+@pytest.mark.parametrize(
+    ("files", "head", "told"),
+    [
+        ((SAME, {**SAME}, NOT), (), ("rank_1", "rank_0")),
+        ((SAME, {**SAME}, NOT), (0, 64, 0), ("rank_1", "rank_0")),
+        ((NOT, SAME, slices(RANDOM[:7], OTHER[:3])), (), ("rank_2", "rank_1")),
+    ],
+    ids=["", "after something", "of which the last rank has less"],
+)
+def test_slices_of_the_same_parameters_are_told(files, head, told, tmp_path):
+    assert pairs(checkpoint(tmp_path, *files, head=head)) == [told]
 
 
 @pytest.mark.parametrize("key", ["weight", "master"])

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zckpt
+from tests import live
 from tests.logical import assert_same_state, assert_same_tree, opened
 from tests.pairwise import each
 from tests.plans import write_directory
@@ -95,11 +96,7 @@ def trained(*, seed: int = 0, **options: Any) -> tuple[torch.nn.Module, torch.op
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1, **options}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
-    for _ in range(2):
-        model(torch.rand(4, 5)).square().sum().backward()
-        optimizer.step()
-    return model, optimizer
+    return live.trained(model, torch.optim.AdamW(groups, lr=0.01), steps=2)
 
 
 def of_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, **more: Any) -> Checkpoint:
@@ -523,10 +520,7 @@ class Bare(torch.nn.Identity):
 def counting(kept: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = torch.nn.Sequential(Counting(3, 4), torch.nn.Sequential(Counting(4, 2), Bare()))
     model[1][1].kept = model[0].kept = model[1][0].kept = kept
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
+    return live.trained(model)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +568,7 @@ def test_every_model_that_torch_files_hold_has_what_modules_keep(kept, to, optio
     """As strict loading wants it; but nothing that a reader may not be able to load."""
     model, optimizer = counting(kept)
     source, target = tmp_path / "source.pt", tmp_path / f"target{'' if path else '.pt'}"
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    live.save_both(model, optimizer, source)
     if to is None:
         zckpt.consolidate(source, target)
     else:

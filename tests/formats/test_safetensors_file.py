@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.formats.some_tensors import assert_same, random_tensor, stored
+from tests.live import trained
 from tests.plans import read_slot, write_directory
 from tests.refusals import refusing
 from tests.strategies import shapes
@@ -340,33 +341,24 @@ def test_index_that_is_not_utf8_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_shard_that_is_missing_is_named(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "one")
-    write_index(tmp_path, {"weight_map": {"a": "one", "b": "two"}})
-    with refusing(SourceError, "two: is missing, but the index names it"):
-        read(tmp_path)
+ELSEWHERE = "b is not in the file that the index names: expected one"
 
 
-def test_tensor_that_is_in_two_shards_is_refused(tmp_path):
-    for name in ("one", "two"):
-        save_file({"a": torch.ones(1)}, tmp_path / name)
-    write_index(tmp_path, {"weight_map": {"a": "one", "b": "two"}})
-    with refusing(DamagedFileError, "a is in two files"):
-        read(tmp_path)
-
-
-def test_tensor_that_is_not_where_the_index_says_is_refused(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "one")
-    save_file({"b": torch.ones(1)}, tmp_path / "two")
-    write_index(tmp_path, {"weight_map": {"a": "one", "b": "one", "c": "two"}})
-    with refusing(DamagedFileError, "b is not in the file that the index names: expected one, found two"):
-        read(tmp_path)
-
-
-def test_tensor_that_no_shard_has_is_refused(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "one")
-    write_index(tmp_path, {"weight_map": {"a": "one", "b": "one"}})
-    with refusing(DamagedFileError, "b is not in the file that the index names: expected one"):
+@pytest.mark.parametrize(
+    ("shards", "places", "error", "said"),
+    [
+        ("a", {"a": "one", "b": "two"}, SourceError, "two: is missing, but the index names it"),
+        ("aa", {"a": "one", "b": "two"}, DamagedFileError, "a is in two files"),
+        ("ab", {"a": "one", "b": "one", "c": "two"}, DamagedFileError, f"{ELSEWHERE}, found two"),
+        ("a", {"a": "one", "b": "one"}, DamagedFileError, ELSEWHERE),
+    ],
+    ids=["a shard is missing", "two shards have it", "it is in another", "none has it"],
+)
+def test_tensor_that_is_not_where_the_index_says_is_refused(shards, places, error, said, tmp_path):
+    for name, tensor in zip(("one", "two"), shards, strict=False):
+        save_file({tensor: torch.ones(1)}, tmp_path / name)
+    write_index(tmp_path, {"weight_map": places})
+    with refusing(error, said):
         read(tmp_path)
 
 
@@ -402,10 +394,7 @@ def test_shards_without_an_index_are_read_where_all_are_there(tmp_path):
 
 
 def test_texts_in_the_header_of_a_model_beside_an_optimizer_are_carried(tmp_path):
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
+    model, optimizer = trained(torch.nn.Linear(3, 2))
     (tmp_path / "run").mkdir()
     save_file(model.state_dict(), tmp_path / "run" / "model.safetensors", {"format": "pt", "license": "mine"})
     torch.save(optimizer.state_dict(), tmp_path / "run" / "optimizer.pt")

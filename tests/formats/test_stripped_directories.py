@@ -16,6 +16,7 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.folders import contents, nbytes_in
 from tests.inventory.sources import SOURCES
+from tests.live import trained
 from tests.pairwise import some
 from tests.refusals import refusing
 from tests.truth import bits
@@ -107,10 +108,7 @@ def leaves(node: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
 
 def test_an_optimizer_starts_afresh_from_a_model_alone(tmp_path):
     torch.manual_seed(3)
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
-    model(torch.randn(4, 3)).sum().backward()
-    optimizer.step()
+    model, optimizer = trained(torch.nn.Linear(3, 2), lr=0.25)
     zckpt.save(tmp_path / "run" / "step-1", model=model, optimizer=optimizer, step=1)
     (tmp_path / "run" / "latest").write_text("step-1")
     done = strip(tmp_path / "run", tmp_path / "thin", optimizer=True)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
+from tests.live import trained
 from tests.refusals import refusing
 from zckpt.errors import UnsupportedError
 from zckpt.formats import open_checkpoint
@@ -122,10 +123,7 @@ def test_lazy_views_are_sliced_resolved(tmp_path):
 
 
 def test_step_counts_may_be_lazy(tmp_path):
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
+    model, optimizer = trained(torch.nn.Linear(3, 2))
     state = optimizer.state_dict()
     for one in state["state"].values():
         one["step"] = torch._neg_view(torch.tensor(-5.0))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.live import whole
+
 STEPS = 2
 
 
@@ -119,7 +121,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, see
     getattr(optimizer, "backward", torch.Tensor.backward)(loss)  # ZeRO's
     optimizer.step()
     optimizer.zero_grad()
-    scheduler.step()
+    if scheduler is not None:
+        scheduler.step()
     return loss.item()
 
 
@@ -167,10 +170,10 @@ def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
     if not isinstance(model, FullyShardedDataParallel):
-        found = {f"weight/{name}": _whole(one) for name, one in model.state_dict().items()}
+        found = {f"weight/{name}": whole(one) for name, one in model.state_dict().items()}
         for name, parameter in model.named_parameters():
             for slot, value in optimizer.state.get(parameter, {}).items():
-                found[f"{slot}/{name}"] = _whole(value)
+                found[f"{slot}/{name}"] = whole(value)
         return found
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         found = {f"weight/{name}": one.clone() for name, one in model.state_dict().items()}
@@ -178,12 +181,6 @@ def truth(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
             return found | _of_pieces(model, optimizer, found)
         state = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
     return found | {f"{slot}/{name}": one for name, slots in state.items() for slot, one in slots.items()}
-
-
-def _whole(value: Any) -> torch.Tensor:
-    gather = getattr(value, "full_tensor", None)
-    found: torch.Tensor = gather() if gather is not None else value.detach().clone()
-    return found
 
 
 def _of_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, known: dict[str, torch.Tensor]) -> Any:

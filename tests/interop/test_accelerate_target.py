@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import zckpt
+from tests import live
 from tests.cli.console import FIXTURES, refused
 from tests.interop.test_accelerate import Counter, Odd, assert_is, prepared, trained, truth_of, two_models
 from tests.logical import assert_same_state
@@ -65,10 +66,7 @@ def test_several_models_stay_apart_and_keep_their_names(form, tmp_path):
 
 def test_models_of_another_program_are_paired_with_their_optimizers(tmp_path):
     models = {"generator": nn.Linear(3, 5), "discriminator": nn.Linear(5, 2)}
-    made = {name: torch.optim.Adam(model.parameters()) for name, model in models.items()}
-    for name, model in models.items():
-        model(torch.rand(2, model.in_features)).sum().backward()
-        made[name].step()
+    made = {name: live.trained(model, torch.optim.Adam)[1] for name, model in models.items()}
     saved = {name: model.state_dict() for name, model in models.items()}
     saved |= {f"optimizer_{name[0]}": made[name].state_dict() for name in ("discriminator", "generator")}
     torch.save(saved, tmp_path / "gan.pt")

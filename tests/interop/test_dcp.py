@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tests import gloo
 from tests.deepspeed_engine import models, training
 from tests.deepspeed_engine.spec import Spec
-from tests.live import save_both
+from tests.live import Words, groups_of, save_both, train, whole
 from tests.logical import assert_same_tree
 from tests.plans import write_directory
 from tests.truth import Truth, assert_same
@@ -40,54 +40,10 @@ OTHER_ORDER = 1e-5
 """Relative; DeepSpeed sums gradients of a flat bucket, FSDP2 those of each shard, in other orders."""
 
 
-class Net(nn.Module):
-    """No size that 4 ranks could share evenly, fewer rows than ranks, a tied head, a frozen parameter, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor([1.5]))
-        self.embed = nn.Embedding(11, 6)
-        self.norm = nn.LayerNorm(6)
-        self.up, self.down = nn.Linear(6, 301), nn.Linear(301, 6)
-        self.register_buffer("scale", torch.rand(6))
-        self.frozen = nn.Parameter(torch.rand(3, 6), requires_grad=False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.embed(tokens)) * self.scale * self.gain
-        return self.head(x + self.down(self.up(x).relu()) + self.frozen.mean(0))
-
-
-def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed, plain = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 0.02}]
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        tokens = torch.randint(0, 11, (6, 5), generator=torch.Generator().manual_seed(step))
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def whole(value: Any) -> Any:
-    """A state dict with whole tensors, on every rank."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(value, dict):
-        return {key: whole(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [whole(one) for one in value]
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def net(seed: int) -> Words:
+    """No size that 4 ranks could share evenly, and fewer rows than ranks."""
+    torch.manual_seed(seed)
+    return Words(6, 301, gain=(1,), beside=(3,))
 
 
 def by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -127,8 +83,7 @@ def written(checkpoint: Checkpoint, directory: Path, world_size: int) -> Path:
 
 def load_and_go_on(rank, world_size, directory: Path, fsdp: bool) -> tuple[list[float], dict[str, Any]]:
     """Load into a model and an optimizer that differ in everything, train on; return losses and what was loaded."""
-    torch.manual_seed(2)
-    model = Net()
+    model = net(2)
     if fsdp:
         shard(model, model.up, model.down)
     optimizer = torch.optim.AdamW(groups_of(model), lr=9.0, betas=(0.1, 0.2), eps=1e-3)
@@ -140,8 +95,7 @@ def save_sharded(rank, world_size, directory: Path) -> None:
     """Save as FSDP2 does, a model that is cut as zckpt cuts it."""
     import torch.distributed.checkpoint as dcp
 
-    torch.manual_seed(1)
-    model = Net()
+    model = net(1)
     shard(model)
     dcp.save(by_name(model, torch.optim.AdamW(groups_of(model), lr=0.01)), checkpoint_id=directory)
 
@@ -171,8 +125,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("run") / "plain.pt"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as ranks do
-    torch.manual_seed(1)
-    model = Net()
+    model = net(1)
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, betas=(0.9, 0.95))
     train(model, optimizer, range(STEPS))
     state = whole(by_name(model, optimizer))

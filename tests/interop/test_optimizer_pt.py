@@ -13,13 +13,16 @@ import zckpt
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
 from tests.deepspeed_engine.optimizers import Lion
+from tests.live import save_both, trained
+from tests.pairwise import some
 from tests.truth import Truth, bits
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 BETAS = (0.9, 0.95)
 ADAMW = [
     "s2_bf16_dp2", "s2_bf16_dp2_rr", "s2_bf16_dp3", "s2_bf16_dp2_palign", "s2_fp16_dp2", "s1_fp32_dp3",
-    "s1_bf16_dp2_bf16opt", "s3_bf16_dp2", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "s2_bf16_dp2_zerodim",
+    "s1_bf16_dp2_bf16opt", "s3_bf16_dp2", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "s2_bf16_dp2_zerodim", "s0_fp32_dp2",
+    "s2_bf16_dp2_cpuadam", "s1_bf16_dp3_fused", "s2_bf16_dp2_elastic",
 ]  # fmt: skip
 
 
@@ -53,7 +56,8 @@ def load_masters(model: torch.nn.Module, directory: Path) -> None:
 @pytest.mark.every(3)
 def test_optimizer_loads_into_adamw_as_it_is(name, tmp_path):
     truth = Truth(FIXTURES / name)
-    state = written(name, tmp_path)
+    (given := tmp_path / "groups.json").write_text(json.dumps(truth.facts["param_groups"]))
+    state = written(name, tmp_path, **({"hyperparameters": given} if name.endswith("elastic") else {}))
     model, groups = fresh(name)
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     optimizer.load_state_dict(state)
@@ -70,6 +74,9 @@ def test_optimizer_loads_into_adamw_as_it_is(name, tmp_path):
         assert group["lr"] == expected["lr"]
         assert group["weight_decay"] == expected["weight_decay"]
         assert tuple(group["betas"]) == tuple(expected["betas"])
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp2_rr", "s3_bf16_dp3", "s1_fp32_dp3"])
@@ -105,15 +112,6 @@ def test_next_step_is_that_of_the_state_itself(name, tmp_path):
         assert not torch.equal(value, truth.masters[parameter]), parameter
 
 
-def test_round_robin_does_not_change_the_optimizers_numbers(tmp_path):
-    for name in ("s2_bf16_dp2", "s2_bf16_dp2_rr"):
-        (tmp_path / name).mkdir()
-    plain, reordered = (written(name, tmp_path / name) for name in ("s2_bf16_dp2", "s2_bf16_dp2_rr"))
-    assert [g["params"] for g in plain["param_groups"]] == [g["params"] for g in reordered["param_groups"]]
-    shapes = [{n: s["exp_avg"].shape for n, s in one["state"].items()} for one in (plain, reordered)]
-    assert shapes[0] == shapes[1]
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "slot"),
     [
@@ -135,48 +133,6 @@ def test_other_optimizers_load_too(name, kind, slot, tmp_path):
     assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in truth.facts["param_groups"]]
 
 
-def test_stage_0_optimizer_loads_into_adamw(tmp_path):
-    name = "s0_fp32_dp2"
-    truth = Truth(FIXTURES / name)
-    state = written(name, tmp_path)
-    model, groups = fresh(name)
-    optimizer = torch.optim.AdamW(groups, lr=1.0)
-    optimizer.load_state_dict(state)
-    for parameter, p in by_name(model).items():
-        if parameter in truth.masters:
-            assert torch.equal(bits(optimizer.state[p]["exp_avg"]), bits(truth.tensors[f"exp_avg/{parameter}"]))
-
-
-def test_frozen_parameters_of_a_group_have_numbers_too(tmp_path):
-    """A group that lists frozen parameters counts them, so the numbers after them must not shift."""
-    name = "s0_fp32_dp2"
-    state = written(name, tmp_path)
-    numbers = [n for group in state["param_groups"] for n in group["params"]]
-    assert numbers == list(range(len(numbers)))
-
-
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_cpuadam", "s1_bf16_dp3_fused", "s2_bf16_dp2_elastic"])
-def test_state_dict_of_other_adams_is_by_the_same_numbers(name, tmp_path):
-    truth = Truth(FIXTURES / name)
-    own_groups = tmp_path / "groups.json"
-    own_groups.write_text(json.dumps(truth.facts["param_groups"]))
-    state = written(name, tmp_path, **({"hyperparameters": own_groups} if name.endswith("elastic") else {}))
-    model, groups = fresh(name)
-    order = [p for group in groups for p in group["params"]]
-    names = {id(p): parameter for parameter, p in by_name(model).items()}
-    assert [len(g["params"]) for g in state["param_groups"]] == [len(g["params"]) for g in groups]
-    for number, own in state["state"].items():
-        parameter = names[id(order[number])]
-        assert torch.equal(bits(own["exp_avg"]), bits(truth.tensors[f"exp_avg/{parameter}"])), parameter
-        assert own["step"] == 5
-    optimizer = torch.optim.AdamW(groups, lr=1.0)
-    optimizer.load_state_dict(state)
-    for p in order:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert [group["lr"] for group in optimizer.param_groups] == [one["lr"] for one in truth.facts["param_groups"]]
-
-
 def test_names_of_parameters_are_recorded_and_torch_accepts_them(tmp_path):
     state = written("s2_bf16_dp2", tmp_path)
     model, groups = fresh("s2_bf16_dp2")
@@ -186,35 +142,26 @@ def test_names_of_parameters_are_recorded_and_torch_accepts_them(tmp_path):
 
 
 @pytest.mark.interop
-@pytest.mark.parametrize("size", [10**3, 10**9])
-def test_hugging_face_loads_the_directory(size, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    some(
+        [{"max_shard_size": 10**3}, {"max_shard_size": 10**9}, {"dtype": "bfloat16"}],
+        [{"dtype": dtype, "tied": "drop"} for dtype in ("bfloat16", "keep")],
+    ),
+    ids=str,
+)
+def test_hugging_face_loads_the_directory(options, tmp_path):
     from transformers import LlamaForCausalLM
 
     name = "hf_llama_s2_bf16_dp2"
     truth = Truth(FIXTURES / name)
-    zckpt.consolidate(FIXTURES / name, tmp_path / "model", max_shard_size=size)
+    zckpt.consolidate(FIXTURES / name, tmp_path / "model", **options)
     build_model(SPECS[name]).config.save_pretrained(tmp_path / "model")
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, local_files_only=True)
-    parameters = by_name(model)
-    for parameter, value in truth.masters.items():
-        assert torch.equal(bits(parameters[parameter]), bits(value)), parameter
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-@pytest.mark.interop
-@pytest.mark.parametrize("dtype", ["bfloat16", "keep"])
-@pytest.mark.parametrize("tied", ["duplicate", "drop"])
-@pytest.mark.every(3)
-def test_hugging_face_loads_the_model_in_its_own_dtype(tied, dtype, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    name = "hf_llama_s2_bf16_dp2"
-    truth = Truth(FIXTURES / name)
-    zckpt.consolidate(FIXTURES / name, tmp_path / "model", dtype=dtype, tied=tied)
-    build_model(SPECS[name]).config.save_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16, local_files_only=True)
+    dtype, expected = (torch.bfloat16, truth.weights) if "dtype" in options else (torch.float32, truth.masters)
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype, local_files_only=True)
     for parameter, p in by_name(model).items():
-        assert torch.equal(bits(p), bits(truth.weights[parameter])), parameter
+        assert torch.equal(bits(p), bits(expected[parameter])), parameter
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.interop
@@ -235,10 +182,8 @@ def test_hugging_face_loads_a_trainers_checkpoint_that_was_consolidated(tmp_path
 def test_an_optimizer_without_state_is_written_too(tmp_path):
     """SGD keeps nothing, but its param groups."""
     model = torch.nn.Linear(3, 2)
-    sgd = torch.optim.SGD(model.named_parameters(), lr=0.25)
-    model(torch.ones(3)).sum().backward()
-    sgd.step()
-    torch.save({"model": model.state_dict(), "optimizer": sgd.state_dict()}, tmp_path / "x.pt")
+    _, sgd = trained(model, torch.optim.SGD(model.named_parameters(), lr=0.25))
+    save_both(model, sgd, tmp_path / "x.pt")
     for target in ("model.pt", "model.safetensors", "model"):
         zckpt.consolidate(tmp_path / "x.pt", tmp_path / target, slots="all")
     again = torch.optim.SGD(model.parameters(), lr=1.0)

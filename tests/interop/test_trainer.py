@@ -316,16 +316,6 @@ def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(kind, 
     assert all(same(loaded[key.removeprefix("weight/")], value) for key, value in weights.items())
 
 
-def test_model_of_a_trainer_with_deepspeed_loads_from_pretrained(tmp_path):
-    source = FIXTURES / "other" / "trainer_ds2_gpt2"
-    zckpt.consolidate(source / "checkpoint-4", tmp_path / "model", dtype="keep")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
-    truth = load_file(source / "truth.safetensors")
-    masters = {key.partition("/")[2]: value for key, value in truth.items() if key.startswith("master/")}
-    assert masters
-    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in masters.items())
-
-
 def test_configuration_can_be_anywhere_else(run, tmp_path):
     one = run("llama")
     model, configs = tmp_path / "model", tmp_path / "configs"
@@ -337,10 +327,3 @@ def test_configuration_can_be_anywhere_else(run, tmp_path):
     succeeded("consolidate", tmp_path / "source", model, "--config", configs, "--max-shard-size", "4KB")
     assert AutoModelForCausalLM.from_pretrained(model).num_parameters() == build("llama").num_parameters()  # type: ignore[operator]
     refused(2, "consolidate", one.directory, tmp_path / "m.pt", "--config", configs, words=("a directory",))
-
-
-def test_directory_with_files_of_others_is_not_replaced(run, tmp_path):
-    zckpt.consolidate(run("llama").directory, tmp_path / "model")
-    (tmp_path / "model" / "notes.md").write_text("mine")
-    refused(4, "consolidate", run("llama").directory, tmp_path / "model", "--overwrite", words=("notes.md",))
-    assert load_file(tmp_path / "model" / "model.safetensors")

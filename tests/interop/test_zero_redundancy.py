@@ -18,7 +18,7 @@ from torch import nn
 from tests import gloo
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
-from tests.live import save_both
+from tests.live import Words, groups_of, save_both, train
 from tests.pairwise import each
 from tests.plans import write_directory
 from tests.truth import Truth, bits
@@ -39,38 +39,14 @@ KINDS = {"adamw": torch.optim.AdamW, "sgdm": torch.optim.SGD}
 OPTIONS = {"adamw": {"lr": 0.01, "betas": (0.9, 0.95)}, "sgdm": {"lr": 0.01, "momentum": 0.9}}
 
 
-class Net(nn.Module):
-    """Equal sizes, a tied head, a 0-d and a frozen parameter, a buffer.
-
-    With `doubtful`, the latter two have the shape of trained ones, and a parameter is never used.
-    """
-
-    def __init__(self, *, doubtful: bool) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.tensor(1.5))
-        self.embed = nn.Embedding(11, 8)
-        self.norm = nn.LayerNorm(8)
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-        shape = (8,) if doubtful else (1, 8)
-        self.register_buffer("scale", torch.rand(shape))
-        self.frozen = nn.Parameter(torch.rand(shape), requires_grad=False)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-        if doubtful:
-            self.unused = nn.Linear(3, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.embed(tokens)) * self.scale * self.gain
-        return self.head(x + self.down(self.up(x).relu()) + self.frozen)
+def net(*, doubtful: bool) -> Words:
+    """With `doubtful`, a frozen parameter has the shape of trained ones, as the buffer, and one is never used."""
+    return Words(8, 12, beside=() if doubtful else (1,), unused=doubtful)
 
 
-def groups_of(model: nn.Module, kind: str) -> list[dict[str, Any]]:
+def groups(model: nn.Module, kind: str) -> list[dict[str, Any]]:
     """AdamW: two groups by weight decay; SGD: one."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if kind == "sgdm":
-        return [{"params": trained}]
-    decayed, plain = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 0.02}]
+    return groups_of(model) if kind == "adamw" else [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
 def names_of(model: nn.Module, groups: list[dict[str, Any]]) -> list[str]:
@@ -83,21 +59,8 @@ def build(kind: str, *, doubtful: bool, seed: int, options: dict[str, Any]) -> t
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     torch.manual_seed(seed)
-    model = Net(doubtful=doubtful)
-    return model, ZeroRedundancyOptimizer(groups_of(model, kind), KINDS[kind], **options)
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 11, (6, 5), generator=generator)
-        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    model = net(doubtful=doubtful)
+    return model, ZeroRedundancyOptimizer(groups(model, kind), KINDS[kind], **options)
 
 
 def state_by_name(model: nn.Module, state: Any) -> dict[str, dict[str, Any]]:
@@ -221,8 +184,8 @@ def saved(shared) -> Callable[..., tuple[Path, list[Any]]]:
 
 
 def names(kind: str, *, doubtful: bool = True) -> list[str]:
-    model = Net(doubtful=doubtful)
-    return names_of(model, groups_of(model, kind))
+    model = net(doubtful=doubtful)
+    return names_of(model, groups(model, kind))
 
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_rank: bool) -> Path:

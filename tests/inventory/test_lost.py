@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zckpt
+from tests import live
 from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
 from tests.damage import copy, edit, flip, optimizer_file
 from tests.inventory.sources import SOURCES
 from tests.pairwise import each
 from tests.refusals import refusing
 from tests.truth import Truth
-from zckpt.errors import LeftOutError, UsageError
+from zckpt.errors import LeftOutError
 from zckpt.formats.account import take_inventory
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, Inventory
 
@@ -44,11 +45,7 @@ def codes(*arguments: object) -> tuple[int, set[str]]:
 @pytest.fixture(scope="module")
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(torch.randn(4, 5)).square().sum().backward()
-    optimizer.step()
-    return model, optimizer
+    return live.trained(nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)))
 
 
 @pytest.fixture
@@ -275,7 +272,10 @@ def add_tensor(content: dict[str, Any]) -> None:
     content["optimizer_state_dict"]["preconditioner"] = torch.ones(5)
 
 
-@pytest.mark.parametrize("verb", [("reshard", "--world-size", 3), ("convert", "--to", "zckpt"), ("consolidate",)])
+@pytest.mark.parametrize(
+    "verb",
+    [("reshard", "--world-size", 3), ("convert", "--to", "zckpt"), ("consolidate",), ("strip", "--unreferenced")],
+)
 def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb, tmp_path):
     source = copy("s2_bf16_dp2", tmp_path)
     edit(optimizer_file(source, 1), add_tensor)
@@ -284,15 +284,6 @@ def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb, tmp_path)
     refused(3, verb[0], source, tmp_path / "t", *verb[1:], words=(place,))
     assert not (tmp_path / "t").exists()
     succeeded(verb[0], source, tmp_path / "t", *verb[1:], "--drop", "*preconditioner")
-
-
-def test_strip_refuses_it_too(tmp_path):
-    source = copy("s2_bf16_dp2", tmp_path)
-    edit(optimizer_file(source, 0), add_tensor)
-    with refusing(LeftOutError, "preconditioner"):
-        zckpt.strip(source, tmp_path / "t", unreferenced=True)
-    with refusing(UsageError, "names nothing"):
-        zckpt.strip(copy("s2_bf16_dp4", tmp_path), tmp_path / "t", unreferenced=True, drop=["*preconditioner"])
 
 
 def test_what_each_rank_has_of_its_own_is_carried(tmp_path):
@@ -421,21 +412,15 @@ def test_copy_that_differs_is_found_by_verify_deep(name, pattern, tmp_path):
     assert found & {"ZC-204", "ZC-206", "ZC-207"}
 
 
-def test_truncated_optimizer_beside_a_model_is_unsound(tmp_path):
-    target = tmp_path / "model"
-    zckpt.consolidate(FIXTURES / "s2_bf16_dp2", target, slots="all")
-    assert codes(target, "--deep")[0] == 0
-    optimizer = target / "optimizer.safetensors"
-    optimizer.write_bytes(optimizer.read_bytes()[:-40])
-    assert codes(target, "--deep")[0] == 1
-
-
-def test_truncated_shards_beside_whole_files_are_unsound(tmp_path):
-    source = Path(shutil.copytree(SOURCES["other/dcphf_consolidated_dp2"], tmp_path / "s"))
-    shard = min((source / "sharded").iterdir())
-    shard.write_bytes(shard.read_bytes()[:-8])
-    status, found = codes(source, "--deep")
-    assert (status, "ZC-102" in found) == (1, True)
+def test_truncated_files_beside_a_model_are_unsound(tmp_path):
+    model, whole = tmp_path / "model", tmp_path / "s"
+    zckpt.consolidate(FIXTURES / "s2_bf16_dp2", model, slots="all")
+    shutil.copytree(SOURCES["other/dcphf_consolidated_dp2"], whole)
+    for source, file in ((model, model / "optimizer.safetensors"), (whole, min((whole / "sharded").iterdir()))):
+        assert codes(source, "--deep")[0] == 0
+        file.write_bytes(file.read_bytes()[:-8])
+        status, found = codes(source, "--deep")
+        assert (status, "ZC-102" in found) == (1, True)
 
 
 def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path):

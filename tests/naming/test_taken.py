@@ -10,6 +10,7 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 
 import zckpt
+from tests import live
 from tests.cli.console import FIXTURES
 from tests.live import save_both
 from tests.naming.test_shipped import CONFIGS, made
@@ -139,10 +140,7 @@ def test_what_is_not_there_is_not_taken(taken, words, tmp_path):
 
 def test_state_without_rows_and_tied_layers_are_refused(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(4, 6))
-    optimizer = torch.optim.Adafactor(model.named_parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    save_both(model, optimizer, tmp_path / "run.pt")
+    save_both(*live.trained(model, torch.optim.Adafactor(model.named_parameters())), tmp_path / "run.pt")
     with refusing(UnsupportedError, "does not have one number per element"):
         zckpt.convert(tmp_path / "run.pt", tmp_path / "no", to="zckpt", map={"taken": {"0.weight": "0-3"}})
     one = torch.ones(2)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import zckpt
+from tests.live import trained
 from tests.logical import assert_same_state
 from tests.pairwise import each, some
 from tests.refusals import refusing
@@ -136,10 +137,7 @@ def test_float32_model_of_a_16_bit_run_holds_its_masters(name, to, tmp_path):
 
 
 def test_optimizer_without_a_model_is_no_directory_of_a_model(tmp_path):
-    layer = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(layer.parameters())
-    layer(torch.ones(3)).sum().backward()
-    optimizer.step()
+    _, optimizer = trained(torch.nn.Linear(3, 2))
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     with refusing(zckpt.UnsupportedError, r"holds only optimizer state.* a \.pt file"):
         zckpt.convert(tmp_path / "optimizer.pt", tmp_path / "out", to="consolidated")

@@ -14,6 +14,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES, run
+from tests.live import trained
 from tests.refusals import refusing
 from zckpt.cli import cli
 
@@ -143,10 +144,7 @@ def test_both_sides_of_a_diff_may_need_words(tmp_path):
 
 
 def test_names_that_were_given_are_those_of_what_is_written(tmp_path):
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
+    _, optimizer = trained(torch.nn.Linear(3, 2))
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     names = ["weight", "bias"]
     opened = zckpt.open(tmp_path / "optimizer.pt", names=names)

@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
 import zckpt
 from tests.gloo import run
+from tests.live import groups_of
 from tests.optim.test_distributed import Model, inputs, on_workers, set_weight
 from tests.pairwise import each
 from tests.truth import Truth, assert_same
@@ -44,13 +45,6 @@ class Net(torch.nn.Module):
         return self.head(self.middle(self.norm(self.embedding(tokens)))) + self.frozen.sum()
 
 
-def groups(model: Net, *, named: bool) -> list[dict[str, Any]]:
-    weights = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
-    others = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.dim() <= 1]
-    made: list[dict[str, Any]] = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
-    return made if named else [{**group, "params": [p for _, p in group["params"]]} for group in made]
-
-
 def train(model: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         tokens = torch.arange(8).mul(step + 3).remainder(11)
@@ -61,8 +55,8 @@ def train(model: Net, optimizer: torch.optim.Optimizer, steps: range) -> None:
 
 def make(kind: str, model: Net, *, named: bool) -> ZeroRedundancyOptimizer:
     if kind == "adamw":
-        return ZeroRedundancyOptimizer(groups(model, named=named), torch.optim.AdamW, lr=0.01)
-    return ZeroRedundancyOptimizer(groups(model, named=named), torch.optim.SGD, lr=0.01, momentum=0.9)
+        return ZeroRedundancyOptimizer(groups_of(model, named=named), torch.optim.AdamW, lr=0.01)
+    return ZeroRedundancyOptimizer(groups_of(model, named=named), torch.optim.SGD, lr=0.01, momentum=0.9)
 
 
 def save_run(rank, world_size, path: Path, kind: str, named: bool) -> list[torch.Tensor]:
@@ -124,7 +118,7 @@ def load_by_torch(rank, world_size, path: Path) -> bool:
     checkpoint = zckpt.open(path)
     model.load_state_dict({n: checkpoint.read(n, "weight") for n in [*checkpoint.parameters, *checkpoint.buffers]})
     other = copy.deepcopy(model)
-    theirs = TorchOptimizer(groups(model, named=False), torch.optim.AdamW, lr=0.01)
+    theirs = TorchOptimizer(groups_of(model, named=False), torch.optim.AdamW, lr=0.01)
     theirs.optim.load_state_dict(torch.load(path / f"optimizer_rank_{rank}.pt", weights_only=True))
     for mine, its in zip(theirs.param_groups, theirs.optim.param_groups, strict=True):
         mine.update({key: value for key, value in its.items() if key != "params"})

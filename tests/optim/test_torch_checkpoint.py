@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.optim.zero_redundancy_optimizer as torchs
 from torch.distributed.checkpoint import state_dict as of_torch
 
+from tests import live
 from tests.gloo import on_ranks
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, zero_redundancy
@@ -23,11 +24,7 @@ pytestmark = pytest.mark.interop
 def trained(kind: type[Any]) -> tuple[torch.nn.Module, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = kind(list(model.named_parameters()), torch.optim.AdamW, lr=0.1)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+    return live.trained(model, kind(list(model.named_parameters()), torch.optim.AdamW, lr=0.1))
 
 
 @on_ranks(3)

@@ -21,7 +21,7 @@ from tests.plans import write_directory
 from zckpt.engine import workers
 from zckpt.engine import write as engine_write
 from zckpt.engine.plan import Plan, plan
-from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import TargetError, TargetExistsError, ZckptError
 from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
@@ -294,14 +294,6 @@ def test_whatever_is_raised_leaves_nothing_behind(error, moment, directory, tmp_
     assert listing(tmp_path) == []
 
 
-def test_after_a_failure_the_next_run_succeeds(directory, tmp_path):
-    made = copying(tmp_path, "t")
-    with pytest.raises(KeyboardInterrupt):
-        write(made, tmp_path / "t", directory=directory, reporter=Raises("advance", KeyboardInterrupt()))
-    write(made, tmp_path / "t", directory=directory)
-    assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
-
-
 class Signals(Reporter):
     """Sends a signal to its own process between two batches."""
 
@@ -323,12 +315,6 @@ def killed(here: Path, directory: bool) -> None:
         forked(ended, here, directory, signal.SIGKILL)
 
 
-def test_interrupt_from_the_keyboard_leaves_nothing_behind(tmp_path):
-    with pytest.raises(WorkerError, match="KeyboardInterrupt"):
-        forked(ended, tmp_path, False, signal.SIGINT)
-    assert listing(tmp_path) == []
-
-
 def test_killed_run_leaves_no_target_and_the_next_one_cleans_up(directory, tmp_path):
     killed(tmp_path, directory)
     assert listing(tmp_path) == [".t.zckpt-partial"]
@@ -346,12 +332,6 @@ def test_killed_run_leaves_the_old_target(directory, tmp_path):
     assert old.read_bytes() == OLD
     write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=True)
     assert listing(tmp_path) == ["t"]
-
-
-def test_longer_file_of_a_killed_run_does_not_show_through(tmp_path):
-    partial_name(tmp_path / "t").write_bytes(b"x" * 1000)
-    write_target(plan([TargetFile("t", 5, [Literal(3, b"ab")])]), tmp_path / "t")
-    assert (tmp_path / "t").read_bytes() == b"\0\0\0ab"
 
 
 def test_what_a_killed_run_left_is_emptied_before_it_is_used(tmp_path):

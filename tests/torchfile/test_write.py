@@ -22,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.live import trained
 from tests.pairwise import some
 from tests.refusals import refusing
 from zckpt.engine.plan import plan
@@ -489,10 +490,8 @@ def storages():
 def training():
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     model[2].weight = torch.nn.Parameter(model[2].weight.detach())
-    optimizer = torch.optim.AdamW(model.parameters())
+    _, optimizer = trained(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr": scheduler.state_dict(), "step": 1}
 
 
@@ -748,11 +747,14 @@ def test_new_tensor_has_the_class_and_attributes_of_the_old(tmp_path, stored, dt
 
 def test_slot_tensors_share_a_storage_and_value_tensors_hold_their_value(tmp_path, stored):
     slot, step = SlotTensor(stored, "float16", "weight/w"), ValueTensor(struct.pack("<f", 5), "float32", ())
-    write(tmp_path / "new.pt", {"a": slot, "tied": slot, "step": step, "own": SlotTensor(stored, "float32", "w")})
+    beside = {"step": step, "same": step, "empty": ValueTensor(b"", "int64", (0,))}
+    write(tmp_path / "new.pt", {"a": slot, "tied": slot, "own": SlotTensor(stored, "float32", "w"), **beside})
     loaded = load(tmp_path / "new.pt", weights_only=True)
     assert loaded["a"].data_ptr() == loaded["tied"].data_ptr() != loaded["own"].data_ptr()
     assert (loaded["a"].dtype, loaded["a"].tolist()) == (torch.float16, [[0, 1, 2], [3, 4, 5]])
     assert (loaded["step"].shape, loaded["step"].item()) == ((), 5)
+    assert loaded["step"].data_ptr() == loaded["same"].data_ptr()
+    assert (loaded["empty"].shape, loaded["empty"].dtype) == ((0,), torch.int64)
 
 
 def test_what_cannot_be_laid_out_is_refused(tmp_path, stored):

@@ -170,9 +170,7 @@ EXTRA = [
     ("extra", "to"), each(EXTRA, [None, "zckpt", "dcp", "consolidated", "zero-redundancy", "universal"])
 )
 def test_keys_of_the_users_that_are_called_as_ours_are_the_users(extra, to, tmp_path):
-    model, optimizer = single()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    model, optimizer = live.trained(*single())
     source = tmp_path / "f.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **extra}, source)
     if to is not None:

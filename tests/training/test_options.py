@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zckpt
 from tests.gloo import on_ranks, run
+from tests.live import trained
 from tests.training.trainings import BY_NAME, Training, differences, whole
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.native.rank_file import recorded
@@ -182,10 +183,7 @@ def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path):
 @pytest.mark.parametrize("to", ["deepspeed", "universal", "dcp", "fsdp-rank-files"])
 def test_what_save_kept_comes_back_from_other_formats(to, tmp_path):
     torch.manual_seed(7)
-    model = nn.Linear(3, 5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    model(torch.ones(2, 3)).sum().backward()
-    optimizer.step()
+    model, optimizer = trained(nn.Linear(3, 5), lr=0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, scheduler=scheduler, step=1, extra={"epoch": 4})
     expected = torch.rand(2)
@@ -243,9 +241,7 @@ def test_boxes_are_saved_once_and_loaded_into_other_boxes(rank, world_size, tmp_
     full = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     expected = {name: p.detach().clone() for name, p in full.named_parameters()}
     model = fully_shard(full, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.ones(2, 5)).sum().backward()
-    optimizer.step()
+    _, optimizer = trained(model, lr=0.1)
     zckpt.save(tmp_path / "hybrid", model=model, optimizer=optimizer, step=1)
     opened = zckpt.open(tmp_path / "hybrid")
     for name, parameter in model.named_parameters():
@@ -431,10 +427,7 @@ class Noting(torch.optim.SGD):
 
 
 def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path):
-    model = torch.nn.Linear(3, 2)
-    optimizer = Noting(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    model, optimizer = trained(nn.Linear(3, 2), Noting, lr=0.1, momentum=0.9)
     zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
     other = Noting(model.parameters(), lr=0.1, momentum=0.9)
     zckpt.load(tmp_path / "saved", model=model, optimizer=other)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 from tests.gloo import on_ranks, run
+from tests.live import save_both
 from zckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.nightly  # its import alone takes seconds, on each rank
@@ -203,7 +204,7 @@ def test_other_sources_and_other_optimizers(rank, world_size, tmp_path):
     net, optimizer = made("plain", "AdamW8bit")
     train(net, optimizer, range(STEPS))
     expected = pieces(optimizer)
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "torch.pt")
+    save_both(net, optimizer, tmp_path / "torch.pt")
     with zckpt.Checkpointer(tmp_path / "run", async_=True) as checkpointer:
         checkpointer.save(STEPS, model=net, optimizer=optimizer)
     for path in (tmp_path / "torch.pt", tmp_path / "run"):

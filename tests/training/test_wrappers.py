@@ -102,7 +102,7 @@ def save_all(rank, model: str, wrappers: list[str], traced: bool, folder: Path) 
         optimizer.step()
         zckpt.save(folder / f"{name}.z", model=made, optimizer=optimizer)
         if rank == 0 and "fsdp" not in name:
-            torch.save({"model": made.state_dict(), "optimizer": optimizer.state_dict()}, folder / f"{name}.pt")
+            save_both(made, optimizer, folder / f"{name}.pt")
         saved[name] = state(made, optimizer)
     torch.distributed.barrier()
     return saved

@@ -111,19 +111,6 @@ def test_steps_must_agree_all_the_same(tmp_path):
         zckpt.open(tag)
 
 
-def test_value_that_one_rank_alone_has_computed_is_its_own(tmp_path):
-    """Of one rank nobody can tell whether others would have the same."""
-    tag = copy("s2_bf16_dp1", tmp_path)
-
-    def change(content):
-        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            state["scale"] = 0.5
-
-    edit(optimizer_file(tag, 0), change)
-    with refusing(zckpt.UnsupportedError, "scale"):
-        zckpt.reshard(tag, tmp_path / "cut", world_size=2)
-
-
 def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path):
     """Older versions of bitsandbytes save codes and scales beside the step."""
     tag = copy("s2_bf16_dp2", tmp_path)

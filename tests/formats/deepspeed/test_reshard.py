@@ -286,21 +286,16 @@ def test_tied_weights_are_two_views_of_one_storage(name, tmp_path):
     assert (one.shape, one.storage_offset) == (other.shape, other.storage_offset)
 
 
-def test_what_is_not_meant_is_none(tmp_path):
-    old = content_of(model_file(tag_of(run_of("s2_bf16_dp2_client"))))
-    new = content_of(model_file(cut(run_of("s2_bf16_dp2_client"), tmp_path / "cut", 3, stage=1)))
+@pytest.mark.parametrize(("world_size", "options"), [(5, {}), (3, {"stage": 1})])
+def test_the_clients_own_keys_stay_as_they_are(world_size, options, tmp_path):
+    run = run_of("s2_bf16_dp2_client")
+    old = content_of(model_file(tag_of(run)))
+    new = content_of(model_file(cut(run, tmp_path / "cut", world_size, **options)))
     assert list(new) == list(old)
-    assert new["frozen_param_shapes"] is new["frozen_param_fragments"] is None
-    for key in ("lr_scheduler", "global_steps", "note", "args", "py_rng", "dtype", "dev", "epoch"):
-        assert new[key] == old[key], key
-
-
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_client"])
-def test_the_clients_own_keys_stay_as_they_are(name, tmp_path):
-    old = content_of(model_file(tag_of(run_of(name))))
-    new = content_of(model_file(cut(run_of(name), tmp_path / "cut", 5)))
-    assert list(new) == list(old)
-    for key in ("epoch", "consumed", "rng", "np_rng", "py_rng", "args", "note", "arr", "nested", "lr_scheduler"):
+    frozen = new["frozen_param_shapes"], new["frozen_param_fragments"]
+    assert (frozen == (None, None)) is (options == {"stage": 1})
+    for key in ("epoch", "consumed", "rng", "np_rng", "py_rng", "args", "note", "arr", "nested", "lr_scheduler",
+                "global_steps", "dtype", "dev"):  # fmt: skip
         assert form(new[key]) == form(old[key])
     assert plain(new["nested"]["set"]) == plain(old["nested"]["set"])
 

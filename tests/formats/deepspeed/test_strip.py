@@ -14,7 +14,7 @@ from tests.cli.console import FIXTURES, copy
 from tests.folders import nbytes_in
 from tests.refusals import refusing
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.errors import ShardError, SourceError, UsageError
+from zckpt.errors import ShardError, SourceError
 from zckpt.formats import alike_files, stripping
 from zckpt.operations.strip import strip
 from zckpt.torchfile import read_torchfile
@@ -233,14 +233,6 @@ def test_a_fingerprint_of_what_goes_is_not_carried(asked, stays, tmp_path):
     (run / "global_step5" / "fingerprint.json").write_text("{}")
     strip(run, tmp_path / "thin", **asked)
     assert (tmp_path / "thin" / "global_step5" / "fingerprint.json").exists() is stays
-
-
-def test_target_inside_the_source_is_refused(tmp_path):
-    run = copy("s2_bf16_dp2", tmp_path)
-    for target in (run, run / "thin", run / "global_step5" / "thin", tmp_path):
-        with refusing(UsageError, "the target is"):
-            strip(run, target, padding=True, overwrite=True)
-    assert sorted(path.name for path in run.iterdir()) == ["global_step5", "latest", "truth.json", "truth.safetensors"]
 
 
 def test_what_is_no_file_is_refused(tmp_path):

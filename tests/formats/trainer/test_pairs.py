@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 import zckpt
+from tests.live import step
 from tests.refusals import refusing
 from zckpt.errors import SourceError
 from zckpt.formats.account import take_inventory
@@ -16,8 +17,7 @@ def trained(folder, model_name, optimizer_name):
     decayed = [one for one in model.parameters() if one.dim() > 1]
     others = [one for one in model.parameters() if one.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.01)
-    model(torch.randn(4, 3)).square().sum().backward()
-    optimizer.step()
+    step(model, optimizer, (4, 3))
     save = save_file if model_name.endswith(".safetensors") else torch.save
     save(model.state_dict(), folder / model_name)
     torch.save(optimizer.state_dict(), folder / optimizer_name)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.live import groups_of
 from zckpt.optim import ZeroOptimizer
 from zckpt.optim.zero.gradients import ShardedGradient
 
@@ -53,19 +54,12 @@ def loss_of(model: torch.nn.Module, step: int, rank: int = 0, **options: Any) ->
     return (model(batch(step, rank, dtype), **options).float() - 1).pow(2).mean()
 
 
-def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return two param groups of named parameters: matrices, and the others at another rate."""
-    every = list(model.named_parameters())
-    return [
-        {"params": [(n, p) for n, p in every if p.dim() > 1], "weight_decay": 0.01},
-        {"params": [(n, p) for n, p in every if p.dim() <= 1], "lr": 0.03},
-    ]
-
-
 def make(model: torch.nn.Module, optimizer_class: type[Optimizer] = torch.optim.SGD, **options: Any) -> ZeroOptimizer:
     """Return the sharded optimizer, by default of SGD with momentum and of several buckets."""
     defaults = {**SGD, **options} if optimizer_class is torch.optim.SGD else {"lr": 0.01, **options}
-    return ZeroOptimizer(groups(model), optimizer_class, **{"reduce_bucket_size": SMALL, **defaults})
+    return ZeroOptimizer(
+        groups_of(model, named=True, frozen=True), optimizer_class, **{"reduce_bucket_size": SMALL, **defaults}
+    )
 
 
 def stepped(ours: ZeroOptimizer, model: torch.nn.Module, step: int, rank: int = 0, **options: Any) -> None:
@@ -89,7 +83,7 @@ class Unsharded:
     def __init__(self, model: torch.nn.Module, optimizer_class: type[Optimizer] = torch.optim.SGD, **defaults: Any):
         self.model = copy.deepcopy(model)
         its = {**SGD, **defaults} if optimizer_class is torch.optim.SGD else {"lr": 0.01, **defaults}
-        self.optimizer = optimizer_class(groups(self.model), **its)
+        self.optimizer = optimizer_class(groups_of(self.model, named=True), **its)
 
     def train(self, losses: Iterable[Callable[[torch.nn.Module], torch.Tensor]], divisor: float) -> None:
         """Step once with the gradient of a sum of losses, divided."""
@@ -120,6 +114,16 @@ def beside_unsharded(
     return model, Unsharded(model, optimizer_class), make(model, optimizer_class, **options)
 
 
+def both_step(
+    ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, steps: Iterable[int], rank: int = 0
+) -> None:
+    """Step the sharded optimizer with one rank's batches, and the unsharded training with all ranks'."""
+    world_size = dist.get_world_size()
+    for step in steps:
+        stepped(ours, model, step, rank)
+        twin.train(losses(step, world_size), world_size)
+
+
 class Flat:
     """The plain optimizer of the same model's elements, where and how ZeroOptimizer has them: equal bit for bit.
 
@@ -135,7 +139,7 @@ class Flat:
         self.members: list[list[torch.nn.Parameter]] = []
         self.flats: list[torch.Tensor] = []
         given = []
-        for group in groups(model):
+        for group in groups_of(model, named=True, frozen=True):
             members = [parameter for _, parameter in group["params"]]
             numel = sum(parameter.numel() for parameter in members)
             flat = torch.zeros(numel + -numel % (2 * parts), dtype=members[0].dtype)

@@ -21,6 +21,7 @@ from tests.optim.zero.reference import (
     batch,
     beside_unsharded,
     bits,
+    both_step,
     is_unchanged,
     loss_of,
     losses,
@@ -222,8 +223,7 @@ def test_zeroed_inside_of_no_sync(rank, world_size):
         assert all(p.grad is None for p in model.parameters())
         ours.backward(loss_of(model, 0, rank))
         ours.zero_grad()
-        stepped(ours, model, 1, rank)
-        twin.train(losses(1, world_size), world_size)
+        both_step(ours, model, twin, [1], rank)
         twin.assert_is(model)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.gloo import on_ranks
+from tests.live import groups_of
 from tests.optim.zero.reference import (
     SGD,
     TOLERANCE,
@@ -23,7 +24,6 @@ from tests.optim.zero.reference import (
     assert_alike,
     assert_near,
     bits,
-    groups,
     has_gradient,
     is_unchanged,
     loss_of,
@@ -133,9 +133,9 @@ def test_trains_as_the_plain_optimizer(rank, world_size, options, mode):
     model, ours = pair(dtype, ddp, **options)
     other = DDP(Net(dtype), process_group=group_of_ranks(), **ddp)
     if dtype == torch.float32:
-        theirs = torch.optim.SGD(groups(other.module), **SGD)
+        theirs = torch.optim.SGD(groups_of(other.module, named=True), **SGD)
     else:
-        theirs = WithMasters(groups(other.module), **SGD)
+        theirs = WithMasters(groups_of(other.module, named=True), **SGD)
     start = bits(model)
     for one, optimizer in ((model, ours), (other, theirs)):
         train(one, optimizer, rank)
@@ -305,7 +305,7 @@ def test_without_attach(rank, world_size):
     """What both reduce is right, too: it is only sent twice."""
     model, other = DDP(Net()), DDP(Net())
     ours = make(model.module)
-    theirs = torch.optim.SGD(groups(other.module), **SGD)
+    theirs = torch.optim.SGD(groups_of(other.module, named=True), **SGD)
     for one, optimizer in ((model, ours), (other, theirs)):
         plain(one, optimizer, rank)
     assert_near(model, other)

@@ -23,6 +23,7 @@ from tests.optim.zero.reference import (
     batch,
     beside_unsharded,
     bits,
+    both_step,
     is_unchanged,
     loss_of,
     losses,
@@ -77,8 +78,7 @@ def train_on(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank:
     """Go on as if nothing had happened, and compare with a training in which nothing has."""
     for step in (50, 51):
         ours.zero_grad()
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+        both_step(ours, model, twin, [step], rank)
     twin.assert_is(model)
     assert_alike(model)
 
@@ -103,9 +103,7 @@ def test_exception_in_backward_of_one_rank(rank, world_size, more, breaks, by_te
     model = Fragile()
     twin = Unsharded(model)
     ours = make(model, process_group=patient(), **OPTIONS[options], **more)
-    for step in range(at):
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+    both_step(ours, model, twin, range(at), rank)
     before = bits(model)
     steps_before = len(ours.optim.state)
     bad = rank == world_size - 1
@@ -209,9 +207,7 @@ VALUES = (math.inf, -math.inf, math.nan)
 def test_overflow_on_one_rank_skips_the_step_on_all(rank, world_size, options, value, norm_type):
     """On one rank, of one element: no rank steps, and all know. State is as if the step had not been."""
     model, twin, ours = beside_unsharded(norm_type=norm_type, process_group=patient(), **options)
-    for step in range(2):
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+    both_step(ours, model, twin, range(2), rank)
     before = bits(model)
     momentum = ours.full_state("last.bias", "momentum_buffer")
     loss = loss_of(model, 2, rank)
@@ -233,9 +229,7 @@ def test_unused_parameters_of_one_rank_are_refused_on_all_if_asked(rank, world_s
     """Those of one rank are told on all."""
     at, by_tensor = where
     model, twin, ours = beside_unsharded(ignore_unused_parameters=False, process_group=patient(), **options)
-    for step in range(at):
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+    both_step(ours, model, twin, range(at), rank)
     before = bits(model)
     loss = loss_of(model, 9, rank, spare=rank != 1)
     with pytest.raises(RuntimeError, match=r"no gradient on rank 1 for spare\.(weight|bias), spare\.(bias|weight);"):

@@ -22,11 +22,11 @@ from tests.optim.zero.reference import (
     assert_alike,
     beside_unsharded,
     bits,
+    both_step,
     is_unchanged,
     loss_of,
     losses,
     make,
-    stepped,
 )
 from tests.pairwise import each, pairwise
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
@@ -96,8 +96,7 @@ def test_scaled_and_dropped(rank, world_size, attached, options):
     for to_none in (True, False):
         ours.backward(loss_of(model, 7, rank))
         model.zero_grad(set_to_none=to_none)
-        stepped(ours, model, 8, rank)
-        twin.train(losses(8, world_size), world_size)
+        both_step(ours, model, twin, [8], rank)
         twin.assert_is(net)
 
 
@@ -169,6 +168,5 @@ def test_another_optimizer_after_this_one(rank, world_size):
     with pytest.raises(RuntimeError, match="lie in partitions"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     ours = make(net, loss_scale=DynamicLossScaler(cur_scale=4.0))
-    stepped(ours, net, 1, rank)
-    twin.train(losses(1, world_size), world_size)
+    both_step(ours, net, twin, [1], rank)
     twin.assert_is(net)

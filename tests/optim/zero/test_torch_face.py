@@ -22,6 +22,7 @@ from tests.optim.zero.reference import (
     assert_alike,
     beside_unsharded,
     bits,
+    both_step,
     is_unchanged,
     loss_of,
     losses,
@@ -67,8 +68,7 @@ def test_every_optimizer_class_of_torch(rank, world_size, kind):
     before = bits(model)
     for step in range(4):
         ours.zero_grad()
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+        both_step(ours, model, twin, [step], rank)
         loss_of(flat, step, rank).backward()
         plain.step()
     assert not is_unchanged(model, before)
@@ -101,8 +101,7 @@ def test_schedulers(rank, world_size, kind):
     schedulers = [SCHEDULERS[kind](optimizer) for optimizer in (ours, twin.optimizer)]
     rates = set()
     for step in range(7):
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+        both_step(ours, model, twin, [step], rank)
         for scheduler in schedulers:
             scheduler.step(1.0) if kind == "plateau" else scheduler.step()
         for mine, its in zip(ours.param_groups, twin.optimizer.param_groups, strict=True):
@@ -239,8 +238,7 @@ def test_rates_that_are_tensors(rank, world_size):
     """A rate may be a tensor, which is read at each step."""
     model, twin, ours = beside_unsharded(torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False)
     for step in range(4):
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+        both_step(ours, model, twin, [step], rank)
         if step == 1:
             for group in ours.param_groups:
                 group["lr"] = torch.tensor(0.05)
@@ -266,21 +264,10 @@ def test_group_added_between_steps(rank, world_size):
             added = [(f"spare.{n}", p) for n, p in model.spare.named_parameters()]
             ours.add_param_group({"params": added, "lr": 0.02, "weight_decay": 0.0})
             assert ours.param_groups[2]["param_names"] == ["spare.weight", "spare.bias"]
-            its = [p for group in twin.optimizer.param_groups for p in group["params"]]
-            assert any(p is twin.model.spare.weight for p in its)
-            for group in twin.optimizer.param_groups:
-                keep = [i for i, n in enumerate(group["param_names"]) if not n.startswith("spare")]
-                group["params"] = [group["params"][i] for i in keep]
-                group["param_names"] = [group["param_names"][i] for i in keep]
             theirs = [(f"spare.{n}", p) for n, p in twin.model.spare.named_parameters()]
             twin.optimizer.add_param_group({"params": theirs, "lr": 0.02, "weight_decay": 0.0})
-            for parameter in twin.model.spare.parameters():
-                twin.optimizer.state.pop(parameter, None)
         stepped(ours, model, step, rank)
         twin.gradients(losses(step, world_size), world_size)
-        if step < 2:
-            for parameter in twin.model.spare.parameters():
-                parameter.grad = None
         twin.optimizer.step()
         twin.assert_is(model)
 
@@ -294,9 +281,7 @@ def test_moved_parameters(rank, world_size):
     model.load_state_dict(values)
     ours.refresh_masters()
     twin = Unsharded(model)
-    for step in range(2):
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+    both_step(ours, model, twin, range(2), rank)
     twin.assert_is(model)
     torch.testing.assert_close(ours.full_state("scale", "master"), model.scale.detach(), **TOLERANCE)
 

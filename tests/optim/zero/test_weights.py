@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as
 
 import zckpt
 from tests.gloo import on_ranks
-from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, is_unchanged, losses, make, stepped
+from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, both_step, is_unchanged, make, stepped
 from tests.pairwise import each
 from zckpt.optim import ZeroOptimizer
 
@@ -61,9 +61,7 @@ def test_ranks_that_are_left_alone(rank, world_size):
     assert is_unchanged(net, bits(seeded(0, freeze=False)))
     ours.attach(model)
     twin = Unsharded(net)
-    for step in range(2):
-        stepped(ours, model, step, rank)
-        twin.train(losses(step, world_size), world_size)
+    both_step(ours, model, twin, range(2), rank)
     twin.assert_is(net)
     assert_alike(net)
 
@@ -161,9 +159,7 @@ def test_loaded_beside(rank, world_size, tmp_path):
     twin = Unsharded(net, torch.optim.SGD, momentum=0.0)
     for group in ours.param_groups:
         group["momentum"] = 0.0
-    for step in range(2):
-        stepped(ours, net, step, rank)
-        twin.train(losses(step, world_size), world_size)
+    both_step(ours, net, twin, range(2), rank)
     twin.assert_is(net)
 
 

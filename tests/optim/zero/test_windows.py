@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.gloo import on_ranks
+from tests.live import groups_of
 from tests.optim.zero.reference import (
     SGD,
     Net,
@@ -21,7 +22,7 @@ from tests.optim.zero.reference import (
     assert_near,
     beside_unsharded,
     bits,
-    groups,
+    both_step,
     has_gradient,
     is_unchanged,
     loss_of,
@@ -151,7 +152,7 @@ def test_inner_hooks(rank, world_size, kind, steps):
     hook, state = hook_of(model)
     ours.attach(model, hook, state=state)
     other.register_comm_hook(*reversed(hook_of(other)))
-    theirs = torch.optim.SGD(groups(other.module), **SGD)
+    theirs = torch.optim.SGD(groups_of(other.module, named=True), **SGD)
     for step in range(4):
         for part in range(steps):
             last = part == steps - 1
@@ -258,8 +259,7 @@ def test_failure_in_a_window_whose_end_is_told(rank, world_size, at, stage):
             ours.step()
         assert is_unchanged(net, before)
     twin = Unsharded(net)
-    stepped(ours, net, 7, rank)
-    twin.train(losses(7, world_size), world_size)
+    both_step(ours, net, twin, [7], rank)
     twin.assert_is(net)
     assert_alike(net)
 

@@ -67,7 +67,7 @@ def test_tools_read_what_ranks_save(tmp_path):
     for number, values in state["state"].items():
         for slot in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(checkpoint.read(names[number], slot), values[slot])
-    assert checkpoint.param_groups[1].hyperparameters["lr"] == 0.003
+    assert checkpoint.param_groups[1].hyperparameters["lr"] == 0.02
 
 
 def room_is_made_of_what_the_optimizer_has(rank, world_size, path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.live import groups_of
 from zckpt.optim import ZeroRedundancyOptimizer
 
 Optimizer = torch.optim.Optimizer
@@ -63,13 +64,8 @@ def backward(model: torch.nn.Module, step: int, rank: int = 0) -> torch.Tensor:
 
 
 def groups(model: torch.nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
-    """Return two param groups: matrices with a decay, and the others."""
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    every = list(module.named_parameters())
-    matrices = [(n, p) for n, p in every if p.dim() > 1]
-    others = [(n, p) for n, p in every if p.dim() <= 1]
-    made: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 0.003}]
-    return made if named else [{**group, "params": [p for _, p in group["params"]]} for group in made]
+    """Return two param groups, of the bare model."""
+    return groups_of(model.module if isinstance(model, DistributedDataParallel) else model, named=named)
 
 
 def train(model: torch.nn.Module, optimizer: Optimizer, steps: Iterable[int], rank: int = 0) -> None:
