@@ -58,7 +58,7 @@ def _attribute(name: str, *states: object, default: object = None) -> object:
     return next((part[name] for part in parts if isinstance(part, dict) and name in part), default)
 
 
-_NOTHING: list[Any] = []
+NOTHING: list[Any] = []
 """What objects have that nothing is appended to or set in, as hardly anything is: one list for all, never changed,
 in whatever process an object comes to."""
 
@@ -91,8 +91,8 @@ class Object:
     args: Args = ()
     kwargs: dict[object, object] | None = None
     state: object | None = None
-    items: list[object] = field(default_factory=lambda: _NOTHING)
-    entries: list[tuple[object, object]] = field(default_factory=lambda: _NOTHING)
+    items: list[object] = field(default_factory=lambda: NOTHING)
+    entries: list[tuple[object, object]] = field(default_factory=lambda: NOTHING)
     how: str = "reduce"
     has_state: bool = False
 
