@@ -228,6 +228,8 @@ def test_factored_state_is_of_parameters_with_its_dimensions_only_where_that_is_
     said: Evidence[int] = Evidence([[0]], {"a": (3, 4), "b": (5, 6)}, {0: (5,)})
     assert said.certain() == {}
     assert replace(said, factored=True).certain() == {0: "b"}
+    for shape, names in (((5, 1), {0: "b"}), ((5, 2), {})):  # summed along a dimension, or of neither
+        assert replace(said, shapes={0: shape}, factored=True).certain() == names
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------

@@ -272,6 +272,12 @@ def test_without_zero_masters_tell_the_names_in_whatever_order_the_groups_have_t
     assert not found.unnamed
 
 
+def test_without_zero_a_master_for_each_parameter_is_needed(tmp_path):
+    tag = copy("s0_bf16_dp2", tmp_path)
+    edit(model_file(tag), lambda content: content["optimizer"]["fp32_groups"][0].pop())
+    refused(SourceError, tag, "masters and param groups disagree", "expected 17 parameters, found 16")
+
+
 def drift(content):
     for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
         master.data.mul_(1.125)
