@@ -137,10 +137,11 @@ class Pattern:
             if before != after:
                 expected[self.named + at] = after
         self.name = name
-        if data != self.data and ((np.frombuffer(data, np.uint8) != expected) > self.free).any():
+        is_same = data == self.data
+        if not is_same and ((np.frombuffer(data, np.uint8) != expected) > self.free).any():
             return None
         try:
-            crcs, numbers = self._crcs(data), numbers_at(data, self.numbers)
+            crcs, numbers = self.crcs if is_same else self._crcs(data), numbers_at(data, self.numbers)
         except UnicodeDecodeError:
             return None
         changed = np.flatnonzero(crcs != self.crcs)
