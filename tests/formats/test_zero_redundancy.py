@@ -302,6 +302,7 @@ def test_rows_of_state_on_each_rank_are_not_taken_for_copies(tmp_path):
     """As nanochat saves them: the model in one file, on each rank as many rows of every moment."""
     weight = torch.randn(4, 3)
     torch.save({"weight": weight, "head": weight * 2}, tmp_path / "model_000010.pt")
+    torch.save({"position": 7}, tmp_path / "data.pt")
     for rank in range(2):
         state = {number: {"step": 10, "exp_avg": torch.randn(2, 3)} for number in range(2)}
         optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}

@@ -332,7 +332,7 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
     """Read a directory that another program wrote."""
     path = str(directory.path)
     checkpoint = _model(directory, names)
-    checkpoint.source, checkpoint.format = path, FORMAT
+    model, checkpoint.source, checkpoint.format = checkpoint.source, path, FORMAT
     if checkpoint.param_groups:
         _note_ranks(checkpoint, directory)
         return checkpoint
@@ -349,7 +349,7 @@ def read_foreign(directory: Directory, names: GivenNames) -> Checkpoint:
                 path=path,
                 expected="the state of whole parameters, or sharded tensors",
                 advice="save it whole in its own program, under FSDP1 what FSDP.optim_state_dict returns; for the "
-                f"model alone give {(*directory.others, *directory.ranks)[0]}",
+                f"model alone give {model}",
             )
         raise UnsupportedError(
             "rank files have parameters several times: they are copies, as if each rank of DistributedDataParallel "
