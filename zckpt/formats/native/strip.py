@@ -15,8 +15,8 @@ from pathlib import Path
 from zckpt.formats.latest import LATEST
 from zckpt.formats.native.files import RANK_ROLE, SECTIONS
 from zckpt.formats.native.writer import lay_out_as_cut
-from zckpt.formats.remainder import BESIDE
 from zckpt.formats.stripping import Request, Stripping, as_it_is, completed, replaced
+from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.formats.torch_files.strip import shaped_slots
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, without
 from zckpt.state.dtypes import itemsize
