@@ -36,6 +36,9 @@ MAXIMUM_NUMEL = (1 << 63) - 1
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
 """Where Megatron-Core 0.15 has a class derived from `Metadata`, MCoreMetadata."""
 
+OLMO = "olmo_core.distributed.checkpoint."
+"""Where OLMo-core 3.0 has a `_StorageInfo` of its own, with the same fields."""
+
 Keys = tuple[str | int, ...]
 """Keys of dicts and indices of lists that lead to a value."""
 
@@ -117,7 +120,7 @@ def _unexpected(expected: str, found: object) -> DamagedFileError:
 
 
 def _object(node: object, name: str) -> Object:
-    if not isinstance(node, Object) or not node.qualified.startswith(("torch.distributed.", MEGATRON)):
+    if not isinstance(node, Object) or not node.qualified.startswith(("torch.distributed.", MEGATRON, OLMO)):
         raise _unexpected(f"torch.distributed.checkpoint's {name}", node)
     if not node.qualified.endswith((f".{name}", f".MCore{name}")):
         raise _unexpected(name, node)
