@@ -3,7 +3,7 @@
 DIR/.metadata                      a pickle: which tensors and objects there are, in which pieces, and where each lies
 DIR/__<rank>_<n>.distcp            items one after the other, each a whole file of `torch.save`
 DIR/zckpt.pt                       where zckpt wrote it: what such a directory has no place for
-RUN/step-N/, stepN/, epE-baB/      torchtitan's, OLMo-core's and Composer's runs: the last of these is read, see `formats.steps`
+RUN/step-N/, stepN/, epE-baB/      runs of torchtitan, OLMo-core and Composer: the last is read, see `formats.steps`
 
 Models, optimizers and anything else are under whatever keys the program chose. Every chunk is a box of its tensor, so
 that FSDP, tensor parallelism and both are read in the same way.

@@ -98,10 +98,10 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
             checkpoint.metadata.setdefault(str(key), carried(file, value))
         counted = (content[key] for key in STEP_KEYS if type(content.get(key)) is int)
         checkpoint.step = next(counted, checkpoint.step)
-    for one in directory.ranks:
-        file = read_torchfile(one)
+    for beside in directory.ranks:
+        file = read_torchfile(beside)
         checkpoint.files.append(describe(file, "metadata"))
-        checkpoint.metadata[f"train/{one.stem}"] = carried(file, file.root)
+        checkpoint.metadata[f"train/{beside.stem}"] = carried(file, file.root)
     if lost:
         checkpoint.warnings.append(
             f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
