@@ -27,7 +27,7 @@ from hashlib import blake2b
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError, about
 from zckpt.state.dtypes import itemsize
-from zckpt.state.series import are_distinct
+from zckpt.state.mappings import are_distinct
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, opened
 from zckpt.torchfile.archive import AlikeRecords, Listed, has_checksums, read_archive
@@ -118,7 +118,11 @@ def read_source(
     with collector_paused(), about(source.path):
         if head[:4] in (b"PK\3\4", b"PK\5\6"):
             return read_zip(source, known, blanks=blanks, listed=listed)
-        if is_legacy(source):
+        try:  # a legacy file begins with torch's magic number, in any pickle protocol
+            is_legacy = Machine(head[:128], record="pickle 1").run() == MAGIC_NUMBER
+        except ZckptError:
+            is_legacy = False
+        if is_legacy:
             return read_legacy(source)
         raise what_else(source, head)
 
@@ -251,15 +255,6 @@ def alike_file(
     """Return a file with the tree of another, whose records have the same places; for the rest see `AlikeRecords`."""
     records = AlikeRecords(file.records, filled, len(file.archive), archive, crc)
     return replace(file, path=source.path, nbytes=source.nbytes, records=records, archive=archive, numbers=numbers)
-
-
-def is_legacy(source: FileRange) -> bool:
-    """Tell whether the range begins with torch's magic number, in any pickle protocol."""
-    head = source.read(0, min(source.nbytes, 128))
-    try:
-        return Machine(head, record="pickle 1").run() == MAGIC_NUMBER
-    except ZckptError:
-        return False
 
 
 def read_legacy(source: FileRange) -> TorchFile:
