@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -166,7 +166,13 @@ def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
 
 def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[Ranges]:
     """Write batches with `work`, but for what an earlier run wrote and is there. May run in another process."""
-    kept = {at: one.done for at, one in enumerate(task) if one.done and _is_there(one)}
+    kept: dict[int, Ranges] = {}
+    for at, one in enumerate(task):
+        if not one.done:
+            continue
+        with suppress(SourceError), Sources() as sources:
+            if all(each.crc32 == crc_of(one.path, each.offset, end_of(each), (), sources) for each in one.done[0]):
+                kept[at] = one.done
     left, read = _gathered([one for at, one in enumerate(task) if at not in kept])
     made: list[Ranges] = []
     for batch in left:
@@ -211,16 +217,6 @@ def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
             for batch in batches
         ]
         return filled, sources.seen
-
-
-def _is_there(batch: Batch) -> bool:
-    """Tell whether what an earlier run wrote of a batch is in the file."""
-    written = batch.done[0] if batch.done else ()
-    try:
-        with Sources() as sources:
-            return all(one.crc32 == crc_of(batch.path, one.offset, end_of(one), (), sources) for one in written)
-    except SourceError:
-        return False
 
 
 class _Files:

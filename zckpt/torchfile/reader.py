@@ -124,31 +124,22 @@ def read_source(
             is_legacy = False
         if is_legacy:
             return read_legacy(source)
-        raise what_else(source, head)
-
-
-def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:
-    """Return the error for a file that is neither kind, naming what it seems to be."""
-    expected = "a file that torch.save wrote"
-    if not head:
-        return DamagedFileError("is empty", expected=expected, code=TRUNCATED)
-    if not head.strip(b"\0"):
-        return DamagedFileError("begins with zeros", expected=expected)
-    if head[257:262] == b"ustar" or head[:9].rstrip(b"\0") in (
-        b"sys_info",
-        b"storages",
-        b"pickle",
-        b"tensors",
-    ):
-        return UnsupportedError("is a tar file from torch before 2016", advice=RESAVE)
-    found, code = "something else", None
-    if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
-        found = "a safetensors file"
-    elif head[0] == 0x80 and len(head) > 1 and head[1] <= 5:
-        found, code = "a pickle that torch.save did not write", UNSUPPORTED  # torch.load runs it all the same
-    elif head.isascii() and head.decode("ascii").replace("\n", "").replace("\t", "").replace("\r", "").isprintable():
-        found = "text"
-    return UnknownFormatError("is not a torch file", expected=expected, found=found, code=code)
+        expected = "a file that torch.save wrote"
+        if not head:
+            raise DamagedFileError("is empty", expected=expected, code=TRUNCATED)
+        if not head.strip(b"\0"):
+            raise DamagedFileError("begins with zeros", expected=expected)
+        if head[257:262] == b"ustar" or head[:9].rstrip(b"\0") in (b"sys_info", b"storages", b"pickle", b"tensors"):
+            raise UnsupportedError("is a tar file from torch before 2016", advice=RESAVE)
+        text = head.translate(None, b"\n\t\r")
+        found, code = "something else", None
+        if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
+            found = "a safetensors file"
+        elif head[0] == 0x80 and len(head) > 1 and head[1] <= 5:
+            found, code = "a pickle that torch.save did not write", UNSUPPORTED  # torch.load runs it all the same
+        elif text.isascii() and text.decode("ascii").isprintable():
+            found = "text"
+        raise UnknownFormatError("is not a torch file", expected=expected, found=found, code=code)
 
 
 def pickle_of(source: FileRange, offset: int, nbytes: int, record: str) -> bytes:
