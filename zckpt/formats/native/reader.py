@@ -225,6 +225,7 @@ class Reading:
         checkpoint.loss_scale = nodes.read(document["loss_scale"])  # type: ignore[assignment]  # a number
         if type(checkpoint.loss_scale) not in (int, float, type(None)):
             raise wrong("loss_scale", "a number", checkpoint.loss_scale)
+        # Groups, ties and sections have to agree.
         members = [set(group.parameters) for group in checkpoint.param_groups]
         for parameter in checkpoint.holders():
             group, owner = parameter.group, parameter.tied_to
@@ -250,7 +251,7 @@ class Reading:
         count = sum(len(cut.pieces) for cut in self.cuts)
         where: Offsets | Table | None
         if is_as_written and count > LARGE and count > 4 * (len(self.cuts) + len(self.listed)):
-            table = Table(self.listed, self.cuts)  # a product of both goes unproven: the document has its own checksum
+            table = Table(self.listed, self.cuts)  # its product goes unproven: the document has a checksum of its own
             where = table if table.is_proven else None
         else:
             where = summed(self.listed, self.identity, self.cuts)
