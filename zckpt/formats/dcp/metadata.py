@@ -155,19 +155,18 @@ def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     listed = node.get("chunks")
     if math.prod(shape) > MAXIMUM_NUMEL or not isinstance(listed, list):
         raise _unexpected(f"a tensor's size and chunks of {key}", (shape, listed))
-    found = {_box(key, one, shape) for one in listed}  # replicas may be there twice
-    return chunks.add(key, dtype.name, shape, sorted(box for box in found if math.prod(box[1])))
-
-
-def _box(key: str, node: object, shape: Shape) -> Box:
-    one = _object(node, "ChunkStorageMetadata")
-    offsets = _integers(one.get("offsets"), f"offsets of {key}")
-    sizes = _integers(one.get("sizes"), f"sizes of {key}")
-    if not is_within((offsets, sizes), shape):
-        raise DamagedFileError(
-            f"a chunk of {key} lies outside the tensor", expected=f"within {shape}", found=f"{sizes} at {offsets}"
-        )
-    return offsets, sizes
+    found = set[Box]()  # replicas may be there twice
+    for chunk in listed:
+        one = _object(chunk, "ChunkStorageMetadata")
+        offsets = _integers(one.get("offsets"), f"offsets of {key}")
+        sizes = _integers(one.get("sizes"), f"sizes of {key}")
+        if not is_within((offsets, sizes), shape):
+            raise DamagedFileError(
+                f"a chunk of {key} lies outside the tensor", expected=f"within {shape}", found=f"{sizes} at {offsets}"
+            )
+        if math.prod(sizes):
+            found.add((offsets, sizes))
+    return chunks.add(key, dtype.name, shape, sorted(found))
 
 
 def _place(
