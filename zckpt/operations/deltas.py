@@ -109,7 +109,15 @@ def _made(
 def _write_shards(changes: Iterator[_Change], folder: Path) -> tuple[dict[str, str], int]:
     """Write the files of a version; return in which each tensor is, and their bytes."""
     shards, where, total = list[Path](), dict[str, int](), 0
-    while some := _until_full(changes):
+    while True:
+        some, nbytes = list[_Change](), 0
+        for one in changes:
+            some.append(one)
+            nbytes += len(one.stored)
+            if nbytes >= SHARD_NBYTES:
+                break
+        if not some:
+            break
         shards.append(folder / str(len(shards)))
         head = header_of([(one.name, "uint8", (len(one.stored),)) for one in some], {one.name: one.sum for one in some})
         with shards[-1].open("xb") as out:
@@ -119,16 +127,6 @@ def _write_shards(changes: Iterator[_Change], folder: Path) -> tuple[dict[str, s
     for shard, name in zip(shards, names, strict=True):
         shard.rename(folder / name)
     return {name: names[number] for name, number in where.items()}, total
-
-
-def _until_full(changes: Iterator[_Change]) -> list[_Change]:
-    found, nbytes = list[_Change](), 0
-    for one in changes:
-        found.append(one)
-        nbytes += len(one.stored)
-        if nbytes >= SHARD_NBYTES:
-            break
-    return found
 
 
 def pairs(base: Checkpoint, result: Checkpoint) -> list[tuple[str, Slot, Slot]]:

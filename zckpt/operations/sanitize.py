@@ -264,19 +264,17 @@ def _judged(node: object, name: str, file: FileRange | None) -> tuple[str, str] 
             data = InMemory(bytes(callee), name)
         case Tensor(storage=storage) | (Storage() as storage) if file is not None:
             data = FileRange(file.descriptor, file.path, storage.offset, storage.nbytes)
-    return _worst(names) or (None if data is None else _held(data))
+    worst = _worst(names)
+    if worst is not None or data is None:
+        return worst
+    scanner = Scanner()
+    scanner.look(data, is_data=True)
+    return next(((found, what) for _, found, what in bad_of(scanner)), None)
 
 
 def _worst(names: Sequence[Global]) -> tuple[str, str] | None:
     graded = [(grade(one.module, one.name)[0], one.qualified) for one in names]
     return max((one for one in graded if one[0] in BAD), key=lambda one: GRADES.index(one[0]), default=None)
-
-
-def _held(data: FileRange) -> tuple[str, str] | None:
-    """Return grade and name of what a pickle in some bytes names."""
-    scanner = Scanner()
-    scanner.look(data, is_data=True)
-    return next(((found, what) for _, found, what in bad_of(scanner)), None)
 
 
 def _check_clean(checkpoint: Checkpoint, written: Path, tag: str | None) -> None:
