@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zckpt.errors import SourceError, ZckptError
+from zckpt.formats.companions import unreadable
 from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
@@ -118,14 +119,10 @@ def _files(root: Path) -> Iterator[Path]:
             raise SourceError("does not exist", path=root)
         yield root
         return
-    for folder, folders, names in os.walk(root, onerror=_unreadable):
+    for folder, folders, names in os.walk(root, onerror=unreadable):
         here = Path(folder)
         folders.sort()
         yield from (here / name for name in sorted([*names, *(one for one in folders if (here / one).is_symlink())]))
-
-
-def _unreadable(error: OSError) -> None:
-    raise SourceError("cannot be read", path=error.filename, found=error.strerror) from error
 
 
 def items_of(directory: Path) -> Items:

@@ -155,8 +155,16 @@ def lay_out(job: Job) -> TargetFiles:
             raise UsageError("--groups=one only applies to a single model", expected="--groups=keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
-    if form is None:
-        _check_order(checkpoint)
+    if form is None and checkpoint.converted_from.get("format", checkpoint.format) == DCP:
+        order = list(checkpoint.parameters)
+        for group in checkpoint.param_groups:
+            if not follows(group.parameters, order):  # which numbers them, and need not be the optimizer's own
+                raise UnsupportedError(
+                    "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat "
+                    "ones), and without FSDP the order identifies them",
+                    found=f"{listed(group.parameters, most=3)} in a param group",
+                    advice=f"give --groups=one, or --fsdp={SHARDED}",
+                )
     parts = parts_of(checkpoint, paired=form is not None)
     if form == SHARDED:
         files = list(_sharded(parts, job.options.world_size or 1, notes))
@@ -168,24 +176,6 @@ def lay_out(job: Job) -> TargetFiles:
     files += [torch_writer.lay_out(name, value) for name, value in states.items()]
     files.append(torch_writer.lay_out(OWN_NAME, _own(parts.whole, states, sharded=form == SHARDED)))
     return TargetFiles([*files, *copies_of(assets)], notes=notes, copied=frozenset(assets))
-
-
-def _check_order(checkpoint: Checkpoint) -> None:
-    """Raise where names are listed in an order that need not be the optimizer's own, which numbers them.
-
-    Those are FSDP1's: it lists what is in each flat parameter, the root's first.
-    """
-    if checkpoint.converted_from.get("format", checkpoint.format) != DCP:
-        return
-    order = list(checkpoint.parameters)
-    for group in checkpoint.param_groups:
-        if not follows(group.parameters, order):
-            raise UnsupportedError(
-                "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat ones), "
-                "and without FSDP the order identifies them",
-                found=f"{listed(group.parameters, most=3)} in a param group",
-                advice=f"give --groups=one, or --fsdp={SHARDED}",
-            )
 
 
 def _own(checkpoint: Checkpoint, states: Mapping[str, object], *, sharded: bool) -> dict[str, object]:
@@ -264,7 +254,15 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
     found: dict[str, object] = {}
     for number, one in enumerate(optimizers):
         key = f"{SCHEDULER}_{number}" if number else SCHEDULER
-        found[f"{key}.bin"] = _scheduler(one, key, notes)
+        if key in one.metadata:
+            found[f"{key}.bin"] = one.metadata[key]
+            continue
+        metadata = one.metadata
+        own = {"lr_scheduler": metadata["lr_scheduler"]} if key == SCHEDULER and "lr_scheduler" in metadata else {}
+        before = len(notes)
+        found[f"{key}.bin"] = scheduler(replace(one, metadata=own), notes, name=f"{key}.bin")
+        if len(notes) > before:
+            notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
     for key, value in checkpoint.metadata.items():
         suffix = next((suffix for pattern, suffix in _CARRIED.items() if pattern.fullmatch(key)), None)
         if suffix is not None:
@@ -273,15 +271,3 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
     if not states:
         notes.append("the source has no random state that Accelerate can load: the program's seed applies")
     return found | states
-
-
-def _scheduler(optimizer: Checkpoint, key: str, notes: list[str]) -> object:
-    metadata = optimizer.metadata
-    if key in metadata:
-        return metadata[key]
-    own = {"lr_scheduler": metadata["lr_scheduler"]} if key == SCHEDULER and "lr_scheduler" in metadata else {}
-    before = len(notes)
-    found = scheduler(replace(optimizer, metadata=own), notes, name=f"{key}.bin")
-    if len(notes) > before:
-        notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
-    return found

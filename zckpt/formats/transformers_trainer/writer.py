@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES
@@ -124,7 +124,18 @@ def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[s
     known = checkpoint.metadata.get("trainer_state")
     known = dict(known) if isinstance(known, Mapping) and "global_step" in known else {}
     if batch_size is not None or not known:
-        known["train_batch_size"] = batch_size or _batch_size(checkpoint)
+        said, config = _arguments(checkpoint), checkpoint.metadata.get("ds_config")
+        found: list[int] = [
+            values[key]
+            for values, key in ((said, "per_device_train_batch_size"), (config, "train_micro_batch_size_per_gpu"))
+            if isinstance(values, Mapping) and type(values.get(key)) is int
+        ]
+        if not batch_size and not found:
+            raise UsageError(
+                "does not state the batch size, which the Trainer needs to resume",
+                expected="--train-batch-size N: samples per device and step",
+            )
+        known["train_batch_size"] = batch_size or found[0]
     if "global_step" not in known:
         known |= {"global_step": checkpoint.step, "stateful_callbacks": CALLBACKS}
         known |= {key: value for key in EVERY if type(value := _arguments(checkpoint).get(key)) is int and value > 0}
@@ -142,22 +153,6 @@ def _arguments(checkpoint: Checkpoint) -> Mapping[object, object]:
     known = checkpoint.metadata.get("training_args")
     node = node_of(known)
     return node.state if isinstance(node, Object) and isinstance(node.state, Mapping) else {}
-
-
-def _batch_size(checkpoint: Checkpoint) -> int:
-    """Return how many samples a device had in each step, without which the Trainer does not resume."""
-    said, config = _arguments(checkpoint), checkpoint.metadata.get("ds_config")
-    found: list[int] = [
-        values[key]
-        for values, key in ((said, "per_device_train_batch_size"), (config, "train_micro_batch_size_per_gpu"))
-        if isinstance(values, Mapping) and type(values.get(key)) is int
-    ]
-    if not found:
-        raise UsageError(
-            "does not state the batch size, which the Trainer needs to resume",
-            expected="--train-batch-size N: samples per device and step",
-        )
-    return found[0]
 
 
 Members = list[list[str]]
@@ -246,20 +241,17 @@ def _regrouped(checkpoint: Checkpoint, members: Members) -> Checkpoint:
     made: list[ParamGroup] = []
     for names in members:
         sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
-        made.append(_joined(sources or checkpoint.param_groups[:1], names))
+        first, *others = sources or checkpoint.param_groups[:1]
+        for other in others:
+            keys = {**first.hyperparameters, **other.hyperparameters}
+            unlike = [k for k in keys if first.hyperparameters.get(k) != other.hyperparameters.get(k)]
+            unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
+            if unlike:
+                mine, its = (one.hyperparameters.get(unlike[0]) for one in (first, other))
+                raise UnsupportedError(
+                    "param groups that are one in the Trainer differ",
+                    expected="the same hyperparameters for all parameters with weight decay, and for all others",
+                    found=f"{unlike[0]} {mine} and {its}",
+                )
+        made.append(ParamGroup(dict(first.hyperparameters), names, dict(first.state)))
     return checkpoint.regrouped(made)
-
-
-def _joined(sources: Sequence[ParamGroup], names: list[str]) -> ParamGroup:
-    first = sources[0]
-    for other in sources[1:]:
-        keys = {**first.hyperparameters, **other.hyperparameters}
-        unlike = [k for k in keys if first.hyperparameters.get(k) != other.hyperparameters.get(k)]
-        unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
-        if unlike:
-            raise UnsupportedError(
-                "param groups that are one in the Trainer differ",
-                expected="the same hyperparameters for all parameters with weight decay, and for all others",
-                found=f"{unlike[0]} {first.hyperparameters.get(unlike[0])} and {other.hyperparameters.get(unlike[0])}",
-            )
-    return ParamGroup(dict(first.hyperparameters), names, dict(first.state))

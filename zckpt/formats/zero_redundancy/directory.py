@@ -74,10 +74,14 @@ def find(path: Path) -> Directory | None:
     if not path.is_dir():
         return None
     names = [one.name for one in entries_of(path) if one.name.endswith(READ_SUFFIXES) and one.is_file()]
-    metadata = _metadata(path) if METADATA_NAME in names else None
-    if metadata is not None:
-        models = tuple(path / name for name in names if _MODEL.fullmatch(name))
-        return Directory(path, _own_ranks(path, names, metadata), (), metadata, models)
+    if METADATA_NAME in names:
+        from zckpt.state import dict_of
+        from zckpt.torchfile import read_torchfile
+
+        metadata = read_torchfile(path / METADATA_NAME)
+        if KEY in dict_of(metadata.root):
+            models = tuple(path / name for name in names if _MODEL.fullmatch(name))
+            return Directory(path, _own_ranks(path, names, metadata), (), metadata, models)
     families = [family for family in _families(path, names) if _holds_optimizer(family)]
     if len(families) > 1:
         raise UnknownFormatError(
@@ -106,14 +110,6 @@ def optimizer_key(root: object) -> object:
     if len(found) != 1:
         raise KeyError
     return found[0]
-
-
-def _metadata(path: Path) -> TorchFile | None:
-    from zckpt.state import dict_of
-    from zckpt.torchfile import read_torchfile
-
-    file = read_torchfile(path / METADATA_NAME)
-    return file if KEY in dict_of(file.root) else None
 
 
 def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path, ...]:

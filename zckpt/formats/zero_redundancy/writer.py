@@ -45,7 +45,15 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
             files += _per_rank(checkpoint, tree, world_size)
         else:
             files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
-    about = _numbering(checkpoint, set(tensors), world_size if per_rank and checkpoint.param_groups else None)
+    owned = {**checkpoint.unnamed, **checkpoint.parameters}
+    names = [list(group.parameters) for group in checkpoint.param_groups]
+    outside = [name for group in names for name in group if name not in tensors and name in owned]
+    about = {  # the order of the optimizer's parameters, which ranks' files do not tell, and shapes the model has not
+        "world_size": world_size if per_rank and checkpoint.param_groups else None,
+        "names": names,
+        "shapes": {name: list(owned[name].shape) for name in outside},
+        "unnamed": list(checkpoint.unnamed),
+    }
     return [*files, torch_writer.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})]
 
 
@@ -84,16 +92,3 @@ def _state_shapes(parameter: Parameter | None) -> set[Shape]:
     if parameter is None:
         return set()
     return {slot.shape for key, slot in parameter.slots.items() if key not in (WEIGHT, "step")}
-
-
-def _numbering(checkpoint: Checkpoint, in_model: set[str], world_size: int | None) -> dict[str, object]:
-    """Return the order of the optimizer's parameters, which ranks' files do not tell, and shapes the model has not."""
-    owned = {**checkpoint.unnamed, **checkpoint.parameters}
-    names = [list(group.parameters) for group in checkpoint.param_groups]
-    outside = [name for group in names for name in group if name not in in_model and name in owned]
-    return {
-        "world_size": world_size,
-        "names": names,
-        "shapes": {name: list(owned[name].shape) for name in outside},
-        "unnamed": list(checkpoint.unnamed),
-    }
