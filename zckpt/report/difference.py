@@ -66,24 +66,23 @@ def _by_slot(different: Rows, equal: Rows) -> list[str]:
 
 def _different(found: Rows, width: int) -> list[str]:
     header = ("slot", "different", "share", "rel L2", "max abs", "max rel", "cosine", "ULP", "")
-    figures = table(header, map(_row, found), right=tuple(range(1, len(header) - 1)))
+    digits = {"rel_l2": ".3g", "max_abs": ".3g", "max_rel": ".3g", "cosine": ".6f"}
+    rows = []
+    for one in found:
+        note = ""
+        if one["shape_a"] != one["shape_b"]:
+            note = f"shape {one['shape_a']} and {one['shape_b']}"
+        elif one["dtype_a"] != one["dtype_b"]:
+            note = f"{one['dtype_a']} and {one['dtype_b']}"
+        for key, word in (("nan", "NaN"), ("inf", "Inf")):
+            if one[f"{key}_a"] or one[f"{key}_b"]:
+                note += f" {word} {one[f'{key}_a']:,} and {one[f'{key}_b']:,}"
+        share = None if one["num_different"] is None else f"{one['num_different'] / max(one['numel'], 1):.2%}"
+        its = (f"{one[key]:{said}}" if isinstance(one[key], float) else one[key] for key, said in digits.items())
+        rows.append((one["slot"], one["num_different"], share, *its, one["max_ulp"], note.strip()))
+    figures = table(header, rows, right=tuple(range(1, len(header) - 1)))
     names = ["parameter", *(one["name"] for one in found)]
     return [fitted(line, width) for line in named(names, figures, width)]
-
-
-def _row(one: Document) -> tuple[object, ...]:
-    note = ""
-    if one["shape_a"] != one["shape_b"]:
-        note = f"shape {one['shape_a']} and {one['shape_b']}"
-    elif one["dtype_a"] != one["dtype_b"]:
-        note = f"{one['dtype_a']} and {one['dtype_b']}"
-    for key, word in (("nan", "NaN"), ("inf", "Inf")):
-        if one[f"{key}_a"] or one[f"{key}_b"]:
-            note += f" {word} {one[f'{key}_a']:,} and {one[f'{key}_b']:,}"
-    share = None if one["num_different"] is None else f"{one['num_different'] / max(one['numel'], 1):.2%}"
-    digits = {"rel_l2": ".3g", "max_abs": ".3g", "max_rel": ".3g", "cosine": ".6f"}
-    figures = (f"{one[key]:{said}}" if isinstance(one[key], float) else one[key] for key, said in digits.items())
-    return (one["slot"], one["num_different"], share, *figures, one["max_ulp"], note.strip())
 
 
 def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:

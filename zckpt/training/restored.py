@@ -122,19 +122,15 @@ def assert_restored(
             ranks.do(held.compare)
         held.check_sums()
         ranks.do(stack.close)
-    found = _said_by(ranks.gather_all(held.differences))
-    if found:
+    every = ranks.gather_all(held.differences)
+    sayers = by_key((one, str(rank)) for rank, said in enumerate(every) for one in dict.fromkeys(said))
+    if sayers:
+        found = [
+            said if len(those) == len(every) else f"{said} (on rank{'s' * (len(those) > 1)} {listed(those)})"
+            for said, those in sayers.items()
+        ]
         raise NotRestoredError([shown(one) for one in found], path=path)
     return held.reported()
-
-
-def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
-    """Return what ranks say, once, and who says it unless all do."""
-    ranks = by_key((one, str(rank)) for rank, said in enumerate(every) for one in dict.fromkeys(said))
-    return [
-        said if len(those) == len(every) else f"{said} (on rank{'s' * (len(those) > 1)} {listed(those)})"
-        for said, those in ranks.items()
-    ]
 
 
 @immutable

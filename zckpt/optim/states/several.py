@@ -82,11 +82,6 @@ class Optimizers:
         """What `restore` has not found."""
         _check_disjoint(self.states)
 
-    @property
-    def are_parts(self) -> bool:
-        """Whether ranks have different parameters, or slices of them, under the same names."""
-        return self.is_sliced or any(state.renamed is not None for state in self.states.values())
-
     def renamed(self, name: str) -> str:
         """Return the name in a checkpoint of a tensor that the model has here."""
         for state in self.states.values():

@@ -157,7 +157,11 @@ def inspect_page(document: Document, map_data: Document) -> str:
     degrees = [f"{key} {value}" for key, value in document["topology"].items() if value > 1]
     several = f" ({', '.join(degrees)})" if len(degrees) > 1 else ""  # one alone is the number of ranks
     keys = ("role", "dp_rank", "mp_rank", "nbytes", "tensor_nbytes", "unreferenced_nbytes")
-    listed = [{"path": _below(one["path"], root), **{key: one[key] for key in keys}} for one in document["files"]]
+    paths = [one["path"] for one in document["files"]]
+    paths = [os.path.relpath(path, root) if root and path.startswith(root + os.sep) else path for path in paths]
+    listed = [
+        {"path": path, **{key: one[key] for key in keys}} for path, one in zip(paths, document["files"], strict=True)
+    ]
     more = _groups(document["param_groups"]) + MAP_TABLE
     if listed:
         more += details(f"Files ({len(listed):,})", '<div id="files"></div>')
@@ -238,10 +242,6 @@ def _groups(groups: Sequence[Document]) -> str:
         (group, *numbers), *rows = zip(map(text, header), *columns, strict=True)
         shown = table("Param groups", (group, *numbers), rows)
     return details(f"Param groups ({len(groups)})", shown)
-
-
-def _below(path: str, root: str) -> str:
-    return os.path.relpath(path, root) if root and path.startswith(root + os.sep) else path
 
 
 def verify_page(document: Document, map_data: Document | None = None) -> str:
