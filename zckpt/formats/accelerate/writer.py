@@ -13,7 +13,7 @@ sampler.bin, scaler.pt, custom_checkpoint_0.pkl ...      only where the source i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,17 +174,13 @@ def lay_out(job: Job) -> TargetFiles:
         notes.append("the source has no optimizer: load_state only works if no optimizer was prepared")
     states = state_files(checkpoint, parts.optimizers, notes)
     files += [torch_writer.lay_out(name, value) for name, value in states.items()]
-    files.append(torch_writer.lay_out(OWN_NAME, _own(parts.whole, states, sharded=form == SHARDED)))
+    whole, held = parts.whole, {Path(name).stem for name in states}  # which are read by their own names
+    if form == SHARDED:
+        own = own_tree(whole, (), without=held)
+    else:
+        own = {**remainder(whole), "metadata": without(whole.metadata, *held)}
+    files.append(torch_writer.lay_out(OWN_NAME, {**own, "dtypes": types_of_weights(whole)}))
     return TargetFiles([*files, *copies_of(assets)], notes=notes, copied=frozenset(assets))
-
-
-def _own(checkpoint: Checkpoint, states: Mapping[str, object], *, sharded: bool) -> dict[str, object]:
-    """Return what is in no other file: those of `states` are read by their own names."""
-    held = {Path(name).stem for name in states}
-    if sharded:
-        return {**own_tree(checkpoint, (), without=held), "dtypes": types_of_weights(checkpoint)}
-    metadata = without(checkpoint.metadata, *held)
-    return {**remainder(checkpoint), "metadata": metadata, "dtypes": types_of_weights(checkpoint)}
 
 
 def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile]:

@@ -67,7 +67,12 @@ def lay_out(job: Job) -> TargetFiles:
     model_type = (read_json(assets[CONFIG_NAME]) or {}).get("model_type") if CONFIG_NAME in assets else None
     known = architecture(model_type if isinstance(model_type, str) else None)
     notes: list[str] = []
-    files = _model_files(checkpoint, assets)
+    entries = [Entry(name, *one) for name, one in trained_tensors(checkpoint).items()]
+    adapter = is_adapter([one.name for one in checkpoint.tensors()], assets)
+    if adapter:
+        files = [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
+    else:
+        files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
     if checkpoint.param_groups:
         checkpoint = as_the_trainer_has_them(checkpoint, known, notes)
         slots = checkpoint.optimizer_slot_names()
@@ -87,7 +92,7 @@ def lay_out(job: Job) -> TargetFiles:
     rest["metadata"] = without(checkpoint.metadata, *carried)
     files.append(torch_writer.lay_out(OWN_NAME, rest))
     files += copies_of(assets)
-    if ADAPTER_CONFIG not in assets and is_adapter([one.name for one in checkpoint.tensors()], assets):
+    if ADAPTER_CONFIG not in assets and adapter:
         notes.append(
             f"the source has no {ADAPTER_CONFIG}, without which the Trainer cannot load an adapter: add the file, "
             "which save_pretrained of the model with the adapter writes"
@@ -111,13 +116,6 @@ def _check(checkpoint: Checkpoint) -> None:
             "does not state its step, which the Trainer needs to resume",
             advice="`zckpt consolidate` writes only the model",
         )
-
-
-def _model_files(checkpoint: Checkpoint, assets: Mapping[str, Path]) -> list[TargetFile]:
-    entries = [Entry(name, *one) for name, one in trained_tensors(checkpoint).items()]
-    if is_adapter([one.name for one in checkpoint.tensors()], assets):
-        return [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
-    return safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
 
 
 def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[str]) -> TargetFile:
@@ -175,7 +173,24 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         count = f"{len(groups)} param groups" if len(groups) > 1 else "the param group"
         notes.append(f"{count} became the Trainer's two: one with weight decay, one with norms and biases")
     _check_order(members, known)
-    return _regrouped(checkpoint, members)
+    group_of_name = {name: group for group in groups for name in group.parameters}
+    made: list[ParamGroup] = []
+    for names in members:
+        sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
+        first, *others = sources or groups[:1]
+        for other in others:
+            keys = {**first.hyperparameters, **other.hyperparameters}
+            unlike = [k for k in keys if first.hyperparameters.get(k) != other.hyperparameters.get(k)]
+            unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
+            if unlike:
+                mine, its = (one.hyperparameters.get(unlike[0]) for one in (first, other))
+                raise UnsupportedError(
+                    "param groups that are one in the Trainer differ",
+                    expected="the same hyperparameters for all parameters with weight decay, and for all others",
+                    found=f"{unlike[0]} {mine} and {its}",
+                )
+        made.append(ParamGroup(dict(first.hyperparameters), names, dict(first.state)))
+    return checkpoint.regrouped(made)
 
 
 def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architecture) -> bool:
@@ -234,24 +249,3 @@ def _check_order(members: Members, known: Architecture) -> None:
             expected="the order of model.named_parameters()",
             found=f"{members[0][0] if members[0] else members[1][0]} first",
         )
-
-
-def _regrouped(checkpoint: Checkpoint, members: Members) -> Checkpoint:
-    group_of_name = {name: group for group in checkpoint.param_groups for name in group.parameters}
-    made: list[ParamGroup] = []
-    for names in members:
-        sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
-        first, *others = sources or checkpoint.param_groups[:1]
-        for other in others:
-            keys = {**first.hyperparameters, **other.hyperparameters}
-            unlike = [k for k in keys if first.hyperparameters.get(k) != other.hyperparameters.get(k)]
-            unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
-            if unlike:
-                mine, its = (one.hyperparameters.get(unlike[0]) for one in (first, other))
-                raise UnsupportedError(
-                    "param groups that are one in the Trainer differ",
-                    expected="the same hyperparameters for all parameters with weight decay, and for all others",
-                    found=f"{unlike[0]} {mine} and {its}",
-                )
-        made.append(ParamGroup(dict(first.hyperparameters), names, dict(first.state)))
-    return checkpoint.regrouped(made)
