@@ -170,7 +170,12 @@ class Reader(StorageReader):
         UsageError
             Param groups do not fit the checkpoint's.
         """
-        checks, ranks = Checks(), _ranks(plan.storage_data if self._verify else None)
+        checks, ranks = Checks(), Ranks(purpose=ALONE)
+        members: Sequence[int] | None = plan.storage_data  # whose plans were put together, which DCP tells nowhere else
+        if self._verify and members is not None and len(members) > 1:
+            everyone = len(members) == dist.get_world_size()
+            group = None if everyone else dist.new_group([*members], backend="gloo", use_local_synchronization=True)
+            ranks = Ranks(group)
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
 
         def read() -> None:
@@ -222,14 +227,6 @@ class Reader(StorageReader):
         numbers = iter(read_scalars([node for _, node in nodes if isinstance(node, Slot)]))
         for item, node in nodes:
             _give(planner, item, state.get(item.dest_index.fqn), next(numbers) if isinstance(node, Slot) else node)
-
-
-def _ranks(members: Sequence[int] | None) -> Ranks:
-    """Return the ranks whose plans were put together, which DCP does not tell otherwise."""
-    if members is None or len(members) == 1:
-        return Ranks(purpose=ALONE)
-    everyone = len(members) == dist.get_world_size()
-    return Ranks(None if everyone else dist.new_group(list(members), backend="gloo", use_local_synchronization=True))
 
 
 def _extent(item: ReadItem) -> Extent:

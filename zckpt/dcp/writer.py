@@ -359,8 +359,8 @@ def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, li
         raise UnsupportedError(
             f"the planner is a {type(planner).__name__}", path=source, expected="a DefaultSavePlanner"
         )
-    slots, numbers = _own(state, getattr(planner, "mappings", {}), source)
-    part = Part(tied=_tied(state, slots))
+    slots, numbers, tied = _own(state, getattr(planner, "mappings", {}), source)
+    part = Part(tied=tied)
     held: list[tuple[Piece, torch.Tensor]] = []
     for item in plan.items:
         key = item.index.fqn
@@ -399,10 +399,13 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return found
 
 
-def _own(state: Mapping[str, Any], paths: Paths, source: str) -> tuple[dict[str, tuple[str, str]], dict[str, Any]]:
-    """Return which tensors of a rank's state dict are of the model or the optimizer, and the latter's single numbers.
+def _own(
+    state: Mapping[str, Any], paths: Paths, source: str
+) -> tuple[dict[str, tuple[str, str]], dict[str, Any], dict[str, str]]:
+    """Return which tensors of a rank's state dict are of the model or the optimizer, numbers, and keys that are tied.
 
-    Numbers are 0-d tensors, such as steps.
+    Numbers are the optimizer's 0-d tensors, such as steps. Tied are weights that have the memory of one before them, by
+    its key; not what a module counts.
     """
     values = Values()
     found: dict[str, object] = {
@@ -416,18 +419,14 @@ def _own(state: Mapping[str, Any], paths: Paths, source: str) -> tuple[dict[str,
             with suppress(UnsupportedError):  # of a kind that is none
                 encode(number)
                 numbers[item.key] = number
-    return contents(source, {**found, **numbers}, paths).slots, numbers
-
-
-def _tied(state: Mapping[str, Any], slots: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Return keys of weights that have the memory of one before them, and its key; not of what a module counts."""
+    slots = contents(source, {**found, **numbers}, paths).slots
     first: dict[tuple[object, ...], str] = {}
-    found: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for key, (slot, _) in slots.items():
         tensor = state[key]
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if slot == WEIGHT and tensor.dim() > 1 and is_floating(dtype_name(tensor.dtype)) and local.numel():
             memory = (local.data_ptr(), local.dtype, local.shape, local.stride(), tensor.shape)
             if (owner := first.setdefault(memory, key)) != key:
-                found[key] = owner
-    return found
+                tied[key] = owner
+    return slots, numbers, tied

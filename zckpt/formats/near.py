@@ -90,7 +90,7 @@ def settle(
             return unsure
         found = next(iter(misses), None) or _of_others(path)
         error: SourceError = found.error(path) if found is not None else _unknown(path)
-        error.advice = error.advice or _parent(path) or _file_in(path)
+        error.advice = error.advice or _inside(path)
     else:
         claimed = unsure is not None and unsure[0].name != TRIED_LAST
         found = pointer(path) or next(iter(misses), None) or (None if claimed else _of_other(path))
@@ -192,17 +192,17 @@ def _unknown(path: Path) -> SourceError:
     )
 
 
-def _parent(path: Path) -> str | None:
-    """Name the latest checkpoint below, where a run's or a Trainer's output directory has them."""
+def _inside(path: Path) -> str | None:
+    """Name the latest checkpoint below, as in a run's or a Trainer's output directory; else a file of torch's.
+
+    What the file is said to be where it is given itself is more.
+    """
     inside = [one for one in units(path, depth=BELOW, files=False) if one.opened != path]
     said = latest_of(path).values()
     named = [one for one in inside if any(is_named(one.path, path, text) for text in said)]
     latest = max(named or inside, key=lambda one: (one.number is not None, numbered(one.path.name)), default=None)
-    return f"did you mean {latest.opened}?" if latest is not None else None
-
-
-def _file_in(path: Path) -> str | None:
-    """Name a file that torch may have saved: what it is said to be where it is given itself is more."""
+    if latest is not None:
+        return f"did you mean {latest.opened}?"
     files = (path / one.name for one in _entries(path) if one.name.endswith((".pt", ".pth", ".bin", ".ckpt")))
     return next((f"give one of its files, such as {one}" for one in files if _head(one).startswith(b"PK\3\4")), None)
 

@@ -20,7 +20,7 @@ from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.storage.files import entries_of, opened
-from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
+from zckpt.torchfile import AlikeRecords, read_archive, read_torchfile
 
 SAFETENSORS_SUFFIX = ".safetensors"
 
@@ -114,22 +114,21 @@ def _archive_sums(file: SourceFile) -> Iterator[Sum]:
 
     Where `torch.serialization.skip_data` (torch 2.6) leaves room for data that are written later, it states 0.
     """
-    for records in [file.records] if file.records else _records(file):
+    every: list[Sequence[tuple[str, int, int, int]]] = [file.records] if file.records else []
+    if not every:
+        archives = file.archives
+        if not archives and file.nbytes >= len(ZIP):
+            with opened(file.path) as source:
+                archives = [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
+        for offset, nbytes in archives:
+            with opened(file.path, offset, nbytes) as source:
+                every.append(list(read_archive(source).values()))
+    for records in every:
         filled = list(records.filled()) if isinstance(records, AlikeRecords) else records
         if any(crc for *_, crc in filled):
             for name, offset, nbytes, crc in filled:
                 if crc or not nbytes:
                     yield Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
-
-
-def _records(file: SourceFile) -> Iterator[Sequence[Record]]:
-    archives = file.archives
-    if not archives and file.nbytes >= len(ZIP):
-        with opened(file.path) as source:
-            archives = [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
-    for offset, nbytes in archives:
-        with opened(file.path, offset, nbytes) as source:
-            yield list(read_archive(source).values())
 
 
 def source_checks(checkpoints: Checkpoint | Sequence[Checkpoint], plan: Plan | None = None) -> Checks:

@@ -200,7 +200,12 @@ def _measured(_index: int, _start: int, arrays: Sequence[Array]) -> Distribution
     if array.dtype.type is np.void:
         return found
     with np.errstate(all="ignore"):
-        values = _as_floats(array)
+        if array.dtype.kind == "c":
+            values = np.abs(array).astype(np.float64)
+        elif is_floating(array.dtype.name) and array.dtype.itemsize < np.dtype(np.float64).itemsize:
+            values = cast(array, "float32")  # which has all values of their type
+        else:
+            values = np.ascontiguousarray(array, np.float64)
         word, shift, mask, bias = _EXPONENTS[values.dtype.itemsize]
         exponents = np.bincount(((values.view(word) >> word(shift)) & word(mask)).astype(np.intp), minlength=mask + 1)
         found.zeros = values.size - int(np.count_nonzero(values))
@@ -217,12 +222,3 @@ def _measured(_index: int, _start: int, arrays: Sequence[Array]) -> Distribution
             wide -= found.mean
             found.squares = float(np.vdot(wide, wide))
     return found
-
-
-def _as_floats(array: Array) -> Array:
-    """Return elements as float32, if that has all values of their type, or as float64."""
-    if array.dtype.kind == "c":
-        return np.abs(array).astype(np.float64)
-    if is_floating(array.dtype.name) and array.dtype.itemsize < np.dtype(np.float64).itemsize:
-        return cast(array, "float32")
-    return np.ascontiguousarray(array, np.float64)

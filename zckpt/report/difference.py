@@ -26,7 +26,17 @@ def render(document: Document, *, width: int, paint: Paint | None = None, limit:
         only = document[f"only_in_{side}"]
         names = (f"  {one['name']}" + (f" {one['slot']}" if one["slot"] else "") for one in only[:limit])
         lines += listed(only, f"only in {side}: {len(only):,}", names)
-    lines += _by_slot(different, document["equal_slots"]) if different else []
+    if different:
+        rows = []
+        for slot in dict.fromkeys(["weight", *(one["slot"] for one in different)]):
+            own, same = ([one for one in some if one["slot"] == slot] for some in (different, document["equal_slots"]))
+            known = [one for one in own if one["num_different"] is not None]
+            elements = sum(one["num_different"] for one in known), sum(one["numel"] for one in (*known, *same))
+            worst = max((float(one["rel_l2"]) for one in known if one["rel_l2"] is not None), default=None)
+            share = f"{elements[0] / max(elements[1], 1):.2%}"
+            rows.append((slot, len(own), len(same), share, worst and f"{worst:.3g}"))
+        header = ("slot", "different", "equal", "elements", "worst rel L2")
+        lines += ["", *table(header, [row for row in rows if row[1] or row[2]], right=(1, 2, 3, 4))]
     lines += listed(different, f"different: {count(len(different), 'slot')}", _different(different[:limit], width))
     if document["metadata"]:
         values = ("a", "b")
@@ -48,20 +58,6 @@ def render(document: Document, *, width: int, paint: Paint | None = None, limit:
 def _listed(found: Rows, first: str, lines: Iterable[str], *, limit: int = SHOWN_ROWS) -> list[str]:
     """Return what is said of all rows, of which there are lines for some."""
     return ["", first, *lines, *more(found, limit)] if found else []
-
-
-def _by_slot(different: Rows, equal: Rows) -> list[str]:
-    """Return how much differs in each slot, weights first, then as they are."""
-    slots = dict.fromkeys(["weight", *(one["slot"] for one in different)])
-    rows = []
-    for slot in slots:
-        own, same = ([one for one in some if one["slot"] == slot] for some in (different, equal))
-        known = [one for one in own if one["num_different"] is not None]
-        elements = sum(one["num_different"] for one in known), sum(one["numel"] for one in (*known, *same))
-        worst = max((float(one["rel_l2"]) for one in known if one["rel_l2"] is not None), default=None)
-        rows.append((slot, len(own), len(same), f"{elements[0] / max(elements[1], 1):.2%}", worst and f"{worst:.3g}"))
-    header = ("slot", "different", "equal", "elements", "worst rel L2")
-    return ["", *table(header, [row for row in rows if row[1] or row[2]], right=(1, 2, 3, 4))]
 
 
 def _different(found: Rows, width: int) -> list[str]:

@@ -36,7 +36,13 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     lines += _groups(document["param_groups"])
     lines += _beside(document["per_rank"], document["padding"])
     if parameters:
-        lines += ["", *_parameters(document)]
+        listed = []
+        for kind, own in (("parameters", ""), ("buffers", "buffer"), ("unnamed", "no name")):
+            for one in document[kind]:
+                note = f"tied to {one['tied_to']}" if one["tied_to"] else "frozen" if one["frozen"] else own
+                shape = "x".join(map(str, one["shape"])) or "scalar"
+                listed.append((one["name"], shape, one["dtype"], one["group"], ", ".join(one["slots"]), note))
+        lines += ["", *table(("parameter", "shape", "dtype", "group", "slots", ""), listed, right=(3,))]
     if files or with_globals:
         sizes = ("nbytes", "tensor_nbytes", "unreferenced_nbytes")
         rows = [
@@ -154,13 +160,3 @@ def _beside(per_rank: list[Document], padding: Document) -> list[str]:
         shown = f"({', '.join(padded[:SHOWN_RANKS])}{more})"
         lines += ["", f"padding: {count(padding['num_elements'], 'element')}, {size(padding['nbytes'])} {shown}"]
     return lines
-
-
-def _parameters(document: Document) -> list[str]:
-    rows = []
-    for kind, own in (("parameters", ""), ("buffers", "buffer"), ("unnamed", "no name")):
-        for one in document[kind]:
-            note = f"tied to {one['tied_to']}" if one["tied_to"] else "frozen" if one["frozen"] else own
-            shape = "x".join(map(str, one["shape"])) or "scalar"
-            rows.append((one["name"], shape, one["dtype"], one["group"], ", ".join(one["slots"]), note))
-    return table(("parameter", "shape", "dtype", "group", "slots", ""), rows, right=(3,))

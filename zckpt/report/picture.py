@@ -340,10 +340,20 @@ def svg(map_data: Document) -> str:
         '<pattern id="frozen" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<path d="M0 0V6" stroke="{GROUND}" stroke-width="3"/></pattern></defs>',
         f'<rect width="{WIDTH}" height="{height}" fill="{GROUND}"/>',
-        *(_svg_shape(shape) for shape in drawn),
-        "</svg>\n",
     ]
-    return "\n".join(lines)
+    for one in drawn:
+        if one.text:
+            anchor = ' text-anchor="end"' if one.right else ""
+            weight = ' font-weight="600"' if one.bold else ""
+            lines.append(
+                f'<text x="{one.x:.1f}" y="{one.y:.1f}" dy=".35em" font-size="{one.font}"{anchor}{weight} '
+                f'fill="{one.fill}">{_safe(one.text)}</text>'
+            )
+        else:
+            box = f'x="{one.x:.2f}" y="{one.y:.2f}" width="{one.width:.2f}" height="{one.height:.2f}"'
+            hatch = f'<rect {box} fill="url(#{one.hatch})"/>' if one.hatch else ""
+            lines.append(f'<rect {box} fill="{one.fill}"/>{hatch}')
+    return "\n".join([*lines, "</svg>\n"])
 
 
 def png(map_data: Document) -> bytes:
@@ -392,16 +402,3 @@ def _plain(value: str) -> str:
 
 def _safe(value: str) -> str:
     return escape(_plain(value), quote=True)
-
-
-def _svg_shape(one: Shape) -> str:
-    if one.text:
-        anchor = ' text-anchor="end"' if one.right else ""
-        weight = ' font-weight="600"' if one.bold else ""
-        return (
-            f'<text x="{one.x:.1f}" y="{one.y:.1f}" dy=".35em" font-size="{one.font}"{anchor}{weight} '
-            f'fill="{one.fill}">{_safe(one.text)}</text>'
-        )
-    box = f'x="{one.x:.2f}" y="{one.y:.2f}" width="{one.width:.2f}" height="{one.height:.2f}"'
-    drawn = f'<rect {box} fill="{one.fill}"/>'
-    return drawn + (f'<rect {box} fill="url(#{one.hatch})"/>' if one.hatch else "")

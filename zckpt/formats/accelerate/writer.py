@@ -71,7 +71,20 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
         if checkpoint.optimizers():
             raise _unpaired(checkpoint, "one model, or which parameters are of which")
         return Parts(checkpoint, [checkpoint], [checkpoint] if checkpoint.param_groups else [])
-    apart = [_of_model(checkpoint, name) for name in models]
+    names = [one.name for one in checkpoint.tensors()]
+    modules, alone_there = of_modules(checkpoint)
+    apart = []  # what is of one model under its own names; param groups only where all of their parameters are
+    for front in (f"{model}." for model in models):
+        own = {name: name.removeprefix(front) for name in names if name.startswith(front)}
+        its = {name.removeprefix(front): one for name, one in modules.items() if name.startswith(front)}
+        alone = replace(
+            checkpoint,
+            parameters={name: one for name, one in checkpoint.parameters.items() if name in own},
+            buffers={name: one for name, one in checkpoint.buffers.items() if name in own},
+            metadata={**without(checkpoint.metadata, *alone_there), **its},
+        )
+        groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
+        apart.append(renamed(alone.regrouped(groups), own))
     if not checkpoint.optimizers() and not paired:
         return Parts(checkpoint, apart, [checkpoint] if checkpoint.param_groups else [])
     if sum(len(one.param_groups) for one in apart) != len(checkpoint.param_groups):
@@ -88,22 +101,6 @@ def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
         advice="`--to=zckpt` holds all of them",
     )
-
-
-def _of_model(checkpoint: Checkpoint, model: str) -> Checkpoint:
-    """Return what is of one model under its own names; param groups only where all of their parameters are."""
-    names = {one.name: one.name.removeprefix(f"{model}.") for one in checkpoint.tensors()}
-    own = {name: short for name, short in names.items() if name != short}
-    modules, alone_there = of_modules(checkpoint)
-    its = {name.removeprefix(f"{model}."): one for name, one in modules.items() if name.startswith(f"{model}.")}
-    alone = replace(
-        checkpoint,
-        parameters={name: one for name, one in checkpoint.parameters.items() if name in own},
-        buffers={name: one for name, one in checkpoint.buffers.items() if name in own},
-        metadata={**without(checkpoint.metadata, *alone_there), **its},
-    )
-    groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
-    return renamed(alone.regrouped(groups), own)
 
 
 def _arranged(checkpoint: Checkpoint, models: Sequence[str]) -> Checkpoint:

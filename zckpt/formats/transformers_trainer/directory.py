@@ -121,7 +121,13 @@ def find(path: Path) -> Directory | NearMiss | None:
         return None
     entries = entries_of(path)
     names = {entry.name for entry in entries if entry.is_file()}
-    if _is_anothers(path, names, entries):
+    of_dcp = [one.name for one in entries if one.is_dir() and _DCP_FOLDER.fullmatch(one.name)]
+    if (  # of DeepSpeed, of DCP, or a consolidated one, next to whose files are such as these
+        "latest" in names
+        or ".metadata" in names
+        or {"metadata.pt", "model.safetensors.index.json"} <= names
+        or any(is_file(path / name / ".metadata") for name in of_dcp)
+    ):
         return None
     first = _first(path, names)
     numbered = {int(match[1] or 0): path / name for name in sorted(names) if (match := _OPTIMIZER.fullmatch(name))}
@@ -148,14 +154,6 @@ def find(path: Path) -> Directory | NearMiss | None:
     if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:
         return None
     return Directory(path, (first, *further), optimizers, own, parts)
-
-
-def _is_anothers(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]]) -> bool:
-    """Tell a directory of DeepSpeed, of DCP, or a consolidated one, next to whose files are such as these."""
-    if "latest" in names or ".metadata" in names or {"metadata.pt", "model.safetensors.index.json"} <= names:
-        return True
-    folders = [one.name for one in entries if one.is_dir() and _DCP_FOLDER.fullmatch(one.name)]
-    return any(is_file(path / name / ".metadata") for name in folders)
 
 
 def _first(path: Path, names: set[str]) -> ModelFiles | None:

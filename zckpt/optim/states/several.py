@@ -80,7 +80,20 @@ class Optimizers:
                 )
         self.notes: list[str] = []
         """What `restore` has not found."""
-        _check_disjoint(self.states)
+        owners: dict[int, str] = {}
+        called: dict[str, str] = {}
+        for name, state in self.states.items():
+            for its, parameter in state.members():
+                other = owners.setdefault(id(parameter), name)
+                if other != name:
+                    raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
+                other = called.setdefault(its, name)
+                if other != name:
+                    raise UsageError(
+                        f"parameters of two optimizers are named {its}",
+                        found=_listed([other, name]),
+                        advice="give the model that has both, or distinct names",
+                    )
 
     def renamed(self, name: str) -> str:
         """Return the name in a checkpoint of a tensor that the model has here."""
@@ -173,8 +186,16 @@ class Optimizers:
             return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
         had_one = isinstance(checkpoint.converted_from.get("optimizer"), str)  # without a name
         in_turn = theirs.keys() <= {ALONE} and not had_one
-        if self.is_one or (whole.asked.strict and not in_turn):
-            _check_names(list(theirs), ours, path)
+        if (self.is_one or (whole.asked.strict and not in_turn)) and sorted(ours) != sorted(theirs):
+            what = "the checkpoint has optimizers of other names"
+            advice = "give a mapping with the names that were saved, or a list if they are numbers"
+            if len(ours) != len(theirs):
+                what = (
+                    f"the checkpoint has {len(theirs)} optimizer{('' if len(theirs) == 1 else 's')}, but {len(ours)} "
+                    f"{('was' if len(ours) == 1 else 'were')} given"
+                )
+                advice = "give as many as were saved, or strict=False"
+            raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
         if in_turn:  # the checkpoint does not say of which optimizer each group is
             counts = {name: len(state.names()) for name, state in self.states.items()}
             if sum(counts.values()) != len(checkpoint.param_groups):
@@ -193,21 +214,6 @@ class Optimizers:
             if name not in theirs
         ]
         return {name: (theirs[name], metadata.get(name, {})) for name in self.states if name in theirs}
-
-
-def _check_names(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
-    """Refuse other optimizers than a checkpoint has."""
-    if sorted(ours) == sorted(theirs):
-        return
-    what = "the checkpoint has optimizers of other names"
-    advice = "give a mapping with the names that were saved, or a list if they are numbers"
-    if len(ours) != len(theirs):
-        what = (
-            f"the checkpoint has {len(theirs)} optimizer{('' if len(theirs) == 1 else 's')}, but {len(ours)} "
-            f"{('was' if len(ours) == 1 else 'were')} given"
-        )
-        advice = "give as many as were saved, or strict=False"
-    raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
 
 
 def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
@@ -307,24 +313,6 @@ def process_group_of(given: Given) -> dist.ProcessGroup | None:
     if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
         raise UsageError("the optimizers have different process groups", advice="give process_group= with all ranks")
     return groups[0] if groups else None
-
-
-def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
-    """Refuse a parameter that two optimizers have, and two parameters of one name."""
-    owners: dict[int, str] = {}
-    called: dict[str, str] = {}
-    for name, state in states.items():
-        for its, parameter in state.members():
-            other = owners.setdefault(id(parameter), name)
-            if other != name:
-                raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
-            other = called.setdefault(its, name)
-            if other != name:
-                raise UsageError(
-                    f"parameters of two optimizers are named {its}",
-                    found=_listed([other, name]),
-                    advice="give the model that has both, or distinct names",
-                )
 
 
 def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
