@@ -226,28 +226,22 @@ def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
     for groups in every:
         for name, ours in by_key((group.optimizer, group) for group in groups).items():
             before = found.setdefault(name, [replace(one, parameters=[]) for one in ours])
-            _check_alike(before, ours)
-            for group, one in zip(before, ours, strict=True):
+            advice = "make the optimizers of all parts alike, or give them by name"
+            if len(before) != len(ours):
+                raise UsageError(
+                    "parts of an optimizer have different numbers of param groups",
+                    expected=len(before), found=len(ours), advice=advice,
+                )  # fmt: skip
+            for index, (group, one) in enumerate(zip(before, ours, strict=True)):
+                its, theirs = group.hyperparameters, one.hyperparameters
+                other = sorted(key for key in its.keys() | theirs.keys() if its.get(key) != theirs.get(key))
+                if other or group.state != one.state:
+                    raise UsageError(
+                        f"param group {index} differs between parts of an optimizer: {', '.join(other) or 'state'}",
+                        advice=advice,
+                    )
                 group.parameters = list(dict.fromkeys([*group.parameters, *one.parameters]))
     return [group for groups in found.values() for group in groups]
-
-
-def _check_alike(before: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> None:
-    """Refuse parts of one optimizer that differ in what is not by parameter."""
-    advice = "make the optimizers of all parts alike, or give them by name"
-    if len(before) != len(ours):
-        raise UsageError(
-            "parts of an optimizer have different numbers of param groups",
-            expected=len(before), found=len(ours), advice=advice,
-        )  # fmt: skip
-    for index, (group, one) in enumerate(zip(before, ours, strict=True)):
-        one_hyper, its = one.hyperparameters, group.hyperparameters
-        other = sorted(key for key in its.keys() | one_hyper.keys() if its.get(key) != one_hyper.get(key))
-        if other or group.state != one.state:
-            raise UsageError(
-                f"param group {index} differs between parts of an optimizer: {', '.join(other) or 'state'}",
-                advice=advice,
-            )
 
 
 def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
