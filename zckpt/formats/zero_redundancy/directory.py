@@ -81,7 +81,19 @@ def find(path: Path) -> Directory | None:
         metadata = read_torchfile(path / METADATA_NAME)
         if KEY in dict_of(metadata.root):
             models = tuple(path / name for name in names if _MODEL.fullmatch(name))
-            return Directory(path, _own_ranks(path, names, metadata), (), metadata, models)
+            world_size = dict_of(dict_of(metadata.root).get(KEY)).get("world_size")
+            own = [match for match in map(_OWN.fullmatch, names) if match is not None and match[1] is not None]
+            found = {int(match[1]): path / match[0] for match in own}
+            if world_size is None:
+                return Directory(path, (), (), metadata, models)
+            if type(world_size) is not int or not 1 <= world_size >= len(found):
+                raise ShardError(
+                    "the rank files do not match the metadata",
+                    path=path,
+                    expected=f"{world_size} ranks",
+                    found=f"{len(found)} files",
+                )
+            return Directory(path, _of_all(path, found, world_size), (), metadata, models)
     families = [family for family in _families(path, names) if _holds_optimizer(family)]
     if len(families) > 1:
         raise UnknownFormatError(
@@ -110,24 +122,6 @@ def optimizer_key(root: object) -> object:
     if len(found) != 1:
         raise KeyError
     return found[0]
-
-
-def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path, ...]:
-    from zckpt.state import dict_of
-
-    root = metadata.root
-    world_size = dict_of(dict_of(root).get(KEY)).get("world_size")
-    if world_size is None:
-        return ()
-    found = {int(own[1]): path / own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
-    if type(world_size) is not int or not 1 <= world_size >= len(found):
-        raise ShardError(
-            "the rank files do not match the metadata",
-            path=path,
-            expected=f"{world_size} ranks",
-            found=f"{len(found)} files",
-        )
-    return _of_all(path, found, world_size)
 
 
 def _of_all(path: Path, found: Mapping[int, Path], world_size: int) -> tuple[Path, ...]:
