@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from zckpt.report.page.markup import (
     HISTOGRAM,
@@ -270,7 +270,17 @@ def verify_page(document: Document, map_data: Document | None = None) -> str:
         ],
         broad=("Path", "Fingerprint"),
     )
-    main = section("Findings", _findings(findings, counts), identity="findings")
+    choices = "".join(
+        f'<label class="choice"><input type="checkbox" checked data-severity="{kind}">'
+        f'<span class="badge {kind}">{kind}</span>{counts[kind]:,}</label>'
+        for kind in SEVERITIES
+        if counts[kind]
+    )
+    listed = (
+        f'<fieldset class="legend severities"><legend class="unseen">Severities shown</legend>{choices}</fieldset>'
+        '<p class="unseen" id="findings-answer" aria-live="polite"></p>' + "".join(_finding(one) for one in findings)
+    )
+    main = section("Findings", listed if findings else "<p>None.</p>", identity="findings")
     if map_data:
         main += search("parameter") + MAP_SECTIONS + section("More", MAP_TABLE, identity="more")
     kept = ("severity", "ranks", "parameters", "file")
@@ -278,21 +288,6 @@ def verify_page(document: Document, map_data: Document | None = None) -> str:
     subtitle = f"Verification of a {document['format'] or 'damaged'} checkpoint"
     source = name_of(document["source"])
     return page("verify", source, subtitle, said + head, main, name="verification", data=data)
-
-
-def _findings(findings: Sequence[Document], counts: Mapping[str, int]) -> str:
-    if not findings:
-        return "<p>None.</p>"
-    choices = "".join(
-        f'<label class="choice"><input type="checkbox" checked data-severity="{kind}">'
-        f'<span class="badge {kind}">{kind}</span>{counts[kind]:,}</label>'
-        for kind in SEVERITIES
-        if counts[kind]
-    )
-    return (
-        f'<fieldset class="legend severities"><legend class="unseen">Severities shown</legend>{choices}</fieldset>'
-        '<p class="unseen" id="findings-answer" aria-live="polite"></p>' + "".join(_finding(one) for one in findings)
-    )
 
 
 def _finding(one: Document) -> str:
