@@ -194,31 +194,27 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
         )
     state: dict[object, object] = {}
     groups: list[object] = []
-    number = 0
+    first = 0
     owners = _owners(checkpoint)
     for group in checkpoint.param_groups:
-        first = number
-        for parameter in group.parameters:
-            found = _state(checkpoint, owners[parameter], slots) if parameter in owners else {}
+        for number, name in enumerate(group.parameters, first):
+            owner = owners.get(name)
+            if owner is None:
+                continue
+            values = parameter_values(checkpoint, owner)
+            if MASTER in slots and owner.master:
+                values[MASTER] = owner.master
+            found: dict[object, object] = {}  # single values, and the tensors of the slots asked for
+            for key, value in values.items():
+                if not isinstance(value, Slot):
+                    found[key] = torch_writer.value_node(value)
+                elif key in slots:
+                    found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{owner.name}")
             if found:
                 state[number] = found
-            number += 1
         numbered = any(n in checkpoint.unnamed or (n.isdecimal() and n not in owners) for n in group.parameters)
         named = {} if numbered else {"param_names": list(group.parameters)}
         hyperparameters = {key: torch_writer.value_node(value) for key, value in group.hyperparameters.items()}
-        groups.append({**hyperparameters, **named, "params": list(range(first, number))})
+        groups.append({**hyperparameters, **named, "params": list(range(first, first + len(group.parameters)))})
+        first += len(group.parameters)
     return {"state": state, "param_groups": groups}
-
-
-def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
-    """Return one parameter's state: single values, and the tensors of the slots asked for."""
-    values = parameter_values(checkpoint, parameter)
-    if MASTER in slots and parameter.master:
-        values[MASTER] = parameter.master
-    found: dict[object, object] = {}
-    for key, value in values.items():
-        if not isinstance(value, Slot):
-            found[key] = torch_writer.value_node(value)
-        elif key in slots:
-            found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{parameter.name}")
-    return found
