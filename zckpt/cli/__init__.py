@@ -73,7 +73,12 @@ def main() -> None:
     try:
         with _ending_in_order(), _telling(arguments), launched(arguments) as has_worked:
             words = ["--debug"] * debug + [a for a in arguments if a != "--debug"]
-            status = 0 if has_worked else _run(words)
+            status: int | None = 0
+            if not has_worked and "_ZCKPT_COMPLETE" in os.environ:
+                cli.main(words, "zckpt")
+            if not has_worked:  # as `cli.main`, which prints an empty line where it is interrupted
+                with cli.make_context("zckpt", words) as context:
+                    status = cli.invoke(context)
             sys.stdout.flush()
     except click.exceptions.Exit as error:
         status = error.exit_code
@@ -99,15 +104,6 @@ def main() -> None:
     finally:
         ZckptError.names_flags = named
     sys.exit(status if isinstance(status, int) else 0)
-
-
-def _run(words: list[str]) -> int | None:
-    """Run a command; as `cli.main` does, which prints an empty line where it is interrupted."""
-    if "_ZCKPT_COMPLETE" in os.environ:
-        cli.main(words, "zckpt")
-    with cli.make_context("zckpt", words) as context:
-        status: int | None = cli.invoke(context)
-        return status
 
 
 @contextmanager

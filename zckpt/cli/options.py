@@ -121,7 +121,9 @@ def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
     if one.kind == "flag":
         return flag(option, f"{name}{suffix}", help=text)
     if one.kind == "size":
-        return click.option(option, type=ByteSize(), default=_size(one.default), show_default=True, help=text)
+        nbytes: Any = one.default
+        default = f"{nbytes // 10**9}GB" if nbytes >= 10**9 else f"{nbytes // 10**6}MB"  # as one would write it
+        return click.option(option, type=ByteSize(), default=default, show_default=True, help=text)
     if one.kind == "names":
         return names_option(option, str(one.metavar), text)
     if one.choices:
@@ -137,11 +139,6 @@ def _option_of(name: str, one: Shared, suffix: str) -> Callable[[Any], Any]:
         option, f"{name}{suffix}", type=kind, multiple=one.several, metavar=one.metavar,
         help=text + " May be repeated." * one.several,
     )  # fmt: skip
-
-
-def _size(nbytes: Any) -> str:  # noqa: ANN401  # an option's default
-    """Return a default of a size as one would write it."""
-    return f"{nbytes // 10**9}GB" if nbytes >= 10**9 else f"{nbytes // 10**6}MB"
 
 
 def _read_names(path: Path | None) -> list[str] | None:

@@ -58,7 +58,10 @@ def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], No
             try:
                 done = getattr(zckpt, name)(**own, **shared, reporter=reporter(label or name, quiet=quiet))
             except SourceError as error:
-                error.advice = _swapped(name, **own) or error.advice
+                places: list[Any] = [own.get("source"), own.get("target")]
+                is_local = not any(one is None or is_url(one) for one in places)
+                if is_local and [Path(one).exists() for one in places] == [False, True]:
+                    error.advice = f"SOURCE comes first: zckpt {name.replace('_', '-')} {places[1]} {places[0]} ..."
                 raise
             document = done.as_dict()
             if as_json:
@@ -72,17 +75,6 @@ def running(text: str, *, label: str | None = None) -> Callable[[Callable[[], No
         return run
 
     return named
-
-
-def _swapped(verb: str, *, source: Any = None, target: Any = None, **_others: Any) -> str | None:  # noqa: ANN401  # what click gives
-    """Say so where only the target exists."""
-    if (
-        any(one is None or is_url(one) for one in (source, target))
-        or Path(source).exists()
-        or not Path(target).exists()
-    ):
-        return None
-    return f"SOURCE comes first: zckpt {verb.replace('_', '-')} {target} {source} ..."
 
 
 def _numbers(_context: click.Context, _option: click.Parameter, text: str | None) -> list[float] | None:

@@ -13,8 +13,7 @@
 
 reader    `Reader`
 keys      what a key of a program's state dict stands for in a checkpoint
-writer    `Writer`
-contents  what a state dict holds: the model and the optimizer in it by name, and the rest
+writer    `Writer`, and what a state dict holds: the model and the optimizer in it by name, and the rest
 """
 
 from __future__ import annotations

@@ -170,7 +170,12 @@ class Reader(StorageReader):
         UsageError
             Param groups do not fit the checkpoint's.
         """
-        checks, ranks = Checks(), _ranks(plan.storage_data if self._verify else None)
+        checks, ranks = Checks(), Ranks(purpose=ALONE)
+        members: Sequence[int] | None = plan.storage_data  # whose plans were put together, which DCP tells nowhere else
+        if self._verify and members is not None and len(members) > 1:
+            everyone = len(members) == dist.get_world_size()
+            group = None if everyone else dist.new_group([*members], backend="gloo", use_local_synchronization=True)
+            ranks = Ranks(group)
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
 
         def read() -> None:
@@ -221,38 +226,25 @@ class Reader(StorageReader):
                     continue
         numbers = iter(read_scalars([node for _, node in nodes if isinstance(node, Slot)]))
         for item, node in nodes:
-            _give(planner, item, state.get(item.dest_index.fqn), next(numbers) if isinstance(node, Slot) else node)
-
-
-def _ranks(members: Sequence[int] | None) -> Ranks:
-    """Return the ranks whose plans were put together, which DCP does not tell otherwise."""
-    if members is None or len(members) == 1:
-        return Ranks(purpose=ALONE)
-    everyone = len(members) == dist.get_world_size()
-    return Ranks(None if everyone else dist.new_group(list(members), backend="gloo", use_local_synchronization=True))
+            known = next(numbers) if isinstance(node, Slot) else node
+            value, current = value_of(known), state.get(item.dest_index.fqn)
+            if isinstance(current, torch.Tensor) and isinstance(value, (bool, int, float)):
+                if current.numel() != 1:
+                    name, shape = item.dest_index.fqn, tuple(current.shape)
+                    raise UsageError(f"{name} is a single number in the checkpoint", found=f"shape {shape}")
+                current.detach().fill_(value)
+                continue
+            if isinstance(known, Scalar) and not isinstance(current, (bool, int, float)):
+                value = torch.tensor(known.value, dtype=getattr(torch, known.dtype))
+            containers = (Mapping, list, tuple, set, frozenset)
+            if not all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside)):
+                continue  # of a class of which nothing is made without running code of others; the program's own stays
+            data = io.BytesIO()
+            torch.save(value, data)
+            data.seek(0)
+            planner.load_bytes(item, data)
 
 
 def _extent(item: ReadItem) -> Extent:
     sizes = tuple(item.lengths)
     return Extent(tuple(item.storage_offsets), sizes, 0, math.prod(sizes))
-
-
-def _give(planner: LoadPlanner, item: ReadItem, current: object, node: object) -> None:
-    """Give the state dict a value: in its tensor, where it has one of a single number; else of its own kind."""
-    value = value_of(node)
-    if isinstance(current, torch.Tensor) and isinstance(value, (bool, int, float)):
-        if current.numel() != 1:
-            raise UsageError(
-                f"{item.dest_index.fqn} is a single number in the checkpoint", found=f"shape {tuple(current.shape)}"
-            )
-        current.detach().fill_(value)
-        return
-    if isinstance(node, Scalar) and not isinstance(current, (bool, int, float)):
-        value = torch.tensor(node.value, dtype=getattr(torch, node.dtype))
-    containers = (Mapping, list, tuple, set, frozenset)
-    if not all(isinstance(one, (*containers, *PLAIN)) for one in each(value, inside)):
-        return  # of a class of which nothing is made without running code of others; the program's own stays
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    planner.load_bytes(item, data)

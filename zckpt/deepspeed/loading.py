@@ -332,7 +332,17 @@ def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> A
     try:
         modules = [(importlib.import_module(module), name) for module, name in _OWN_CLASSES]
         own = [getattr(module, name) for module, name in modules if hasattr(module, name)]
-        with torch.serialization.safe_globals([*own, *_numpy_classes(), *_DATA_CLASSES]):
+        of_numpy: list[Any] = []  # what pickles of arrays and numbers mention, under its names of before 2.0 and since
+        if hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):  # not before torch 2.6
+            import numpy as np
+
+            multiarray = np.ndarray.__reduce__(np.zeros(0))[0].__module__
+            functions = __import__(multiarray, fromlist=["scalar"])
+            kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
+            named = ((getattr(functions, name), f"{package}.multiarray.{name}") for package in NUMPY
+                     for name in ("_reconstruct", "scalar"))  # fmt: skip
+            of_numpy = [np.ndarray, np.dtype, *kinds, *named]
+        with torch.serialization.safe_globals([*own, *of_numpy, *_DATA_CLASSES]):
             return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
     except Exception as error:  # which is pickle's
         if type(error).__name__ != "UnpicklingError":
@@ -346,22 +356,6 @@ def load_plain(file: VirtualFile, map_location: Any = None, *, source: str) -> A
             advice="`zckpt inspect --globals` names them; if you trust them, "
             "any_world_size(unpickle_client_state=True) unpickles them as DeepSpeed does",
         ) from error
-
-
-def _numpy_classes() -> list[Any]:
-    """Return what pickles of arrays and of numbers of numpy mention, under its names of before 2.0 and since."""
-    if not hasattr(
-        torch.serialization, "get_unsafe_globals_in_checkpoint"
-    ):  # before torch 2.6 there are no other names
-        return []
-    import numpy as np
-
-    multiarray = np.ndarray.__reduce__(np.zeros(0))[0].__module__
-    functions = __import__(multiarray, fromlist=["scalar"])
-    kinds = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
-    named = ((getattr(functions, name), f"{package}.multiarray.{name}") for package in NUMPY
-             for name in ("_reconstruct", "scalar"))  # fmt: skip
-    return [np.ndarray, np.dtype, *kinds, *named]
 
 
 @contextmanager

@@ -292,7 +292,7 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
     `without`: names within `root` of directories that are left out. Raises SourceError: something is neither a file nor
     a directory, or cannot be read.
     """
-    for at, folders, names in os.walk(root, onerror=_unreadable):
+    for at, folders, names in os.walk(root, onerror=unreadable):
         here = Path(at)
         folders[:] = sorted(name for name in folders if (here / name).relative_to(root).as_posix() not in without)
         for name in folders:
@@ -320,7 +320,8 @@ def copy_of(path: Path, name: str, ranges: Sequence[Range] | None = None) -> Tar
     return file
 
 
-def _unreadable(error: OSError) -> None:
+def unreadable(error: OSError) -> None:
+    """Raise SourceError for what `os.walk` cannot list."""
     raise SourceError("cannot be read", path=error.filename, found=error.strerror) from error
 
 

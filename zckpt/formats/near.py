@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -90,7 +90,7 @@ def settle(
             return unsure
         found = next(iter(misses), None) or _of_others(path)
         error: SourceError = found.error(path) if found is not None else _unknown(path)
-        error.advice = error.advice or _parent(path) or _file_in(path)
+        error.advice = error.advice or _inside(path)
     else:
         claimed = unsure is not None and unsure[0].name != TRIED_LAST
         found = pointer(path) or next(iter(misses), None) or (None if claimed else _of_other(path))
@@ -161,7 +161,11 @@ def is_archive(path: Path) -> bool:
 
 def _of_others(path: Path) -> NearMiss | None:
     """Tell a directory of another program, by the names of what is in it and in its folders."""
-    names = list(_names(path))
+    names: list[str] = []
+    for entry in _entries(path):
+        names.append(entry.name)
+        if entry.is_dir(follow_symlinks=False):
+            names += [f"{entry.name}/{one.name}" for one in _entries(Path(entry.path))]
     for name, what in _DIRECTORIES:
         if any(re.fullmatch(name, one) for one in names):
             return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
@@ -169,14 +173,6 @@ def _of_others(path: Path) -> NearMiss | None:
     if pointers:
         return NearMiss(f"holds git-lfs pointers, such as {pointers[0]}, not the files", "run `git lfs pull`")
     return None
-
-
-def _names(path: Path) -> Iterator[str]:
-    """Yield the names of files, and of folders' files, in a directory."""
-    for entry in _entries(path):
-        yield entry.name
-        if entry.is_dir(follow_symlinks=False):
-            yield from (f"{entry.name}/{one.name}" for one in _entries(Path(entry.path)))
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
@@ -196,17 +192,17 @@ def _unknown(path: Path) -> SourceError:
     )
 
 
-def _parent(path: Path) -> str | None:
-    """Name the latest checkpoint below, where a run's or a Trainer's output directory has them."""
+def _inside(path: Path) -> str | None:
+    """Name the latest checkpoint below, as in a run's or a Trainer's output directory; else a file of torch's.
+
+    What the file is said to be where it is given itself is more.
+    """
     inside = [one for one in units(path, depth=BELOW, files=False) if one.opened != path]
     said = latest_of(path).values()
     named = [one for one in inside if any(is_named(one.path, path, text) for text in said)]
     latest = max(named or inside, key=lambda one: (one.number is not None, numbered(one.path.name)), default=None)
-    return f"did you mean {latest.opened}?" if latest is not None else None
-
-
-def _file_in(path: Path) -> str | None:
-    """Name a file that torch may have saved: what it is said to be where it is given itself is more."""
+    if latest is not None:
+        return f"did you mean {latest.opened}?"
     files = (path / one.name for one in _entries(path) if one.name.endswith((".pt", ".pth", ".bin", ".ckpt")))
     return next((f"give one of its files, such as {one}" for one in files if _head(one).startswith(b"PK\3\4")), None)
 

@@ -338,7 +338,13 @@ def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritt
         return Rewritten(name, file.nbytes, None, _complete(saved, file.nbytes))
     if not edited.changed and not edited.dropped and not saved:
         return as_it_is(path, name)
-    target = lay_out(name, FromFile.of(file, _replaced(edited.root, new, path)))
+    root, count = edited.root, len(new)
+    if new:
+        root = replace_tensors(root, new)
+        if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(root)) != count:
+            # one that still had an old storage would share no memory with the others
+            raise UnsupportedError("some tensors are in places where they cannot be replaced", path=path)
+    target = lay_out(name, FromFile.of(file, root))
     return replaced(name, file.nbytes, target, saved)
 
 
@@ -361,8 +367,7 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
         alignment = max([itemsize(storage.dtype), *(one.itemsize for one in views)])
         kept = kept_ranges((one.reach for one in views), storage.nbytes, alignment)
         if views and kept.nbytes < storage.nbytes:
-            shrunk = _shrunk(storage, kept, file, views[0].byteorder)
-            new |= {id(tensor): _moved(tensor, shrunk, kept) for tensor in views}
+            new |= _moved(views, storage, kept, file)
         removed = without([(0, storage.nbytes)], kept.ranges)
         of = shares(removed, dropped.get(key, ()))
         of[PADDING if trimmed else UNREFERENCED] = total(removed) - of.total()
@@ -376,32 +381,21 @@ def _complete(saved: dict[str, int], nbytes: int) -> dict[str, int]:
     return {**saved, **({STRUCTURE: rest} if rest else {})}
 
 
-def _shrunk(storage: Storage, kept: Kept, file: TorchFile, byteorder: str) -> NewStorage:
-    """Return a storage of the bytes that are kept of another."""
+def _moved(views: Sequence[Tensor], storage: Storage, kept: Kept, file: TorchFile) -> dict[int, Tensor]:
+    """Return the tensors of a storage, by the id of each, as those of a new one of the bytes that are kept."""
     size, dtype = itemsize(storage.dtype), storage.dtype
     parts = []
     for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
         shape = ((high - low) // size,)
-        span = Span(Extent.whole(shape), file.path, storage.offset + low, dtype, None, byteorder)
+        span = Span(Extent.whole(shape), file.path, storage.offset + low, dtype, None, views[0].byteorder)
         label = f"storage {storage.key} of {file.path}"
         parts.append(SlotContent(start // size, Slot("storage", dtype, shape, (span,)), label))
-    return new_storage(dtype, kept.nbytes // size, parts, location=storage.location)
-
-
-def _moved(tensor: Tensor, storage: NewStorage, kept: Kept) -> Tensor:
-    offset = kept.place(tensor.reach[0]) // tensor.itemsize if tensor.numel else 0
-    return replace(tensor, storage=storage, storage_offset=offset, byteorder="little")
-
-
-def _replaced(root: object, new: dict[int, Tensor], path: Path) -> object:
-    """Return a tree with tensors of new storages; none of the old ones may be left, for they would share no memory."""
-    if not new:
-        return root
-    count = len(new)
-    tree = replace_tensors(root, new)
-    if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(tree)) != count:
-        raise UnsupportedError("some tensors are in places where they cannot be replaced", path=path)
-    return tree
+    made = new_storage(dtype, kept.nbytes // size, parts, location=storage.location)
+    offsets = [kept.place(one.reach[0]) // one.itemsize if one.numel else 0 for one in views]
+    return {
+        id(one): replace(one, storage=made, storage_offset=offset, byteorder="little")
+        for one, offset in zip(views, offsets, strict=True)
+    }
 
 
 def completed(

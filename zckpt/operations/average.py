@@ -111,13 +111,30 @@ def average(
     TargetError
         The target exists or cannot be written.
     """
-    _check_several(sources)
+    if len(sources) < 2:
+        from zckpt.operations.pack import units_of_place
+
+        alone = [Path(one) for one in sources if not isinstance(one, Checkpoint)]
+        inside = [shlex.quote(str(one.path)) for run in alone for one in units_of_place(run) if one.path != run]
+        raise UsageError(
+            "averaging needs several checkpoints", expected="two or more", found=len(sources),
+            advice=f"name each one: `zckpt average {listed(inside, by=' ')} TARGET`" if len(inside) > 1 else None,
+        )  # fmt: skip
     rule, shares = _rule(len(sources), weights, ema)
     chosen = Chosen.of(shared)
     how = How.of("average", shared, weights=weights, ema=ema, from_last=from_last)
     found = _opened(sources, **shared)
     dropped = check_nothing_lost(found, shared["drop"])
-    _check_adapters(found)
+    settings = [one.details.get("adapter") for one in found]
+    scales = [tuple(one.get(key) for key in SCALED_BY) if isinstance(one, dict) else None for one in settings]
+    for one, scale in zip(found, scales, strict=True):
+        if scale != scales[0]:  # a mean has one configuration
+            raise UsageError(
+                f"the adapter's scale differs from {found[0].named}",
+                path=one.named,
+                expected=f"the same {', '.join(SCALED_BY)}",
+                advice="merge each one with `zckpt merge-adapter`, and average the models",
+            )
     left_out = [note for one in found for note in left_with_codes(one)] if chosen.dequantize else []
     if chosen.dequantize:
         found = with_floats(*found)
@@ -163,19 +180,6 @@ def _opened(
     return found
 
 
-def _check_several(sources: Sequence[Source]) -> None:
-    """Raise UsageError unless there are several; of a run, name its checkpoints."""
-    if len(sources) < 2:
-        from zckpt.operations.pack import units_of_place
-
-        alone = [Path(one) for one in sources if not isinstance(one, Checkpoint)]
-        inside = [shlex.quote(str(one.path)) for run in alone for one in units_of_place(run) if one.path != run]
-        raise UsageError(
-            "averaging needs several checkpoints", expected="two or more", found=len(sources),
-            advice=f"name each one: `zckpt average {listed(inside, by=' ')} TARGET`" if len(inside) > 1 else None,
-        )  # fmt: skip
-
-
 def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[Rule, list[float]]:
     """Return how a mean is computed, and the share of each source in it."""
     if ema is not None:
@@ -196,20 +200,6 @@ def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tup
         raise UsageError("the weights add up to zero", found=", ".join(map(str, used)))
     shares = [one / most / total for one in used]
     return lambda slots, dtype: Mean(slots, dtype, tuple(shares)), shares
-
-
-def _check_adapters(sources: Sequence[Checkpoint]) -> None:
-    """Raise UsageError if sources are adapters that are scaled in different ways: a mean has one configuration."""
-    settings = [one.details.get("adapter") for one in sources]
-    scales = [tuple(one.get(key) for key in SCALED_BY) if isinstance(one, dict) else None for one in settings]
-    for one, scale in zip(sources, scales, strict=True):
-        if scale != scales[0]:
-            raise UsageError(
-                f"the adapter's scale differs from {sources[0].named}",
-                path=one.named,
-                expected=f"the same {', '.join(SCALED_BY)}",
-                advice="merge each one with `zckpt merge-adapter`, and average the models",
-            )
 
 
 def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> None:

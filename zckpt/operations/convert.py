@@ -117,8 +117,15 @@ def convert(
                 advice="`zckpt consolidate --dequantize` writes a plain model, which you can then convert",
             )
     recorded = written.fingerprinted if fingerprint is None else fingerprint
-    names = _of_names(whole, [one.name for one in checkpoint.tensors()]) if written.every_name else ()
-    laid = replace(laid, notes=(*notes, *left_out, *laid.notes, *names))
+    looked_for: tuple[str, ...] = ()  # by programs, and not in the target
+    if written.every_name:
+        names = [one.name for one in checkpoint.tensors()]
+        config: Mapping[str, object] = {}
+        with suppress(UsageError):  # one that cannot be read
+            config, _ = read_config(None, whole)
+        tied = (TIED_NAME,) if lacks_tied_name(config, names) else ()
+        looked_for = (*tied, LIVE_ADAPTER) if is_adapter(names, find_assets(whole)) else tied
+    laid = replace(laid, notes=(*notes, *left_out, *laid.notes, *looked_for))
     proof = slots_proof(checkpoint, laid, how, drop, verify=verify, records=recorded)
     done = write_from(
         Written, found, laid, path, how, owns=written.owns, inside=[checkpoint.source], proof=proof, dropped=dropped,
@@ -167,15 +174,6 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
             "only zckpt's metadata says which is whose"
         )
     return tuple(notes)
-
-
-def _of_names(source: Checkpoint, names: list[str]) -> tuple[str, ...]:
-    """Say which names programs look for that a target does not have."""
-    config: Mapping[str, object] = {}
-    with suppress(UsageError):  # one that cannot be read
-        config, _ = read_config(None, source)
-    tied = (TIED_NAME,) if lacks_tied_name(config, names) else ()
-    return (*tied, LIVE_ADAPTER) if is_adapter(names, find_assets(source)) else tied
 
 
 def _as_expected(found: Checkpoint, written: Format, naming: Naming) -> tuple[Checkpoint, tuple[str, ...]]:

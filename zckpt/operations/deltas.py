@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
@@ -84,7 +84,26 @@ def publish(
     if dry_run:
         return sorted(one.name for one in changes), 0
     with written([target], overwrite=overwrite, owned=_OWNED) as [made], closing(every):
-        where, total = _write_shards(changes, made)
+        shards, shard_of, total = list[Path](), dict[str, int](), 0
+        while True:
+            some, nbytes = list[_Change](), 0
+            for one in changes:
+                some.append(one)
+                nbytes += len(one.stored)
+                if nbytes >= SHARD_NBYTES:
+                    break
+            if not some:
+                break
+            sums = {one.name: one.sum for one in some}
+            head = header_of([(one.name, "uint8", (len(one.stored),)) for one in some], sums)
+            shards.append(made / str(len(shards)))
+            with shards[-1].open("xb") as out:
+                total += sum(out.write(part) for part in (head, *(one.stored for one in some)))
+            shard_of |= {one.name: len(shards) - 1 for one in some}
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+        for shard, name in zip(shards, names, strict=True):
+            shard.rename(made / name)
+        where = {name: names[number] for name, number in shard_of.items()}
         about = {
             "version": f"{int(match[1]):06d}",
             "base_version": f"{int(match[1]) - 1:06d}",
@@ -104,31 +123,6 @@ def _made(
         for one, nbytes in every:
             progress.advance(nbytes)
             yield one
-
-
-def _write_shards(changes: Iterator[_Change], folder: Path) -> tuple[dict[str, str], int]:
-    """Write the files of a version; return in which each tensor is, and their bytes."""
-    shards, where, total = list[Path](), dict[str, int](), 0
-    while some := _until_full(changes):
-        shards.append(folder / str(len(shards)))
-        head = header_of([(one.name, "uint8", (len(one.stored),)) for one in some], {one.name: one.sum for one in some})
-        with shards[-1].open("xb") as out:
-            total += sum(out.write(part) for part in (head, *(one.stored for one in some)))
-        where |= {one.name: len(shards) - 1 for one in some}
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-    for shard, name in zip(shards, names, strict=True):
-        shard.rename(folder / name)
-    return {name: names[number] for name, number in where.items()}, total
-
-
-def _until_full(changes: Iterator[_Change]) -> list[_Change]:
-    found, nbytes = list[_Change](), 0
-    for one in changes:
-        found.append(one)
-        nbytes += len(one.stored)
-        if nbytes >= SHARD_NBYTES:
-            break
-    return found
 
 
 def pairs(base: Checkpoint, result: Checkpoint) -> list[tuple[str, Slot, Slot]]:

@@ -147,7 +147,15 @@ def foresee(
         raise
     except OSError:  # its directory is not there, or of no file system that says
         found = None
-    read = read_rate(_sample(reads)) if reads else None
+    paths = sorted(reads)
+    step = max(len(paths) / SAMPLED_FILES, 1)
+    chosen = [paths[int(at * step)] for at in range(min(SAMPLED_FILES, len(paths)))]
+    sample = list[tuple[str, int, int]]()  # in the middle of what is read of some files
+    for path in chosen:
+        one = reads[path]
+        nbytes = min(SAMPLE_NBYTES // len(chosen), one.high - one.low)
+        sample.append((path, one.low + (one.high - one.low - nbytes) // 2, nbytes))
+    read = read_rate(sample) if sample else None
     write = write_rate(nearest(target), min(SAMPLE_NBYTES, plan.write_nbytes)) if found and plan.write_nbytes else None
     seconds = None if write is None else plan.write_nbytes / write + (plan.read_nbytes / read if read else 0.0)
     limit, free = free_memory() or (None, None)
@@ -197,14 +205,3 @@ def _ranges(copy: Copy) -> Iterator[tuple[str, int, int, int]]:
                 break
             dense *= n
         yield source.path, source.offset, nbytes, nbytes // dense
-
-
-def _sample(reads: dict[str, Reads]) -> Iterator[tuple[str, int, int]]:
-    """Yield ranges of some files, in the middle of what is read of them, that have `SAMPLE_NBYTES` together."""
-    paths = sorted(reads)
-    step = max(len(paths) / SAMPLED_FILES, 1)
-    chosen = [paths[int(at * step)] for at in range(min(SAMPLED_FILES, len(paths)))]
-    for path in chosen:
-        one = reads[path]
-        nbytes = min(SAMPLE_NBYTES // len(chosen), one.high - one.low)
-        yield path, one.low + (one.high - one.low - nbytes) // 2, nbytes

@@ -19,7 +19,7 @@ from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.operations.salvage import missing_from
-from zckpt.state import Checkpoint, Document, Padding, Parameter, ParamGroup, Result, Slot, by_key
+from zckpt.state import Checkpoint, Document, Padding, Parameter, Result, Slot, by_key
 from zckpt.storage.files import collector_paused
 from zckpt.torchfile import FromFile, plain
 
@@ -141,10 +141,17 @@ def inspect(
     with glanced():
         checkpoint = opened(source, **shared)
     inventory = take_inventory(checkpoint)
-    owners = checkpoint.owners
+    owners, groups = checkpoint.owners, checkpoint.param_groups
+    hyperparameters = jsonables([group.hyperparameters for group in groups])
+    states = jsonables([group.state for group in groups])
+    times = []
+    for file in checkpoint.files:
+        with suppress(OSError):
+            times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands; in a store, what that says
+    saved = datetime.fromtimestamp(max(times), timezone.utc) if times else None
     return Inspection(
         **_values(checkpoint, ("source", "format", "format_version", "zero_stage", "world_size", "step")),
-        saved=_saved(checkpoint),
+        saved=None if saved is None else saved.isoformat(timespec="seconds"),
         topology=asdict(checkpoint.topology),
         loss_scale=jsonable(checkpoint.loss_scale),
         num_parameters=len(owners),
@@ -154,7 +161,15 @@ def inspect(
         num_tied=len(checkpoint.parameters) - len(owners),
         num_buffers=len(checkpoint.buffers),
         slots=_slots(checkpoint),
-        param_groups=_groups(checkpoint.param_groups),
+        param_groups=[
+            {
+                **settings,
+                **({} if group.optimizer is None else {"optimizer": group.optimizer}),
+                "state": state,
+                "parameters": list(group.parameters),
+            }
+            for group, settings, state in zip(groups, hyperparameters, states, strict=True)
+        ],
         per_rank=[
             {
                 **_values(one, ("key", "group", "part", "rank", "mp_rank")),
@@ -188,14 +203,6 @@ def inspect(
     )
 
 
-def _saved(checkpoint: Checkpoint) -> str | None:
-    times = []
-    for file in checkpoint.files:
-        with suppress(OSError):
-            times.append(os.stat(file.path).st_mtime)  # noqa: PTH116  # of thousands; in a store, what that says
-    return datetime.fromtimestamp(max(times), timezone.utc).isoformat(timespec="seconds") if times else None
-
-
 def _globals(checkpoint: Checkpoint) -> Iterator[dict[str, list[str]]]:
     """Yield what each pickle of each file names; those of its items, if it has some, together."""
     from zckpt.operations.scan import ITEMS, scan_files
@@ -223,19 +230,6 @@ def _slots(checkpoint: Checkpoint) -> Document:
         for name, slots in found.items()
         if slots
     }
-
-
-def _groups(groups: Sequence[ParamGroup]) -> list[Document]:
-    values = zip(jsonables([g.hyperparameters for g in groups]), jsonables([g.state for g in groups]), strict=True)
-    return [
-        {
-            **hyperparameters,
-            **({} if group.optimizer is None else {"optimizer": group.optimizer}),
-            "state": state,
-            "parameters": list(group.parameters),
-        }
-        for group, (hyperparameters, state) in zip(groups, values, strict=True)
-    ]
 
 
 def _parameter(parameter: Parameter) -> Document:

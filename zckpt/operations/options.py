@@ -352,18 +352,6 @@ def naming_of(given: Mapping[str, object]) -> "Naming":
     return Naming(**only(Renaming, given))
 
 
-def check_shared(given: Mapping[str, Any]) -> None:
-    """Raise UsageError if an option that verbs share cannot be used."""
-    if given.get("memory", 1) < 1:
-        raise UsageError("--memory and sizes must be positive", found=given["memory"])
-    if given.get("executor") is not None:
-        from zckpt.executors.using import check_executor
-
-        check_executor(given["executor"])
-    if given.get("resume") and given.get("restart"):
-        raise UsageError("--resume and --restart exclude each other", expected="one of them")
-
-
 def how_read(shared: Mapping[str, object]) -> dict[str, Any]:
     """Return how elements are read: with how much memory, who hears of it, and whether past the page cache."""
     return {name: shared[name] for name in ("memory", "reporter", "direct")}
@@ -403,8 +391,15 @@ def shares(group: type, *, more: bool = False) -> Callable[[Callable[Given, Resu
                 raise TypeError(f"{function.__name__}() got an unexpected keyword argument {min(unknown)!r}")
             from zckpt.operations.places import called
 
-            settled = {**defaults, **given}
-            check_shared(settled)
+            settled: dict[str, Any] = {**defaults, **given}
+            if settled.get("memory", 1) < 1:
+                raise UsageError("--memory and sizes must be positive", found=settled["memory"])
+            if settled.get("executor") is not None:
+                from zckpt.executors.using import check_executor
+
+                check_executor(settled["executor"])
+            if settled.get("resume") and settled.get("restart"):
+                raise UsageError("--resume and --restart exclude each other", expected="one of them")
             return called(function, verb, arguments, settled)
 
         verb.__signature__ = signature.replace(parameters=[*own, *shown, *[rest.replace(name="options")] * more])  # type: ignore[attr-defined]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import field
 from pathlib import Path
@@ -145,16 +144,22 @@ def packed_into(
     new = [(name, unit) for name, unit in every if name not in names]
     done, notes, chunks = list[PackedOne](), list[str](), Chunks(store)
     with ExitStack() as mounts, reporting(reporter, sum(_nbytes(files[name]) for name, _ in new)) as progress:
-        base = _last(store, names, mounts)
+        base = None
+        if names:  # the last one predicts the next
+            last = max(names, key=names.__getitem__)
+            path = mounts.enter_context(closing(PackedMount(store, last))).path
+            own = [one for one in units_of_place(path) if one.path == path]
+            states = {at: state for unit in own for at, state in _states(unit, []).items()}
+            base = Known.of(names[last], states, path, store.index(names[last]).files)
         for number, (name, unit) in enumerate(new, max([*names.values(), *wrong, 0]) + 1):
-            own = Known.of(number, _states(unit, notes), unit.path, files[name])
+            known = Known.of(number, _states(unit, notes), unit.path, files[name])
             packing = Packing(store, chunks, number, unit.path, files[name], full_every - 1, progress.advance)
-            stored = packing.write(name, cuts_of(own, base), {})
+            stored = packing.write(name, cuts_of(known, base), {})
             done.append(PackedOne(name, _nbytes(files[name]), stored))
             chunks.named(number)
             store.originals = {number: unit.path}
             mounts.close()  # the next one is predicted from this one's own files
-            base = own
+            base = known
     return Packed(str(store.path), done, [*names], dry_run=False, notes=notes)
 
 
@@ -172,17 +177,6 @@ def _states(unit: Unit, notes: list[str]) -> dict[str, Checkpoint]:
         except ZckptError as error:
             notes.append(f"{state} is packed as plain files: {error}")
     return found
-
-
-def _last(store: PackedStore, names: Mapping[str, int], mounts: ExitStack) -> Known | None:
-    """Return the last checkpoint of a store, as what predicts the next; it is mounted until `mounts` is closed."""
-    if not names:
-        return None
-    name = max(names, key=names.__getitem__)
-    path = mounts.enter_context(closing(PackedMount(store, name))).path
-    own = [one for one in units_of_place(path) if one.path == path]
-    states = {at: state for unit in own for at, state in _states(unit, []).items()}
-    return Known.of(names[name], states, path, store.index(names[name]).files)
 
 
 def units_of_place(path: Path) -> list[Unit]:

@@ -38,17 +38,28 @@ def slots_proof(
 
             source, target = (with_float_slots(one, keeps_files=True) for one in (source, target))
         prove(source, target)
-        prove_rest(checkpoint, found, drop, laid.restated, laid.copied)
+        _, lost, _ = take_inventory(found).without(drop)
+        others = [item for item in lost if item.file not in laid.copied]
+        if others:
+            raise broken(f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}")
+        pairs = (checkpoint.metadata, found.metadata), (checkpoint.optimizer_metadata, found.optimizer_metadata)
+        gone = [key for before, after in pairs for key in before if key not in after]
+        modules, of_modules_alone = of_modules(checkpoint)
+        if modules.keys() <= of_modules(found)[0].keys():  # in the model, whatever metadata had them before
+            gone = [key for key in gone if key not in of_modules_alone]
+        missing = [] if laid.restated is None else [key for key in gone if key not in laid.restated]
+        if missing:
+            raise broken(f"{missing[0]} did not arrive")
         verified = 0
         if verify:
             source, target = (_without(one, laid.rounded) for one in (source, target))
-            pairs = [
+            sets = [
                 one
                 for key, name, slot, copy, is_implied in _copies(source, target)
                 if copy is not None and copy is not slot and not is_implied
                 for one in _pairs(f"{key}/{name}", key, slot, copy)
             ]
-            verified = check_same([*pairs, *_rank_pairs(source, target)], "differ from the source", how)
+            verified = check_same([*sets, *_rank_pairs(source, target)], "differ from the source", how)
         if record is not None:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
@@ -134,28 +145,6 @@ def broken(what: str, expected: object = None, found: object = None) -> LayoutEr
 
 def _identity(value: RankValue) -> tuple[object, ...]:
     return value.key, value.group, value.part, value.rank, value.mp_rank
-
-
-def prove_rest(
-    checkpoint: Checkpoint,
-    written: Checkpoint,
-    drop: Sequence[str],
-    restated: Collection[str] | None,
-    copied: Collection[str],
-) -> None:
-    """Hold what was written besides slots against the source: all of it can be read again, and no key is missing."""
-    _, lost, _ = take_inventory(written).without(drop)
-    others = [item for item in lost if item.file not in copied]
-    if others:
-        raise broken(f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}")
-    pairs = (checkpoint.metadata, written.metadata), (checkpoint.optimizer_metadata, written.optimizer_metadata)
-    gone = [key for source, found in pairs for key in source if key not in found]
-    modules, of_modules_alone = of_modules(checkpoint)
-    if modules.keys() <= of_modules(written)[0].keys():  # in the model, whatever metadata had them before
-        gone = [key for key in gone if key not in of_modules_alone]
-    missing = [] if restated is None else [key for key in gone if key not in restated]
-    if missing:
-        raise broken(f"{missing[0]} did not arrive")
 
 
 def check_same(sets: Sequence[SlotSet], wrong: str, how: How) -> int:

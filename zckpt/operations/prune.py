@@ -162,12 +162,13 @@ def prune(
     around = Around.of(top, every)
     seen = [_Seen(one, *look(one, around, deep=deep)) for one in every]
     sound = [one for one in seen if one.record.sound and one.unit.number is not None]
-    stays = _last(sound, keep_last)
-    stays |= {
-        one.unit.path: f"step of every {keep_every}" for one in sound if keep_every and not one.number % keep_every
-    }
+    stays = _by_rule(sound, keep_last, keep_every)
     stays |= _best(sound, keep_best) if keep_best is not None else {}
-    stays |= _named_best(sound)
+    for one in sorted(sound, key=lambda one: one.number):
+        _, named = trainer_account(one.unit.path)
+        if named is not None:  # the Trainer loads it at the end
+            best = one.unit.path.parent / Path(named).name
+            stays[best] = f"the best, by what the Trainer wrote into {one.record.name}"
     judged = []
     for one in seen:
         why = _kept(one, top, around, settle) or stays.get(one.unit.path)
@@ -188,17 +189,19 @@ def prune(
     return Pruned(str(top), judged, delete, failed, left)
 
 
-def _last(sound: Sequence[_Seen], keep: int) -> dict[Path, str]:
-    """Return the last of each series; all of one whose names are in another order than the steps in the files."""
+def _by_rule(sound: Sequence[_Seen], keep_last: int, keep_every: int | None) -> dict[Path, str]:
+    """Return the last of each series, or all of one that names order otherwise than steps do, and those of steps."""
     found: dict[Path, str] = {}
     for series in by_key((one.unit.series, one) for one in sound).values():
         members = sorted(series, key=lambda one: one.number)
         steps = [one.record.step for one in members if one.record.step is not None]
         numbers = sorted({one.number for one in members})
-        stay, said = numbers[-keep:], f"one of the last {keep}" if keep > 1 else "the last"
+        stay, said = numbers[-keep_last:], f"one of the last {keep_last}" if keep_last > 1 else "the last"
         if steps != sorted(steps):
             stay, said = numbers, "its series is in one order by names, in another by files"
         found |= {one.unit.path: said for one in members if one.number in stay}
+    if keep_every:
+        found |= {one.unit.path: f"step of every {keep_every}" for one in sound if not one.number % keep_every}
     return found
 
 
@@ -228,18 +231,6 @@ def _metrics(one: _Seen) -> dict[str, float]:
     entries = [trainer_account(one.unit.path)[0], *metadata]
     pairs = ((str(key), as_float(value)) for entry in entries for key, value in entry.items())
     return {key: value for key, value in pairs if value is not None}
-
-
-def _named_best(sound: Sequence[_Seen]) -> dict[Path, str]:
-    """Return what the last checkpoint of a Trainer names as the best: the Trainer loads it at the end."""
-    found: dict[Path, str] = {}
-    for one in sorted(sound, key=lambda one: one.number):
-        _, named = trainer_account(one.unit.path)
-        if named is not None:
-            found[one.unit.path.parent / Path(named).name] = (
-                f"the best, by what the Trainer wrote into {one.record.name}"
-            )
-    return found
 
 
 def _kept(one: _Seen, run: Path, around: Around, settle: float) -> str | None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError, ZckptError, about
-from zckpt.operations.shared_target import StoredTarget, finished, shared_at
+from zckpt.operations.shared_target import SHARED, StoredTarget, finished
 from zckpt.storage.journal import Journal, Purpose, purpose_of
 from zckpt.storage.ownership import Owned, check_target
 from zckpt.storage.remote.mount import check_sources, mount_of
@@ -55,7 +55,7 @@ def write_remote(
     from zckpt.engine.upload import upload, whole
     from zckpt.operations.target import record_of
 
-    shared = shared_at(path)
+    shared = next((SHARED[one] for one in (path, *path.parents) if one in SHARED), None)
     if isinstance(shared, StoredTarget):
         return shared.write(plan, path, **how)
     mount = mount_of(path)

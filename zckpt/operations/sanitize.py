@@ -36,7 +36,6 @@ from zckpt.operations.options import Place, ReadWritten, Unpack, shares
 from zckpt.operations.proof import check_all_arrived
 from zckpt.operations.scan import items_of, scan, scan_files
 from zckpt.operations.target import How, Proof, Written, write_from
-from zckpt.state import Checkpoint
 from zckpt.storage.files import FileRange
 from zckpt.storage.files import opened as file_opened
 from zckpt.torchfile import (
@@ -106,7 +105,21 @@ def sanitize(source: Source, target: Place, **shared: Unpack[ReadWritten]) -> Sa
     laid = TargetFiles(files, is_file=not origin.is_dir(), copied=frozenset(found))
 
     def look(written: Path, *_: object) -> int:
-        _check_clean(checkpoint, written, shared["tag"])
+        left = next((one for one in scan(written).findings if one["grade"] in BAD), None)
+        if left is not None:
+            what = f"{left['record'] or 'it'} still has {left['global'] or left['message']}"
+            raise UnsupportedError(
+                f"{left['file']} cannot be sanitized: {what}",
+                path=checkpoint.source,
+                advice="`zckpt convert` writes its state without other objects",
+            )
+        try:
+            done = open_checkpoint(written, names=checkpoint.given_names, tag=shared["tag"])
+        except SourceError as error:
+            raise UnsupportedError(
+                "is no checkpoint without what would go", path=checkpoint.source, found=error.message
+            ) from error
+        check_all_arrived(checkpoint, done)
         return 0
 
     return write_from(
@@ -264,35 +277,14 @@ def _judged(node: object, name: str, file: FileRange | None) -> tuple[str, str] 
             data = InMemory(bytes(callee), name)
         case Tensor(storage=storage) | (Storage() as storage) if file is not None:
             data = FileRange(file.descriptor, file.path, storage.offset, storage.nbytes)
-    return _worst(names) or (None if data is None else _held(data))
-
-
-def _worst(names: Sequence[Global]) -> tuple[str, str] | None:
-    graded = [(grade(one.module, one.name)[0], one.qualified) for one in names]
-    return max((one for one in graded if one[0] in BAD), key=lambda one: GRADES.index(one[0]), default=None)
-
-
-def _held(data: FileRange) -> tuple[str, str] | None:
-    """Return grade and name of what a pickle in some bytes names."""
+    worst = _worst(names)
+    if worst is not None or data is None:
+        return worst
     scanner = Scanner()
     scanner.look(data, is_data=True)
     return next(((found, what) for _, found, what in bad_of(scanner)), None)
 
 
-def _check_clean(checkpoint: Checkpoint, written: Path, tag: str | None) -> None:
-    """Raise unless nothing but data and known classes is named, and every element of every slot is there once."""
-    left = next((one for one in scan(written).findings if one["grade"] in BAD), None)
-    if left is not None:
-        what = f"{left['record'] or 'it'} still has {left['global'] or left['message']}"
-        raise UnsupportedError(
-            f"{left['file']} cannot be sanitized: {what}",
-            path=checkpoint.source,
-            advice="`zckpt convert` writes its state without other objects",
-        )
-    try:
-        done = open_checkpoint(written, names=checkpoint.given_names, tag=tag)
-    except SourceError as error:
-        raise UnsupportedError(
-            "is no checkpoint without what would go", path=checkpoint.source, found=error.message
-        ) from error
-    check_all_arrived(checkpoint, done)
+def _worst(names: Sequence[Global]) -> tuple[str, str] | None:
+    graded = [(grade(one.module, one.name)[0], one.qualified) for one in names]
+    return max((one for one in graded if one[0] in BAD), key=lambda one: GRADES.index(one[0]), default=None)

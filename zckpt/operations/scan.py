@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from zckpt.errors import SourceError, ZckptError
+from zckpt.formats.companions import unreadable
 from zckpt.formats.dcp.chunks import NOWHERE
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.metadata import read_metadata
@@ -68,7 +69,13 @@ def scan(source: Place, **_shared: Unpack[Scanning]) -> Scanned:
     files = pickles = 0
     for path, found in scan_files(_files(root)):
         files, pickles = files + 1, pickles + len(found.pickles)
-        findings += _listed(path.relative_to(root).as_posix() if path != root else path.name, found)
+        file = path.relative_to(root).as_posix() if path != root else path.name
+        for odd in found.oddities:
+            findings.append({"file": file, **asdict(odd), "global": None, "program": None, "named": 0, "called": 0})
+        for one in found.mentions:
+            values = asdict(one)
+            values["global"] = f"{values.pop('module')}.{values.pop('name')}"
+            findings.append({"file": file, **values, "message": None})
     return Scanned(
         source=str(source),
         grade=worst(str(one["grade"]) for one in findings),
@@ -85,25 +92,24 @@ def scan_files(paths: Iterable[Path]) -> Iterator[tuple[Path, Scanner]]:
         if path.parent not in items:
             items = {path.parent: items_of(path.parent)}
         scanner = Scanner()
-        if is_file(path):
-            _scan(path, items[path.parent].get(str(path), ()), scanner)
-        else:
+        if not is_file(path):
             scanner.odd("", UNKNOWN, "is no regular file, or a link to a directory, and is not looked at")
+            yield path, scanner
+            continue
+        its = items[path.parent].get(str(path), ())
+        with opened(path) as whole:
+            if its or (path.suffix == ITEMS and whole.read(0, min(4, whole.nbytes)) == HEADER):
+                ranges = [(low, high, key) for low, high, key in its if high <= whole.nbytes]
+                for low, high, key in ranges:
+                    scanner.look(FileRange(whole.descriptor, whole.path, low, high - low), key)
+                if not its:
+                    scanner.odd("", UNKNOWN, f"no {NAME} says where its items are")
+                for low, high in without([(0, whole.nbytes)], merge((low, high) for low, high, _ in ranges)):
+                    between = FileRange(whole.descriptor, whole.path, low, high - low)
+                    scanner.physical(between, f"bytes {low} to {high}", 0)
+            else:
+                scanner.look(whole)
         yield path, scanner
-
-
-def _scan(path: Path, items: Sequence[tuple[int, int, str]], scanner: Scanner) -> None:
-    with opened(path) as whole:
-        if not items and (path.suffix != ITEMS or whole.read(0, min(4, whole.nbytes)) != HEADER):
-            scanner.look(whole)
-            return
-        ranges = [(low, high, key) for low, high, key in items if high <= whole.nbytes]
-        for low, high, key in ranges:
-            scanner.look(FileRange(whole.descriptor, whole.path, low, high - low), key)
-        if not items:
-            scanner.odd("", UNKNOWN, f"no {NAME} says where its items are")
-        for low, high in without([(0, whole.nbytes)], merge((low, high) for low, high, _ in ranges)):
-            scanner.physical(FileRange(whole.descriptor, whole.path, low, high - low), f"bytes {low} to {high}", 0)
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -113,14 +119,10 @@ def _files(root: Path) -> Iterator[Path]:
             raise SourceError("does not exist", path=root)
         yield root
         return
-    for folder, folders, names in os.walk(root, onerror=_unreadable):
+    for folder, folders, names in os.walk(root, onerror=unreadable):
         here = Path(folder)
         folders.sort()
         yield from (here / name for name in sorted([*names, *(one for one in folders if (here / one).is_symlink())]))
-
-
-def _unreadable(error: OSError) -> None:
-    raise SourceError("cannot be read", path=error.filename, found=error.strerror) from error
 
 
 def items_of(directory: Path) -> Items:
@@ -136,12 +138,3 @@ def items_of(directory: Path) -> Items:
                 offset, nbytes = chunks.range(number)
                 found.setdefault(chunks.paths[file], []).append((offset, offset + nbytes, chunks.entry(number).key))
     return found
-
-
-def _listed(file: str, found: Scanner) -> Iterator[Document]:
-    for odd in found.oddities:
-        yield {"file": file, **asdict(odd), "global": None, "program": None, "named": 0, "called": 0}
-    for one in found.mentions:
-        values = asdict(one)
-        values["global"] = f"{values.pop('module')}.{values.pop('name')}"
-        yield {"file": file, **values, "message": None}

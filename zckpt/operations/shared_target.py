@@ -48,11 +48,6 @@ def shared_target(place: Path | str, *, last: Sequence[str] = ()) -> SharedTarge
     return SharedTarget(place) if isinstance(place, Path) else StoredTarget(place, last=last)
 
 
-def shared_at(path: Path) -> SharedTarget | None:
-    """Return the target that a path is in or below of; None: in none."""
-    return next((SHARED[one] for one in (path, *path.parents) if one in SHARED), None) if SHARED else None
-
-
 class SharedTarget:
     """What one process writes of a directory on a file system that all share."""
 

@@ -104,7 +104,14 @@ def show(
     refuse_endless(part, f"{whole.name} of {name}")
     elements = Elements(name, whole.name, whole.dtype, whole.shape, slice, None)
     if npy is not None:
-        _write(Path(npy), part, shape, overwrite=overwrite)
+        file = Path(npy)
+        check_target(file, overwrite=overwrite)
+        dtype = _plain(np.empty(0, numpy_dtype(part.dtype))).dtype
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+        with written([file], overwrite=overwrite) as [partial], partial.open("wb") as into:
+            np.lib.format.write_array_header_1_0(into, header)
+            for _, block in _blocks(part):
+                into.write(_plain(block).tobytes())
         return replace(elements, file=str(npy))
     if part.numel > MOST_SHOWN:
         raise UsageError(
@@ -149,16 +156,6 @@ def _blocks(part: Slot) -> Iterator[tuple[int, Array]]:
         for start in range(0, part.numel, BLOCK_NUMEL):
             extent = Extent.flat(part.shape, start, min(BLOCK_NUMEL, part.numel - start))
             yield start, read_extent(part, extent, sources)
-
-
-def _write(file: Path, part: Slot, shape: Shape, *, overwrite: bool) -> None:
-    check_target(file, overwrite=overwrite)
-    dtype = _plain(np.empty(0, numpy_dtype(part.dtype))).dtype
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    with written([file], overwrite=overwrite) as [partial], partial.open("wb") as into:
-        np.lib.format.write_array_header_1_0(into, header)
-        for _, block in _blocks(part):
-            into.write(_plain(block).tobytes())
 
 
 def _plain(values: Array) -> Array:

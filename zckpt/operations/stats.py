@@ -173,24 +173,20 @@ def stats(
     with using(shared["executor"]):
         for index, part in scan(sets, _measured, memory=memory, reporter=reporter, direct=direct):
             made[index].add(part)
-    return Statistics(checkpoint, [_repeated(one, slot.numel) for one, slot in zip(made, once, strict=True)])
+    every = []
+    for one, slot in zip(made, once, strict=True):
+        numel = math.prod(one.shape or ())
+        times = numel // slot.numel if slot.numel else 1  # that the tensor says each stored element
+        counts = {name: getattr(one, name) * times for name in ("zeros", "nan", "inf", "squares")}
+        magnitudes = {power: count * times for power, count in one.magnitudes.items()}
+        every.append(one if times == 1 else replace(one, numel=numel, magnitudes=magnitudes, **counts))
+    return Statistics(checkpoint, every)
 
 
 def layer_of(name: str) -> str:
     """Return what names of one layer have in common: all up to the first number, or else the first word."""
     match = _LAYER.match(name)
     return name.partition(".")[0] if match is None else match[1]
-
-
-def _repeated(one: Distribution, stored: int) -> Distribution:
-    """Return figures of a tensor that says each stored element several times."""
-    numel = math.prod(one.shape or ())
-    times = numel // stored if stored else 1
-    if times == 1:
-        return one
-    counts = {name: getattr(one, name) * times for name in ("zeros", "nan", "inf", "squares")}
-    magnitudes = {power: count * times for power, count in one.magnitudes.items()}
-    return replace(one, numel=numel, magnitudes=magnitudes, **counts)
 
 
 def _measured(_index: int, _start: int, arrays: Sequence[Array]) -> Distribution:
@@ -200,7 +196,12 @@ def _measured(_index: int, _start: int, arrays: Sequence[Array]) -> Distribution
     if array.dtype.type is np.void:
         return found
     with np.errstate(all="ignore"):
-        values = _as_floats(array)
+        if array.dtype.kind == "c":
+            values = np.abs(array).astype(np.float64)
+        elif is_floating(array.dtype.name) and array.dtype.itemsize < np.dtype(np.float64).itemsize:
+            values = cast(array, "float32")  # which has all values of their type
+        else:
+            values = np.ascontiguousarray(array, np.float64)
         word, shift, mask, bias = _EXPONENTS[values.dtype.itemsize]
         exponents = np.bincount(((values.view(word) >> word(shift)) & word(mask)).astype(np.intp), minlength=mask + 1)
         found.zeros = values.size - int(np.count_nonzero(values))
@@ -217,12 +218,3 @@ def _measured(_index: int, _start: int, arrays: Sequence[Array]) -> Distribution
             wide -= found.mean
             found.squares = float(np.vdot(wide, wide))
     return found
-
-
-def _as_floats(array: Array) -> Array:
-    """Return elements as float32, if that has all values of their type, or as float64."""
-    if array.dtype.kind == "c":
-        return np.abs(array).astype(np.float64)
-    if is_floating(array.dtype.name) and array.dtype.itemsize < np.dtype(np.float64).itemsize:
-        return cast(array, "float32")
-    return np.ascontiguousarray(array, np.float64)

@@ -129,7 +129,12 @@ def write_files(
         if prove is not None:
             prove(partial)
         for front, number in numbers.items():
-            _mark(store, number, partial / front)
+            index = store.index(number)
+            for one in sorted(index.files, key=lambda one: (one.kind == "folder", -one.name.count("/"))):
+                at = partial / front if index.is_file else partial / front / one.name
+                if one.kind != "link":
+                    at.chmod(one.mode)
+                os.utime(at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)
 
 
 def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int], None]) -> None:
@@ -162,13 +167,3 @@ def _write(store: PackedStore, number: int, path: Path, advance: Callable[[int],
     with closing(ahead(copy, jobs)) as copies:
         for done in copies:
             advance(done)
-
-
-def _mark(store: PackedStore, number: int, path: Path) -> None:
-    """Give files their modes and times, and directories after what is in them."""
-    index = store.index(number)
-    for one in sorted(index.files, key=lambda one: (one.kind == "folder", -one.name.count("/"))):
-        at = path if index.is_file else path / one.name
-        if one.kind != "link":
-            at.chmod(one.mode)
-        os.utime(at, ns=(one.modified_ns, one.modified_ns), follow_symlinks=False)

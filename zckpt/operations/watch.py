@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 from zckpt.codes import ERROR, FROZEN_MOVED, JUMPED, LOST, NOT_ADVANCED, NOT_FINITE, OTHER_KIND, UNMOVED
 from zckpt.compare.digests import FILE_NAME
 from zckpt.compare.logical import named
-from zckpt.compare.slots import Figures
 from zckpt.errors import SourceError, UsageError, listed
 from zckpt.formats.units import Unit, units
 from zckpt.immutable import immutable
@@ -217,13 +216,7 @@ def _odd(before: Checkpoint, after: Checkpoint, factor: float, shared: dict[str,
         found.append(
             Finding(UNMOVED, "no weight or master that is trained has moved since the one before", after.source)
         )
-    return found + _jumped(figures, factor, after)
-
-
-def _jumped(figures: Mapping[tuple[str, str], Figures], factor: float, after: Checkpoint) -> list[Finding]:
-    """Return norms that have changed by a factor; of what the optimizer has, by its square."""
-    found = []
-    for slot in dict.fromkeys(key for _, key in figures):
+    for slot in dict.fromkeys(key for _, key in figures):  # norms that have changed by a factor
         its = {key: one for key, one in figures.items() if key[1] == slot}
         low, high = (math.sqrt(sum(getattr(one, side) for one in its.values())) for side in ("squares_a", "squares_b"))
         limit = factor if slot in (WEIGHT, MASTER) else factor**2
@@ -234,9 +227,8 @@ def _jumped(figures: Mapping[tuple[str, str], Figures], factor: float, after: Ch
             )
             continue
         grown = [k for k, one in its.items() if one.norm_b > max(one.norm_a * limit, high * SHARE) and one.norm_a > 0]
-        found += _by_slot(
-            JUMPED, f"the norm of {{slot}} of {{names}} has grown to more than {limit:g} times", grown, after
-        )
+        said = f"the norm of {{slot}} of {{names}} has grown to more than {limit:g} times"
+        found += _by_slot(JUMPED, said, grown, after)
     return found
 
 

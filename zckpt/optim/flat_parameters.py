@@ -175,7 +175,13 @@ def _members(
     handle: Any = wrapper._handle
     flat = handle.flat_param
     local = _local(wrapper)
-    ranks = _having(wrapper)
+    ranks: tuple[int, ...] | None  # in the world, that have the same elements; None for all
+    if handle.uses_sharded_strategy:
+        between = getattr(wrapper, "_inter_node_pg", None)  # of the hybrid strategies
+        ranks = (dist.get_rank(),) if between is None else tuple(sorted(dist.get_process_group_ranks(between)))
+    else:
+        same = dist.get_process_group_ranks(handle.process_group)
+        ranks = None if len(same) == dist.get_world_size() else tuple(sorted(same))
     stepped = flat._params
     firsts: dict[tuple[int, str], Member] = {}
     for index, (its, shape, info) in enumerate(
@@ -218,13 +224,3 @@ def _local(wrapper: FullyShardedDataParallel) -> torch.Tensor:
         if handle._use_orig_params:
             handle._writeback_orig_params()  # a program may have given a parameter other memory
     return local.detach().view(-1)
-
-
-def _having(wrapper: FullyShardedDataParallel) -> tuple[int, ...] | None:
-    """Return the ranks, in the world, that have the same elements of a unit; None for all."""
-    handle: Any = wrapper._handle
-    if not handle.uses_sharded_strategy:
-        same = dist.get_process_group_ranks(handle.process_group)
-        return None if len(same) == dist.get_world_size() else tuple(sorted(same))
-    between = getattr(wrapper, "_inter_node_pg", None)  # of the hybrid strategies
-    return (dist.get_rank(),) if between is None else tuple(sorted(dist.get_process_group_ranks(between)))

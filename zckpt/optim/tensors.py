@@ -128,9 +128,23 @@ def model_state(model: Model) -> ModelState:
     """
     if isinstance(model, (list, tuple)):
         return _of_parts(parts_of(model))
-    for one in parts_of(model):
-        return _model_state(flat_model(one) if is_flat(one) else bare(one))
-    return ModelState()
+    one = next(iter(parts_of(model)), None)
+    if one is None:
+        return ModelState()
+    its = flat_model(one) if is_flat(one) else bare(one)
+    tied, first, _ = its.roles({})
+    found = ModelState(dict(first), set(first), tied)  # tensors under their first names
+    for key, value in its.state.items():
+        if key in its.parameters:
+            continue
+        if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE:
+            found.tensors[key] = value
+        else:
+            found.extra[key] = value
+    called = {id(one): name for name, one in found.tensors.items()}
+    held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
+    found.members = Members(held, tuple(found.tensors))
+    return found
 
 
 def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
@@ -154,23 +168,6 @@ def _of_parts(parts: Sequence[torch.nn.Module]) -> ModelState:
         found.parameters |= its.parameters
         found.tied |= its.tied
         found.extra |= its.extra
-    return found
-
-
-def _model_state(its: Bare) -> ModelState:
-    """Return a model's tensors under their first names, and what else a state dict has."""
-    tied, first, _ = its.roles({})
-    found = ModelState(dict(first), set(first), tied)
-    for key, value in its.state.items():
-        if key in its.parameters:
-            continue
-        if isinstance(value, torch.Tensor) and key.rpartition(".")[2] != EXTRA_STATE:
-            found.tensors[key] = value
-        else:
-            found.extra[key] = value
-    called = {id(one): name for name, one in found.tensors.items()}
-    held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
-    found.members = Members(held, tuple(found.tensors))
     return found
 
 

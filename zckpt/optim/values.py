@@ -84,7 +84,13 @@ class Values:
         if isinstance(value, torch.Tensor):
             return self.tensor(value, where)
         if isinstance(value, np.ndarray):
-            return _array(value, where)
+            if value.dtype.hasobject or value.dtype.fields is not None or value.dtype.kind not in "biufcSU":
+                raise UnsupportedError(f"{where} is a numpy array of {value.dtype}, which cannot be saved")
+            array = np.ascontiguousarray(value, _little(value.dtype))
+            dtype = NumpyDType(array.dtype.str[1:], (False, True), (3, "<", None, None, None, -1, -1, 0))
+            node = NumpyArray(cls=Global("numpy", "ndarray"))
+            node.fill(value.shape, dtype, array.tobytes())
+            return node
         for kind, rule in _LEAVES.items():
             if isinstance(value, kind):
                 return rule(value)
@@ -139,16 +145,6 @@ def _by_stride(strides: Sequence[int]) -> list[int]:
 def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
     found: np.dtype[Any] = dtype.newbyteorder("<")
     return found
-
-
-def _array(value: np.ndarray[Any, Any], where: str) -> NumpyArray:
-    if value.dtype.hasobject or value.dtype.fields is not None or value.dtype.kind not in "biufcSU":
-        raise UnsupportedError(f"{where} is a numpy array of {value.dtype}, which cannot be saved")
-    found = np.ascontiguousarray(value, _little(value.dtype))
-    dtype = NumpyDType(found.dtype.str[1:], (False, True), (3, "<", None, None, None, -1, -1, 0))
-    node = NumpyArray(cls=Global("numpy", "ndarray"))
-    node.fill(value.shape, dtype, found.tobytes())
-    return node
 
 
 _LEAVES: dict[type, Callable[[Any], object]] = {

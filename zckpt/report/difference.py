@@ -26,7 +26,17 @@ def render(document: Document, *, width: int, paint: Paint | None = None, limit:
         only = document[f"only_in_{side}"]
         names = (f"  {one['name']}" + (f" {one['slot']}" if one["slot"] else "") for one in only[:limit])
         lines += listed(only, f"only in {side}: {len(only):,}", names)
-    lines += _by_slot(different, document["equal_slots"]) if different else []
+    if different:
+        rows = []
+        for slot in dict.fromkeys(["weight", *(one["slot"] for one in different)]):
+            own, same = ([one for one in some if one["slot"] == slot] for some in (different, document["equal_slots"]))
+            known = [one for one in own if one["num_different"] is not None]
+            elements = sum(one["num_different"] for one in known), sum(one["numel"] for one in (*known, *same))
+            worst = max((float(one["rel_l2"]) for one in known if one["rel_l2"] is not None), default=None)
+            share = f"{elements[0] / max(elements[1], 1):.2%}"
+            rows.append((slot, len(own), len(same), share, worst and f"{worst:.3g}"))
+        header = ("slot", "different", "equal", "elements", "worst rel L2")
+        lines += ["", *table(header, [row for row in rows if row[1] or row[2]], right=(1, 2, 3, 4))]
     lines += listed(different, f"different: {count(len(different), 'slot')}", _different(different[:limit], width))
     if document["metadata"]:
         values = ("a", "b")
@@ -50,40 +60,25 @@ def _listed(found: Rows, first: str, lines: Iterable[str], *, limit: int = SHOWN
     return ["", first, *lines, *more(found, limit)] if found else []
 
 
-def _by_slot(different: Rows, equal: Rows) -> list[str]:
-    """Return how much differs in each slot, weights first, then as they are."""
-    slots = dict.fromkeys(["weight", *(one["slot"] for one in different)])
-    rows = []
-    for slot in slots:
-        own, same = ([one for one in some if one["slot"] == slot] for some in (different, equal))
-        known = [one for one in own if one["num_different"] is not None]
-        elements = sum(one["num_different"] for one in known), sum(one["numel"] for one in (*known, *same))
-        worst = max((float(one["rel_l2"]) for one in known if one["rel_l2"] is not None), default=None)
-        rows.append((slot, len(own), len(same), f"{elements[0] / max(elements[1], 1):.2%}", worst and f"{worst:.3g}"))
-    header = ("slot", "different", "equal", "elements", "worst rel L2")
-    return ["", *table(header, [row for row in rows if row[1] or row[2]], right=(1, 2, 3, 4))]
-
-
 def _different(found: Rows, width: int) -> list[str]:
     header = ("slot", "different", "share", "rel L2", "max abs", "max rel", "cosine", "ULP", "")
-    figures = table(header, map(_row, found), right=tuple(range(1, len(header) - 1)))
+    digits = {"rel_l2": ".3g", "max_abs": ".3g", "max_rel": ".3g", "cosine": ".6f"}
+    rows = []
+    for one in found:
+        note = ""
+        if one["shape_a"] != one["shape_b"]:
+            note = f"shape {one['shape_a']} and {one['shape_b']}"
+        elif one["dtype_a"] != one["dtype_b"]:
+            note = f"{one['dtype_a']} and {one['dtype_b']}"
+        for key, word in (("nan", "NaN"), ("inf", "Inf")):
+            if one[f"{key}_a"] or one[f"{key}_b"]:
+                note += f" {word} {one[f'{key}_a']:,} and {one[f'{key}_b']:,}"
+        share = None if one["num_different"] is None else f"{one['num_different'] / max(one['numel'], 1):.2%}"
+        its = (f"{one[key]:{said}}" if isinstance(one[key], float) else one[key] for key, said in digits.items())
+        rows.append((one["slot"], one["num_different"], share, *its, one["max_ulp"], note.strip()))
+    figures = table(header, rows, right=tuple(range(1, len(header) - 1)))
     names = ["parameter", *(one["name"] for one in found)]
     return [fitted(line, width) for line in named(names, figures, width)]
-
-
-def _row(one: Document) -> tuple[object, ...]:
-    note = ""
-    if one["shape_a"] != one["shape_b"]:
-        note = f"shape {one['shape_a']} and {one['shape_b']}"
-    elif one["dtype_a"] != one["dtype_b"]:
-        note = f"{one['dtype_a']} and {one['dtype_b']}"
-    for key, word in (("nan", "NaN"), ("inf", "Inf")):
-        if one[f"{key}_a"] or one[f"{key}_b"]:
-            note += f" {word} {one[f'{key}_a']:,} and {one[f'{key}_b']:,}"
-    share = None if one["num_different"] is None else f"{one['num_different'] / max(one['numel'], 1):.2%}"
-    digits = {"rel_l2": ".3g", "max_abs": ".3g", "max_rel": ".3g", "cosine": ".6f"}
-    figures = (f"{one[key]:{said}}" if isinstance(one[key], float) else one[key] for key, said in digits.items())
-    return (one["slot"], one["num_different"], share, *figures, one["max_ulp"], note.strip())
 
 
 def render_parting(document: Document, *, limit: int = SHOWN_ROWS) -> str:

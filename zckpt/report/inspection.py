@@ -34,12 +34,23 @@ def render(document: Document, *, parameters: bool, files: bool, with_globals: b
     lines = [*_heading(document), ""]
     lines += table(("slot", "dtype", "parameters", "elements", "size"), slots, right=(2, 3, 4))
     lines += _groups(document["param_groups"])
-    lines += _per_rank(document["per_rank"])
-    lines += _padding(document["padding"])
+    lines += _beside(document["per_rank"], document["padding"])
     if parameters:
-        lines += ["", *_parameters(document)]
+        listed = []
+        for kind, own in (("parameters", ""), ("buffers", "buffer"), ("unnamed", "no name")):
+            for one in document[kind]:
+                note = f"tied to {one['tied_to']}" if one["tied_to"] else "frozen" if one["frozen"] else own
+                shape = "x".join(map(str, one["shape"])) or "scalar"
+                listed.append((one["name"], shape, one["dtype"], one["group"], ", ".join(one["slots"]), note))
+        lines += ["", *table(("parameter", "shape", "dtype", "group", "slots", ""), listed, right=(3,))]
     if files or with_globals:
-        lines += ["", *_files(document["files"])]
+        sizes = ("nbytes", "tensor_nbytes", "unreferenced_nbytes")
+        rows = [
+            (Path(one["path"]).name, one["role"], one["dp_rank"], one["mp_rank"], *(size(one[key]) for key in sizes))
+            for one in document["files"]
+        ]
+        header = ("file", "role", "dp", "mp", "size", "tensors", "unused")
+        lines += ["", *table(header, rows, right=(2, 3, 4, 5, 6))]
     if with_globals:
         lines += ["", *(
             f"{Path(one['path']).name}  {record}  {name}  {grade(*name.rpartition('.')[::2])[0]}"
@@ -133,41 +144,19 @@ def _groups(groups: list[Document]) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def _per_rank(values: list[Document]) -> list[str]:
-    """Name the state that each rank has of its own, and where it is."""
-    if not values:
-        return []
-    keys = ", ".join(dict.fromkeys(one["key"] for one in values))
-    ranks = len({(one["mp_rank"], one["rank"]) for one in values})
-    where = sorted({one["group"] for one in values})
-    groups = f"{'group' if len(where) == 1 else 'groups'} {', '.join(map(str, where))}"
-    return ["", f"each rank's own: {keys} ({count(len(values), 'value')} on {count(ranks, 'rank')}, {groups}); "
-            "cannot be cut for other ranks"]  # fmt: skip
-
-
-def _padding(padding: Document) -> list[str]:
-    ranks = [f"rank {one['rank']}: {one['num_elements']:,}" for one in padding["ranks"] if one["num_elements"]]
-    if not ranks:
-        return []
-    more = f" and {len(ranks) - SHOWN_RANKS} more ranks" if len(ranks) > SHOWN_RANKS else ""
-    shown = f"({', '.join(ranks[:SHOWN_RANKS])}{more})"
-    return ["", f"padding: {count(padding['num_elements'], 'element')}, {size(padding['nbytes'])} {shown}"]
-
-
-def _parameters(document: Document) -> list[str]:
-    rows = []
-    for kind, own in (("parameters", ""), ("buffers", "buffer"), ("unnamed", "no name")):
-        for one in document[kind]:
-            note = f"tied to {one['tied_to']}" if one["tied_to"] else "frozen" if one["frozen"] else own
-            shape = "x".join(map(str, one["shape"])) or "scalar"
-            rows.append((one["name"], shape, one["dtype"], one["group"], ", ".join(one["slots"]), note))
-    return table(("parameter", "shape", "dtype", "group", "slots", ""), rows, right=(3,))
-
-
-def _files(files: list[Document]) -> list[str]:
-    sizes = ("nbytes", "tensor_nbytes", "unreferenced_nbytes")
-    rows = [
-        (Path(one["path"]).name, one["role"], one["dp_rank"], one["mp_rank"], *(size(one[key]) for key in sizes))
-        for one in files
-    ]
-    return table(("file", "role", "dp", "mp", "size", "tensors", "unused"), rows, right=(2, 3, 4, 5, 6))
+def _beside(per_rank: list[Document], padding: Document) -> list[str]:
+    """Name the state that each rank has of its own, and where it is; and padding."""
+    lines = []
+    if per_rank:
+        keys = ", ".join(dict.fromkeys(one["key"] for one in per_rank))
+        ranks = len({(one["mp_rank"], one["rank"]) for one in per_rank})
+        where = sorted({one["group"] for one in per_rank})
+        groups = f"{'group' if len(where) == 1 else 'groups'} {', '.join(map(str, where))}"
+        lines += ["", f"each rank's own: {keys} ({count(len(per_rank), 'value')} on {count(ranks, 'rank')}, {groups}); "
+                      "cannot be cut for other ranks"]  # fmt: skip
+    padded = [f"rank {one['rank']}: {one['num_elements']:,}" for one in padding["ranks"] if one["num_elements"]]
+    if padded:
+        more = f" and {len(padded) - SHOWN_RANKS} more ranks" if len(padded) > SHOWN_RANKS else ""
+        shown = f"({', '.join(padded[:SHOWN_RANKS])}{more})"
+        lines += ["", f"padding: {count(padding['num_elements'], 'element')}, {size(padding['nbytes'])} {shown}"]
+    return lines

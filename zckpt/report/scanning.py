@@ -38,22 +38,17 @@ def render(document: Document) -> str:
     shown = sorted((key for key in rows if key[0] != DATA), key=lambda key: (-GRADES.index(key[0]), key[1]))
     if shown:
         header = ("grade", "what", "needed by", "named", "called", "in")
-        lines += ["", *table(header, [_row(key, rows[key]) for key in shown], right=(3, 4))]
+        cells = []
+        for key in shown:
+            first, more = rows[key][0], len(rows[key]) - 1
+            named, called = (sum(one[name] for one in rows[key]) for name in ("named", "called"))
+            where = ": ".join(filter(None, (first["file"], first["record"]))) + (f" and {more} more" if more else "")
+            cells.append((*key, first["program"] or "", named or "", called or "", where))
+        lines += ["", *table(header, cells, right=(3, 4))]
     data = sum(1 for found, _ in rows if found == DATA)
     lines += ["", f"besides, {count(data, 'name')} of plain data"] if data else []
     lines += ["", MEANS[document["grade"]]] if document["grade"] in MEANS else []
     return "\n".join(map(printable, lines))
-
-
-def _row(key: tuple[str, str], found: list[Document]) -> tuple[object, ...]:
-    first, more = found[0], len(found) - 1
-    named, called = (sum(one[name] for one in found) for name in ("named", "called"))
-    where = _place(first) + (f" and {more} more" if more else "")
-    return *key, first["program"] or "", named or "", called or "", where
-
-
-def _place(one: Document) -> str:
-    return ": ".join(filter(None, (one["file"], one["record"])))
 
 
 def sarif(document: Document) -> Document:

@@ -202,13 +202,12 @@ def formats(document: Document) -> str:
     ]
     lines = table(["format", "is", "verbs", ""], rows)
     for one in every:
+        options = []
+        for option in one["options"] if one["written"] else ():
+            kind = "" if option["type"] == "bool" else f" {'|'.join(map(str, option['choices'])) or option['type']}"
+            default = "" if option["default"] is None else f" Default: {option['default']}."
+            options.append((f"  --{option['name'].replace('_', '-')}{kind}", f"{option['help']}{default}"))
         if one["written"]:
-            lines += ["", f"--to {one['name']}: {one['writes']}", *table(["", ""], map(_option, one["options"]))[1:]]
+            lines += ["", f"--to {one['name']}: {one['writes']}", *table(["", ""], options)[1:]]
     lines += ["", *(f"--map {one['name']}: {one['about']}" for one in document["maps"])]
     return "\n".join(lines + [""] * bool(document["broken"]) + [f"broken: {text}" for text in document["broken"]])
-
-
-def _option(option: Document) -> tuple[str, str]:
-    kind = "" if option["type"] == "bool" else f" {'|'.join(map(str, option['choices'])) or option['type']}"
-    default = "" if option["default"] is None else f" Default: {option['default']}."
-    return f"  --{option['name'].replace('_', '-')}{kind}", f"{option['help']}{default}"

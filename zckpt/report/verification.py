@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
 
 from zckpt.report.text import Document, Paint, count, printable, size
 
@@ -38,8 +37,20 @@ def render(document: Document, *, width: int, paint: Paint | None = None) -> str
     for one in findings[:SHOWN_FINDINGS]:
         severity = one["severity"]
         lines += ["", f"{painted(f'{severity:<8}', severity)} {one['code']}  {one['title']}"]
-        for label, text in _facts(one):
-            lines += _wrapped(text, width, f"  {label:<{LABEL_WIDTH}}  ")
+        names, ranks = one["parameters"], one["ranks"]
+        more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
+        facts = [
+            ("what", one["message"]),
+            ("file", one["file"] or None),
+            ("rank" if len(ranks) == 1 else "ranks", ", ".join(map(str, ranks)) or None),
+            ("parameter" if len(names) == 1 else "of", ", ".join(names[:SHOWN_NAMES]) + more or None),
+            ("expected", one["expected"]),
+            ("found", one["found"]),
+            ("to do", one["advice"]),
+        ]
+        for label, text in facts:
+            if text is not None:
+                lines += _wrapped(text, width, f"  {label:<{LABEL_WIDTH}}  ")
     if len(findings) > SHOWN_FINDINGS:
         lines += ["", f"and {count(len(findings) - SHOWN_FINDINGS, 'more finding')}"]
     return "\n".join(lines)
@@ -81,18 +92,3 @@ def _wrapped(text: str, width: int, label: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _facts(finding: Document) -> Iterator[tuple[str, str]]:
-    names, ranks = finding["parameters"], finding["ranks"]
-    more = f" and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else ""
-    yield "what", finding["message"]
-    if finding["file"]:
-        yield "file", finding["file"]
-    if ranks:
-        yield "rank" if len(ranks) == 1 else "ranks", ", ".join(map(str, ranks))
-    if names:
-        yield "parameter" if len(names) == 1 else "of", ", ".join(names[:SHOWN_NAMES]) + more
-    for key, label in (("expected", "expected"), ("found", "found"), ("advice", "to do")):
-        if finding[key] is not None:
-            yield label, finding[key]

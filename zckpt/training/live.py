@@ -27,7 +27,6 @@ from zckpt.optim.tensors import (
     SAMPLE_NBYTES,
     Model,
     ModelState,
-    Share,
     digest_of,
     model_state,
 )
@@ -77,7 +76,9 @@ class Live:
         """Tell whether this rank knows that ranks have different parts."""
         its = [*self.tensors.tensors.values(), *self.optimizers.parameters().values()]
         on_some = any(isinstance(one, DTensor) and one.device_mesh.size() < ranks.world_size for one in its)
-        return on_some or self.optimizers.are_parts or isinstance(self.model, (list, tuple))
+        optimizers = self.optimizers
+        are_parts = optimizers.is_sliced or any(one.renamed is not None for one in optimizers.states.values())
+        return on_some or are_parts or isinstance(self.model, (list, tuple))
 
 
 @dataclass(slots=True)
@@ -167,9 +168,13 @@ def settled(
     `buffers`: of plain ones that several ranks have, the first one's is written; `advice`: if ranks have other values
     of the same. Raises LayoutError: ranks have other values of the same name.
     """
-    keyed = sorted(((_key(*one), one) for one in shares), key=lambda pair: (pair[1][1], pair[1][0]))
-    told = zip(ranks.members, ranks.gather_all([key for key, _ in keyed]), strict=True)
-    having = by_key((key, member) for member, keys in told for key in keys)
+    keyed: list[tuple[bytes, NamedShare]] = []
+    for name, slot, share in sorted(shares, key=lambda one: (one[1], one[0])):
+        at = share.extent
+        told = (name, slot, share.shape, str(share.tensor.dtype), at.offsets, at.sizes, at.start, at.numel)
+        keyed.append((blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest(), (name, slot, share)))
+    here = zip(ranks.members, ranks.gather_all([key for key, _ in keyed]), strict=True)
+    having = by_key((key, member) for member, keys in here for key in keys)
     found: list[NamedShare] = []
     digests: dict[bytes, bytes] = {}
     for key, (name, slot, share) in keyed:
@@ -193,12 +198,6 @@ def settled(
                 advice=advice,
             )
     return found
-
-
-def _key(name: str, slot: str, share: Share) -> bytes:
-    extent = share.extent
-    told = (name, slot, share.shape, str(share.tensor.dtype), extent.offsets, extent.sizes, extent.start, extent.numel)
-    return blake2b(repr(told).encode(), digest_size=DIGEST_NBYTES).digest()
 
 
 # --- loading

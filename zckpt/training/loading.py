@@ -325,7 +325,14 @@ class _Loading(Meeting):
     def read_weights(self, *, broadcast: bool) -> None:
         """Read weights into the model: what all ranks read alike, and this rank's shares of what is sharded."""
         if broadcast and self.ranks.world_size > 1:
-            read_and_broadcast(self.replicated, self.ranks)
+            ranks = self.ranks
+            for turn in _rounds(self.replicated, ranks.world_size):  # the same on all ranks
+                ranks.do(partial(read_tensors, [one for reader, one in turn if reader == ranks.rank]))
+                for reader, one in turn:
+                    there = one.tensor.contiguous()
+                    dist.broadcast(there, src=ranks.members[reader], group=ranks.given or dist.group.WORLD)
+                    if there is not one.tensor:
+                        one.tensor.copy_(there)
             self.replicated = []
         read_tensors([*self.replicated, *self.sharded])
         for name, copy in self.live.tensors.copies:  # buffers of further parts of the model
@@ -345,20 +352,6 @@ def weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
 
 ROUND_NBYTES = 64 << 20
 """Read by each rank before all of it is sent: what a rank needs besides the weights."""
-
-
-def read_and_broadcast(reads: Sequence[TensorRead], ranks: Ranks) -> None:
-    """Read what all ranks need, each rank some of it, and send it around.
-
-    All ranks must need the same tensors in the same order.
-    """
-    for turn in _rounds(reads, ranks.world_size):
-        ranks.do(partial(read_tensors, [one for reader, one in turn if reader == ranks.rank]))
-        for reader, one in turn:
-            there = one.tensor.contiguous()
-            dist.broadcast(there, src=ranks.members[reader], group=ranks.given or dist.group.WORLD)
-            if there is not one.tensor:
-                one.tensor.copy_(there)
 
 
 def _rounds(reads: Sequence[TensorRead], world_size: int) -> Iterator[list[tuple[int, TensorRead]]]:

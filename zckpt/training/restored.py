@@ -122,19 +122,15 @@ def assert_restored(
             ranks.do(held.compare)
         held.check_sums()
         ranks.do(stack.close)
-    found = _said_by(ranks.gather_all(held.differences))
-    if found:
+    every = ranks.gather_all(held.differences)
+    sayers = by_key((one, str(rank)) for rank, said in enumerate(every) for one in dict.fromkeys(said))
+    if sayers:
+        found = [
+            said if len(those) == len(every) else f"{said} (on rank{'s' * (len(those) > 1)} {listed(those)})"
+            for said, those in sayers.items()
+        ]
         raise NotRestoredError([shown(one) for one in found], path=path)
     return held.reported()
-
-
-def _said_by(every: Sequence[Sequence[str]]) -> list[str]:
-    """Return what ranks say, once, and who says it unless all do."""
-    ranks = by_key((one, str(rank)) for rank, said in enumerate(every) for one in dict.fromkeys(said))
-    return [
-        said if len(those) == len(every) else f"{said} (on rank{'s' * (len(those) > 1)} {listed(those)})"
-        for said, those in ranks.items()
-    ]
 
 
 @immutable
@@ -159,7 +155,12 @@ class _Pair:
         ours, count, first = self.tensor.detach().reshape(-1), 0, -1
         for start in range(0, read.numel(), TOGETHER_NUMEL):
             some = slice(start, start + TOGETHER_NUMEL)
-            theirs, mine = _comparable(read[some].to(ours.device), ours[some])
+            theirs, mine = read[some].to(ours.device), ours[some]
+            if theirs.dtype != mine.dtype or mine.dtype.itemsize == 1:  # a type that has the values of both
+                kinds = (theirs.dtype, mine.dtype)
+                wide = torch.float64 if any(kind.is_floating_point for kind in kinds) else torch.int64
+                wide = torch.complex128 if any(kind.is_complex for kind in kinds) else wide
+                theirs, mine = theirs.to(wide), mine.to(wide)
             apart = (theirs != mine) & ~(theirs.isnan() & mine.isnan())
             if first < 0 and apart.any():
                 first = start + int(apart.int().argmax())
@@ -177,17 +178,6 @@ class _Pair:
             f"{self.what} differs in {count} of {read.numel()} elements, first at {list(index)}: "
             f"{read[first].item()!r} in the checkpoint, {ours[first].item()!r} here{kept}"
         )
-
-
-def _comparable(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tensors in a type that has the values of both."""
-    if one.dtype == other.dtype and one.dtype.itemsize > 1:
-        return one, other
-    if one.dtype.is_complex or other.dtype.is_complex:
-        return one.to(torch.complex128), other.to(torch.complex128)
-    if one.dtype.is_floating_point or other.dtype.is_floating_point:
-        return one.double(), other.double()
-    return one.long(), other.long()
 
 
 class _Held(Meeting):

@@ -352,20 +352,17 @@ def prepared_of(ranks: Ranks, given: Mapping[str, Any], staging: Staging | None 
         failure = error
     try:
         own.agree(ranks, failed=failure is not None)
-        return failure or _prepared(ranks, own, given, staging)
+        if failure is not None:
+            return failure
+        held = divide(own.shares, world_rank(), ranks.members)
+        told = RankState([piece for piece, _ in held], own.state.values, random_states())
+        if ranks.rank == 0:
+            part, stored = of_first(own.tensors, own.state, given, ranks.world_size, Values(copied=staging is not None))
+        else:
+            part, stored = Part.of(own.tensors, own.state), []
+            told.part = part if own.in_parts else None
+        return Prepared(told, [*stored, *entries(held, staging)], part)
     except WorkerError:
         raise
     except Exception as error:  # noqa: BLE001  # all ranks learn of it
         return failure or error
-
-
-def _prepared(ranks: Ranks, own: _Own, given: Mapping[str, Any], staging: Staging | None) -> Prepared:
-    """Find out what this rank writes, and copy it if it is to be staged."""
-    held = divide(own.shares, world_rank(), ranks.members)
-    told = RankState([piece for piece, _ in held], own.state.values, random_states())
-    if ranks.rank == 0:
-        part, stored = of_first(own.tensors, own.state, given, ranks.world_size, Values(copied=staging is not None))
-    else:
-        part, stored = Part.of(own.tensors, own.state), []
-        told.part = part if own.in_parts else None
-    return Prepared(told, [*stored, *entries(held, staging)], part)

@@ -255,7 +255,16 @@ def collected(ranks: Ranks, own: Sliced) -> list[NamedShare]:
         for key, one in its.items():
             of_keys.setdefault(key, {})[rank] = one
     for key in sorted(of_keys):
-        _check_whole(key, list(of_keys[key].values()))
+        parts = list(of_keys[key].values())
+        numel = sum(math.prod(sizes) for _, sizes in {box for _, _, every in parts for box in every})
+        shape, dtype, _ = parts[0]
+        if any(one[:2] != (shape, dtype) for one in parts) or numel != math.prod(shape):
+            name, slot = key
+            raise LayoutError(
+                f"{slot} of {name}: slices of all ranks are not together the whole",
+                expected=f"{dtype} {shape}",
+                found=", ".join(dict.fromkeys(f"{dtype} {shape}" for shape, dtype, _ in parts)),
+            )
     loads = [0] * ranks.world_size
     found: list[NamedShare] = []
     for key in sorted(of_keys):
@@ -304,16 +313,3 @@ def _compare(told: Sequence[tuple[Any, Mapping[str, bytes], Mapping[str, bytes]]
                 f"{name} is the same on ranks of all slices, although no rule says that each has the whole",
                 advice="say so in tp_rules: tp_replicated_parameter_patterns",
             )
-
-
-def _check_whole(key: Key, its: Sequence[tuple[tuple[int, ...], str, list[Box]]]) -> None:
-    """Refuse boxes that are not together the whole."""
-    boxes = {box for _, _, every in its for box in every}
-    shape, dtype, _ = its[0]
-    if any(one[:2] != (shape, dtype) for one in its) or sum(math.prod(s) for _, s in boxes) != math.prod(shape):
-        name, slot = key
-        raise LayoutError(
-            f"{slot} of {name}: slices of all ranks are not together the whole",
-            expected=f"{dtype} {shape}",
-            found=", ".join(dict.fromkeys(f"{dtype} {shape}" for shape, dtype, _ in its)),
-        )

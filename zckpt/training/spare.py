@@ -45,7 +45,7 @@ from zckpt.immutable import immutable
 from zckpt.operations.small_file import write_text
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Place, Ranks, answering, written_together
-from zckpt.optim.states.several import Given, process_group_of, workers_of
+from zckpt.optim.states.several import process_group_of, workers_of
 from zckpt.state import by_key
 from zckpt.storage.files import read_whole
 from zckpt.training.directory import new_identity, record_fingerprint, write_all
@@ -136,7 +136,11 @@ class Spare:
         """
         self.finish()
         ranks = self._ranks
-        _check(ranks, given["optimizer"])
+        if workers_of(given["optimizer"]) is not None:
+            raise UsageError("a DistributedOptimizer is not kept in memory", advice="leave replicate out")
+        group = None if ranks.given is not None else process_group_of(given["optimizer"])
+        if group is not None and dist.get_process_group_ranks(group) != ranks.members:
+            raise UsageError("the optimizer is of fewer ranks", advice="give the Checkpointer process_group=, too")
         prepared = prepared_of(ranks, given)
         told = About(new_identity(), given["step"], ranks.world_size, tuple(follows), time.time_ns())
         about = ranks.from_first(told)
@@ -331,15 +335,6 @@ class _Mapped:
             except OSError as error:
                 self._error = unwritten(self._partial, error)
         return self._error
-
-
-def _check(ranks: Ranks, optimizer: Given) -> None:
-    """Refuse optimizers whose state is not these ranks'."""
-    if workers_of(optimizer) is not None:
-        raise UsageError("a DistributedOptimizer is not kept in memory", advice="leave replicate out")
-    group = None if ranks.given is not None else process_group_of(optimizer)
-    if group is not None and dist.get_process_group_ranks(group) != ranks.members:
-        raise UsageError("the optimizer is of fewer ranks", advice="give the Checkpointer process_group=, too")
 
 
 # --- what of it is on a node

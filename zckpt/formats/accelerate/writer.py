@@ -13,7 +13,7 @@ sampler.bin, scaler.pt, custom_checkpoint_0.pkl ...      only where the source i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,20 @@ def parts_of(checkpoint: Checkpoint, *, paired: bool) -> Parts:
         if checkpoint.optimizers():
             raise _unpaired(checkpoint, "one model, or which parameters are of which")
         return Parts(checkpoint, [checkpoint], [checkpoint] if checkpoint.param_groups else [])
-    apart = [_of_model(checkpoint, name) for name in models]
+    names = [one.name for one in checkpoint.tensors()]
+    modules, alone_there = of_modules(checkpoint)
+    apart = []  # what is of one model under its own names; param groups only where all of their parameters are
+    for front in (f"{model}." for model in models):
+        own = {name: name.removeprefix(front) for name in names if name.startswith(front)}
+        its = {name.removeprefix(front): one for name, one in modules.items() if name.startswith(front)}
+        alone = replace(
+            checkpoint,
+            parameters={name: one for name, one in checkpoint.parameters.items() if name in own},
+            buffers={name: one for name, one in checkpoint.buffers.items() if name in own},
+            metadata={**without(checkpoint.metadata, *alone_there), **its},
+        )
+        groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
+        apart.append(renamed(alone.regrouped(groups), own))
     if not checkpoint.optimizers() and not paired:
         return Parts(checkpoint, apart, [checkpoint] if checkpoint.param_groups else [])
     if sum(len(one.param_groups) for one in apart) != len(checkpoint.param_groups):
@@ -88,22 +101,6 @@ def _unpaired(checkpoint: Checkpoint, expected: str) -> UnsupportedError:
         found=f"{listed(checkpoint.models()) or 'one model'}; {listed(checkpoint.optimizers()) or 'one optimizer'}",
         advice="`--to=zckpt` holds all of them",
     )
-
-
-def _of_model(checkpoint: Checkpoint, model: str) -> Checkpoint:
-    """Return what is of one model under its own names; param groups only where all of their parameters are."""
-    names = {one.name: one.name.removeprefix(f"{model}.") for one in checkpoint.tensors()}
-    own = {name: short for name, short in names.items() if name != short}
-    modules, alone_there = of_modules(checkpoint)
-    its = {name.removeprefix(f"{model}."): one for name, one in modules.items() if name.startswith(f"{model}.")}
-    alone = replace(
-        checkpoint,
-        parameters={name: one for name, one in checkpoint.parameters.items() if name in own},
-        buffers={name: one for name, one in checkpoint.buffers.items() if name in own},
-        metadata={**without(checkpoint.metadata, *alone_there), **its},
-    )
-    groups = [one for one in checkpoint.param_groups if one.parameters and own.keys() >= {*one.parameters}]
-    return renamed(alone.regrouped(groups), own)
 
 
 def _arranged(checkpoint: Checkpoint, models: Sequence[str]) -> Checkpoint:
@@ -155,8 +152,16 @@ def lay_out(job: Job) -> TargetFiles:
             raise UsageError("--groups=one only applies to a single model", expected="--groups=keep")
         checkpoint, said = one_group(checkpoint)
         notes += said
-    if form is None:
-        _check_order(checkpoint)
+    if form is None and checkpoint.converted_from.get("format", checkpoint.format) == DCP:
+        order = list(checkpoint.parameters)
+        for group in checkpoint.param_groups:
+            if not follows(group.parameters, order):  # which numbers them, and need not be the optimizer's own
+                raise UnsupportedError(
+                    "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat "
+                    "ones), and without FSDP the order identifies them",
+                    found=f"{listed(group.parameters, most=3)} in a param group",
+                    advice=f"give --groups=one, or --fsdp={SHARDED}",
+                )
     parts = parts_of(checkpoint, paired=form is not None)
     if form == SHARDED:
         files = list(_sharded(parts, job.options.world_size or 1, notes))
@@ -166,35 +171,13 @@ def lay_out(job: Job) -> TargetFiles:
         notes.append("the source has no optimizer: load_state only works if no optimizer was prepared")
     states = state_files(checkpoint, parts.optimizers, notes)
     files += [torch_writer.lay_out(name, value) for name, value in states.items()]
-    files.append(torch_writer.lay_out(OWN_NAME, _own(parts.whole, states, sharded=form == SHARDED)))
+    whole, held = parts.whole, {Path(name).stem for name in states}  # which are read by their own names
+    if form == SHARDED:
+        own = own_tree(whole, (), without=held)
+    else:
+        own = {**remainder(whole), "metadata": without(whole.metadata, *held)}
+    files.append(torch_writer.lay_out(OWN_NAME, {**own, "dtypes": types_of_weights(whole)}))
     return TargetFiles([*files, *copies_of(assets)], notes=notes, copied=frozenset(assets))
-
-
-def _check_order(checkpoint: Checkpoint) -> None:
-    """Raise where names are listed in an order that need not be the optimizer's own, which numbers them.
-
-    Those are FSDP1's: it lists what is in each flat parameter, the root's first.
-    """
-    if checkpoint.converted_from.get("format", checkpoint.format) != DCP:
-        return
-    order = list(checkpoint.parameters)
-    for group in checkpoint.param_groups:
-        if not follows(group.parameters, order):
-            raise UnsupportedError(
-                "the optimizer lists its parameters in another order than the model (as FSDP1 does with flat ones), "
-                "and without FSDP the order identifies them",
-                found=f"{listed(group.parameters, most=3)} in a param group",
-                advice=f"give --groups=one, or --fsdp={SHARDED}",
-            )
-
-
-def _own(checkpoint: Checkpoint, states: Mapping[str, object], *, sharded: bool) -> dict[str, object]:
-    """Return what is in no other file: those of `states` are read by their own names."""
-    held = {Path(name).stem for name in states}
-    if sharded:
-        return {**own_tree(checkpoint, (), without=held), "dtypes": types_of_weights(checkpoint)}
-    metadata = without(checkpoint.metadata, *held)
-    return {**remainder(checkpoint), "metadata": metadata, "dtypes": types_of_weights(checkpoint)}
 
 
 def _whole(parts: Parts, notes: list[str], *, full: bool) -> Iterator[TargetFile]:
@@ -264,7 +247,15 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
     found: dict[str, object] = {}
     for number, one in enumerate(optimizers):
         key = f"{SCHEDULER}_{number}" if number else SCHEDULER
-        found[f"{key}.bin"] = _scheduler(one, key, notes)
+        if key in one.metadata:
+            found[f"{key}.bin"] = one.metadata[key]
+            continue
+        metadata = one.metadata
+        own = {"lr_scheduler": metadata["lr_scheduler"]} if key == SCHEDULER and "lr_scheduler" in metadata else {}
+        before = len(notes)
+        found[f"{key}.bin"] = scheduler(replace(one, metadata=own), notes, name=f"{key}.bin")
+        if len(notes) > before:
+            notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
     for key, value in checkpoint.metadata.items():
         suffix = next((suffix for pattern, suffix in _CARRIED.items() if pattern.fullmatch(key)), None)
         if suffix is not None:
@@ -273,15 +264,3 @@ def state_files(checkpoint: Checkpoint, optimizers: Sequence[Checkpoint], notes:
     if not states:
         notes.append("the source has no random state that Accelerate can load: the program's seed applies")
     return found | states
-
-
-def _scheduler(optimizer: Checkpoint, key: str, notes: list[str]) -> object:
-    metadata = optimizer.metadata
-    if key in metadata:
-        return metadata[key]
-    own = {"lr_scheduler": metadata["lr_scheduler"]} if key == SCHEDULER and "lr_scheduler" in metadata else {}
-    before = len(notes)
-    found = scheduler(replace(optimizer, metadata=own), notes, name=f"{key}.bin")
-    if len(notes) > before:
-        notes[-1] += "; with several processes, Accelerate steps it once per process, unless told otherwise"
-    return found

@@ -30,7 +30,15 @@ def read(path: Path, model: Path, optimizer: Path, *, names: GivenNames = None) 
     DamagedFileError: one holds something else than the index says.
     """
     checkpoint = Checkpoint(str(path), "colossalai")
-    root: dict[str | int, Node] = {"model": taken(checkpoint, _model(model))}
+    of_model = model / MODELS[0]
+    if is_file(of_model):
+        found = Checkpoint(str(model), "")
+        for name in sorted({*safetensors.weight_map(of_model).values()}):
+            add_model(found, Path(_file(of_model, name).path))
+        found.claims[str(of_model)] = Claim(IMPLIED, "which file each tensor is in")
+    else:
+        found = safetensors.read(model)
+    root: dict[str | int, Node] = {"model": taken(checkpoint, found)}
     state: dict[str | int, Node] = {}
     index = optimizer / OPTIMIZER
     where = safetensors.weight_map(index)
@@ -59,17 +67,6 @@ def read(path: Path, model: Path, optimizer: Path, *, names: GivenNames = None) 
     if is_file(path / SCHEDULER):
         carry(checkpoint, path / SCHEDULER)
     return checkpoint
-
-
-def _model(folder: Path) -> Checkpoint:
-    index = folder / MODELS[0]
-    if not is_file(index):
-        return safetensors.read(folder)
-    found = Checkpoint(str(folder), "")
-    for name in sorted({*safetensors.weight_map(index).values()}):
-        add_model(found, Path(_file(index, name).path))
-    found.claims[str(index)] = Claim(IMPLIED, "which file each tensor is in")
-    return found
 
 
 def _file(index: Path, name: str) -> TorchFile:

@@ -84,14 +84,9 @@ def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | N
 def optimizer_slots(checkpoint: Checkpoint, dtype: str | None) -> list[str]:
     """Return the slots that the optimizer's file needs: all, but for masters that the model's file holds exactly."""
     found = [name for name in checkpoint.slot_names() if name != WEIGHT]
-    exact = all(_is_exact(p, dtype) for p in checkpoint.parameters.values() if p.master)
+    chosen = [chosen_slot(one, dtype) for one in checkpoint.parameters.values() if one.master]
+    exact = all(one is not None and one[0].name == MASTER and one[1] == one[0].dtype for one in chosen)
     return [name for name in found if name != MASTER or not exact]
-
-
-def _is_exact(parameter: Parameter, dtype: str | None) -> bool:
-    """Tell whether the model's file holds a master as it is."""
-    chosen = chosen_slot(parameter, dtype)
-    return chosen is not None and chosen[0].name == MASTER and chosen[1] == chosen[0].dtype
 
 
 def model_tree(checkpoint: Checkpoint, tensors: Tensors) -> OrderedMapping:

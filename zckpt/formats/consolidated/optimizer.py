@@ -118,48 +118,44 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
     if GROUPS not in texts:
         return
     with about(path):
-        _attach(checkpoint, tensors, texts)
+        groups, state = _parsed(texts, GROUPS, list), _parsed(texts, "state", dict)
+        members: dict[str, int] = {}
+        for index, group in enumerate(groups):
+            names = dict_of(group).get("parameters")
+            if not isinstance(names, list) or not are_texts(names):
+                raise DamagedFileError("unreadable param group", expected="a list of names in `parameters`")
+            if not isinstance(group.get("state", {}), dict):
+                raise DamagedFileError("unreadable param group", expected="values by name in `state`")
+            if group.get(OF) is not None and not isinstance(group[OF], str):
+                raise DamagedFileError("unreadable param group", expected=f"a name in `{OF}`")
+            members |= dict.fromkeys(names, index)
+        for name, index in members.items():
+            parameter = checkpoint.parameters.get(name)
+            if parameter is None:
+                parameter = checkpoint.unnamed[name] = Parameter(name, (), "float32")
+            parameter.group = index
+            own = state.get(name, {})
+            parameter.state |= dict_of(own)
+        for key, slot in tensors.items():
+            kind, _, name = key.partition("/")
+            if name not in members:
+                raise DamagedFileError(f"{key} belongs to no parameter", expected="SLOT/NAME of its param groups")
+            parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
+            if name in checkpoint.unnamed:
+                parameter.shape = max(parameter.shape, slot.shape, key=lambda shape: (len(shape), shape))
+            elif kind == MASTER and slot.shape != parameter.shape:
+                raise DamagedFileError(f"{key} has another shape", expected=parameter.shape, found=slot.shape)
+            parameter.slots[kind] = replace(slot, name=kind)
+        for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
+            del checkpoint.unnamed[name]
+        checkpoint.param_groups = [
+            ParamGroup(without(group, "parameters", "state", OF), list(group["parameters"]),
+                       dict(group.get("state", {})), group.get(OF))
+            for group in groups
+        ]  # fmt: skip
+        step = _parsed(texts, "step", object)
+        checkpoint.step = step if type(step) is int else checkpoint.step
     checkpoint.files.append(safetensors_file.source_file(path, tensors, texts, nbytes, _RULES, "optimizer"))
-
-
-def _attach(checkpoint: Checkpoint, tensors: Mapping[str, Slot], texts: Mapping[str, str]) -> None:
-    groups, state = _parsed(texts, GROUPS, list), _parsed(texts, "state", dict)
-    members: dict[str, int] = {}
-    for index, group in enumerate(groups):
-        names = dict_of(group).get("parameters")
-        if not isinstance(names, list) or not are_texts(names):
-            raise DamagedFileError("unreadable param group", expected="a list of names in `parameters`")
-        if not isinstance(group.get("state", {}), dict):
-            raise DamagedFileError("unreadable param group", expected="values by name in `state`")
-        if group.get(OF) is not None and not isinstance(group[OF], str):
-            raise DamagedFileError("unreadable param group", expected=f"a name in `{OF}`")
-        members |= dict.fromkeys(names, index)
-    for name, index in members.items():
-        parameter = checkpoint.parameters.get(name)
-        if parameter is None:
-            parameter = checkpoint.unnamed[name] = Parameter(name, (), "float32")
-        parameter.group = index
-        own = state.get(name, {})
-        parameter.state |= dict_of(own)
-    for key, slot in tensors.items():
-        kind, _, name = key.partition("/")
-        if name not in members:
-            raise DamagedFileError(f"{key} belongs to no parameter", expected="SLOT/NAME of its param groups")
-        parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
-        if name in checkpoint.unnamed:
-            parameter.shape = max(parameter.shape, slot.shape, key=lambda shape: (len(shape), shape))
-        elif kind == MASTER and slot.shape != parameter.shape:
-            raise DamagedFileError(f"{key} has another shape", expected=parameter.shape, found=slot.shape)
-        parameter.slots[kind] = replace(slot, name=kind)
-    for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
-        del checkpoint.unnamed[name]
-    checkpoint.param_groups = [
-        ParamGroup(without(group, "parameters", "state", OF), list(group["parameters"]),
-                   dict(group.get("state", {})), group.get(OF))
-        for group in groups
-    ]  # fmt: skip
-    step = _parsed(texts, "step", object)
-    checkpoint.step = step if type(step) is int else checkpoint.step
 
 
 def _parsed(texts: Mapping[str, str], key: str, kind: type) -> Any:  # noqa: ANN401  # it is JSON
@@ -199,19 +195,29 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
         )
     state: dict[object, object] = {}
     groups: list[object] = []
-    number = 0
+    first = 0
     owners = _owners(checkpoint)
     for group in checkpoint.param_groups:
-        first = number
-        for parameter in group.parameters:
-            found = _state(checkpoint, owners[parameter], slots) if parameter in owners else {}
+        for number, name in enumerate(group.parameters, first):
+            owner = owners.get(name)
+            if owner is None:
+                continue
+            values = parameter_values(checkpoint, owner)
+            if MASTER in slots and owner.master:
+                values[MASTER] = owner.master
+            found: dict[object, object] = {}  # single values, and the tensors of the slots asked for
+            for key, value in values.items():
+                if not isinstance(value, Slot):
+                    found[key] = torch_writer.value_node(value)
+                elif key in slots:
+                    found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{owner.name}")
             if found:
                 state[number] = found
-            number += 1
         numbered = any(n in checkpoint.unnamed or (n.isdecimal() and n not in owners) for n in group.parameters)
         named = {} if numbered else {"param_names": list(group.parameters)}
         hyperparameters = {key: torch_writer.value_node(value) for key, value in group.hyperparameters.items()}
-        groups.append({**hyperparameters, **named, "params": list(range(first, number))})
+        groups.append({**hyperparameters, **named, "params": list(range(first, first + len(group.parameters)))})
+        first += len(group.parameters)
     kept = checkpoint.optimizer_metadata.get(BESIDE)
     beside = dict_of(node_of(kept))
     if isinstance(kept, FromFile) and beside.get("at") == [] and not in_pieces:  # at the top, as these two are
@@ -220,17 +226,3 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
         others = {key: replace(kept, node=one) for key, one in without(rest, "state").items()}
         return {"state": state, "param_groups": groups, **others}
     return {"state": state, "param_groups": groups}
-
-
-def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
-    """Return one parameter's state: single values, and the tensors of the slots asked for."""
-    values = parameter_values(checkpoint, parameter)
-    if MASTER in slots and parameter.master:
-        values[MASTER] = parameter.master
-    found: dict[object, object] = {}
-    for key, value in values.items():
-        if not isinstance(value, Slot):
-            found[key] = torch_writer.value_node(value)
-        elif key in slots:
-            found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{parameter.name}")
-    return found

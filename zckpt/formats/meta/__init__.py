@@ -3,8 +3,7 @@
 DIR/consolidated.00.pth, consolidated.01.pth, ...     a flat dict of this rank's slices, by Meta's names
 DIR/params.json                                       dim, n_layers, n_heads, n_kv_heads, vocab_size, ...
 
-cut      which dimension of a tensor is cut, told by its name and proved by its shapes
-reader   from the files to a Checkpoint
+reader   from the files to a Checkpoint; which dimension of a tensor is cut, told by its name and proved by its shapes
 """
 
 from __future__ import annotations

@@ -99,7 +99,13 @@ class Weight:
             rank, count = gone[0], len(tp) * len(exp)
             raise ShardError(f"the part of {name} of tensor-parallel rank {rank} is missing",
                              expected=f"{count} files", found=len(self.parts), code=MISSING_FILE)  # fmt: skip
-        boxes = [(to, _box(held[key], low, sizes)) for key, one in self.parts.items() for low, to, sizes in one.pairs]
+        boxes = []
+        for key, one in self.parts.items():
+            for low, to, sizes in one.pairs:
+                box = held[key]
+                for axis, (start, size) in enumerate(zip(low, sizes, strict=True)):
+                    box = narrow(box, axis, start, size)
+                boxes.append((to, box))
         whole = next(iter(self.parts.values())).whole
         if overlap([(to, slot.shape) for to, slot in boxes]) or sum(slot.numel for _, slot in boxes) != math.prod(
             whole
@@ -216,12 +222,6 @@ def _ranges(text: str, shape: Shape) -> tuple[Shape, Shape]:
     return tuple(low for low, _ in found), tuple(size for _, size in found)
 
 
-def _box(slot: Slot, low: Shape, sizes: Shape) -> Slot:
-    for axis, (start, size) in enumerate(zip(low, sizes, strict=True)):
-        slot = narrow(slot, axis, start, size)
-    return slot
-
-
 def _ranks(checkpoint: Checkpoint, folder: Path, files: Sequence[tuple[Path, re.Match[str]]]) -> list[Rank]:
     """Read the optimizer's files. Raises ShardError: one is missing; LayoutError: ranks have other hyperparameters."""
     sizes = {tuple(int(one or 1) for one in match.groups()[1::2]) for _, match in files}
@@ -292,12 +292,23 @@ def _joined(
     checkpoint: Checkpoint, name: str, weight: Weight, key: str,
     by_rank: Mapping[tuple[int, int, int], Sequence[tuple[Rank, Tensor]]],
 ) -> list[Slot]:  # fmt: skip
-    """Return a slot of a parameter as often as ranks have it. Raises LayoutError: they have not all of it as often."""
+    """Return a slot of a parameter as often as ranks have it.
+
+    Raises LayoutError: they have not all of it as often, or those that share a part do not cut it as ZeRO-1 does.
+    """
     copies: dict[Part | None, list[Slot]] = {}
+    dp = checkpoint.topology.dp
     for (_, tp, exp), pieces in by_rank.items():
         part = weight.part_of(tp, exp)
-        local = _local(key, name, weight.parts[part].shape, pieces, checkpoint.topology.dp)
-        copies.setdefault(part, []).append(local)
+        numel = math.prod(weight.parts[part].shape)
+        cut = [numel // dp + (rank < numel % dp) for rank in range(dp)] if pieces[0][0].dp is not None else [numel]
+        found, expected = [tensor.numel for _, tensor in pieces], [size for size in cut if size]
+        if found != expected:
+            raise LayoutError(f"{key} of {name} is not what these ranks should hold", path=pieces[0][0].file.path,
+                              expected=listed([*map(str, expected)]), found=listed([*map(str, found)]))  # fmt: skip
+        flat = [reshape(slot_of(key, tensor, rank.file.path), (tensor.numel,)) for rank, tensor in pieces]
+        whole = placed([((low,), one) for low, one in zip(accumulate([0, *found]), flat, strict=False)])
+        copies.setdefault(part, []).append(reshape(whole, weight.parts[part].shape))
     counts = {len(its) for its in copies.values()}
     if copies.keys() != weight.parts.keys() or len(counts) != 1:
         raise LayoutError(
@@ -321,18 +332,6 @@ def _note_gaps(checkpoint: Checkpoint, path: Path, optimizers: Sequence[str]) ->
     ]
     if gone:
         checkpoint.warnings.append(f"{listed(gone)}: missing, although other ranks' files exist: was it lost?")
-
-
-def _local(key: str, name: str, shape: Shape, pieces: Sequence[tuple[Rank, Tensor]], dp: int) -> Slot:
-    """Return what ranks that share a part have of a slot. Raises LayoutError: it is not as ZeRO-1 cuts it."""
-    numel = math.prod(shape)
-    cut = [numel // dp + (rank < numel % dp) for rank in range(dp)] if pieces[0][0].dp is not None else [numel]
-    found, expected = [tensor.numel for _, tensor in pieces], [size for size in cut if size]
-    if found != expected:
-        raise LayoutError(f"{key} of {name} is not what these ranks should hold", path=pieces[0][0].file.path,
-                          expected=listed([*map(str, expected)]), found=listed([*map(str, found)]))  # fmt: skip
-    flat = [reshape(slot_of(key, tensor, rank.file.path), (tensor.numel,)) for rank, tensor in pieces]
-    return reshape(placed([((low,), one) for low, one in zip(accumulate([0, *found]), flat, strict=False)]), shape)
 
 
 def _groups(checkpoint: Checkpoint, ranks: Sequence[Rank]) -> None:

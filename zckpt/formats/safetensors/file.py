@@ -70,16 +70,23 @@ def read(source: Path) -> Checkpoint:
         A header or the index is malformed, or sizes disagree.
     """
     checkpoint = Checkpoint(str(source), "safetensors")
+    index = source / INDEX_NAME
+    if source.is_file():
+        paths = [source]
+    elif index.is_file():
+        paths = indexed_files(index)
+    else:
+        paths = [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else _shards(source)
     where: dict[str, str] = {}
-    for path in _files(source):
+    for path in paths:
         slots, metadata = add_file(checkpoint, path)
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
         for name, slot in slots.items():
             checkpoint.place(name, slot, trained=is_floating(slot.dtype))
             where[name] = path.name
-    if source.is_dir() and (source / INDEX_NAME).is_file():
-        take_index(checkpoint, source / INDEX_NAME, where)
+    if source.is_dir() and index.is_file():
+        take_index(checkpoint, index, where)
     return checkpoint
 
 
@@ -112,15 +119,6 @@ def take_index(checkpoint: Checkpoint, index: Path, where: Mapping[str, str]) ->
             raise DamagedFileError(
                 f"{name} is not in the file that the index names", path=index, expected=file, found=where.get(name)
             )
-
-
-def _files(source: Path) -> list[Path]:
-    if source.is_file():
-        return [source]
-    index = source / INDEX_NAME
-    if not index.is_file():
-        return [source / WHOLE_NAME] if is_file(source / WHOLE_NAME) else _shards(source)
-    return indexed_files(index)
 
 
 def indexed_files(index: Path) -> list[Path]:

@@ -76,7 +76,18 @@ def read(path: Path) -> Checkpoint:
         checkpoint.files.append(replace(described, dp_rank=int(rank[1]) - 1 if rank else None))
     numbers = sorted({int(found[1]) for file in files if (found := _SHARD.fullmatch(file.name))})
     for name, pieces in tensors.items():
-        checkpoint.place(name, _slot(name, pieces, numbers, path), trained=is_floating(pieces.dtype))
+        covered = sum(span.extent.numel for span in pieces.spans.values())
+        if covered != math.prod(pieces.reach):
+            missing = sorted(set(range(1, (numbers or [0])[-1])) - set(numbers))
+            raise ShardError(
+                f"the pieces of {name} do not cover it",
+                path=path,
+                expected=f"{math.prod(pieces.reach)} elements",
+                found=covered,
+                advice=f"shard {missing[0]} is missing" if missing else "a shard is missing",
+            )
+        spans = tuple(pieces.spans[offsets] for offsets in sorted(pieces.spans))
+        checkpoint.place(name, Slot(WEIGHT, pieces.dtype, pieces.reach, spans), trained=is_floating(pieces.dtype))
     checkpoint.world_size = max(len(numbers), 1)
     checkpoint.details["shards"] = numbers
     checkpoint.warnings.append(
@@ -121,18 +132,3 @@ def _collect(tensors: dict[str, Pieces], slots: Mapping[str, Slot], metadata: Ma
                 raise LayoutError(f"{name} has two pieces at {offsets[name]}", path=file)
             extent = Extent(offsets[name], slot.shape, 0, slot.numel)
             pieces.spans[offsets[name]] = Span(extent, span.path, span.offset, span.dtype)
-
-
-def _slot(name: str, pieces: Pieces, numbers: list[int], path: Path) -> Slot:
-    covered = sum(span.extent.numel for span in pieces.spans.values())
-    if covered != math.prod(pieces.reach):
-        missing = sorted(set(range(1, (numbers or [0])[-1])) - set(numbers))
-        raise ShardError(
-            f"the pieces of {name} do not cover it",
-            path=path,
-            expected=f"{math.prod(pieces.reach)} elements",
-            found=covered,
-            advice=f"shard {missing[0]} is missing" if missing else "a shard is missing",
-        )
-    spans = tuple(pieces.spans[offsets] for offsets in sorted(pieces.spans))
-    return Slot(WEIGHT, pieces.dtype, pieces.reach, spans)

@@ -41,8 +41,15 @@ def lay_out(job: Job) -> TargetFiles:
         trees = ranks.trees(rank)
         others = trees.pop(EXTRA)
         tree = trees.pop(OPTIMIZER, None)
+        if tree is not None and options.keys != "numbers":
+            tree = with_names(tree, checkpoint.grouped)
+            if options.keys == "flat":
+                tree = flattened(tree)
+            else:
+                groups = [{"param_names": one.pop("params"), **one} for one in tree[GROUPS_KEY]]
+                tree = {**tree, GROUPS_KEY: groups, FORM_KEY: 1}
         if tree is not None:
-            trees["optimizer"] = _keyed(tree, checkpoint.grouped, options.keys)
+            trees["optimizer"] = dict(tree)
         others = {"step": checkpoint.step, **others}
         return trees | {key: one for key, one in others.items() if one is not None and ITEM.fullmatch(key)}
 
@@ -68,16 +75,6 @@ def lay_out(job: Job) -> TargetFiles:
         TargetFile.of(NAME, dump({"metadata": index, "world_size": size, "version": VERSION}).data),
     ]
     return TargetFiles(Lazily(lambda: chain(own, files()), len(own) + size * len(first)))
-
-
-def _keyed(tree: dict[str, Any], names: list[str], keys: str) -> dict[str, object]:
-    """Return an optimizer's state dict in one of the forms that programs save."""
-    if keys == "numbers":
-        return dict(tree)
-    named = with_names(tree, names)
-    if keys == "flat":
-        return flattened(named)
-    return {**named, GROUPS_KEY: [{"param_names": one.pop("params"), **one} for one in named[GROUPS_KEY]], FORM_KEY: 1}
 
 
 def _cuts(node: object, keys: list[object], size: int, device: str) -> Iterator[tuple[list[object], object]]:

@@ -121,7 +121,13 @@ def find(path: Path) -> Directory | NearMiss | None:
         return None
     entries = entries_of(path)
     names = {entry.name for entry in entries if entry.is_file()}
-    if _is_anothers(path, names, entries):
+    of_dcp = [one.name for one in entries if one.is_dir() and _DCP_FOLDER.fullmatch(one.name)]
+    if (  # of DeepSpeed, of DCP, or a consolidated one, next to whose files are such as these
+        "latest" in names
+        or ".metadata" in names
+        or {"metadata.pt", "model.safetensors.index.json"} <= names
+        or any(is_file(path / name / ".metadata") for name in of_dcp)
+    ):
         return None
     first = _first(path, names)
     numbered = {int(match[1] or 0): path / name for name in sorted(names) if (match := _OPTIMIZER.fullmatch(name))}
@@ -144,18 +150,17 @@ def find(path: Path) -> Directory | NearMiss | None:
     others = {int(m[2]): m[0] for name in names if (m := _FURTHER.fullmatch(name)) and m[1] == first.stem}
     further = [ModelFiles(f"{first.stem}_{number}", path / others[number]) for number in sorted(others)]
     plain = first.path.name in ("model.safetensors", "model.safetensors.index.json")
-    parts = () if further else _parts(path, names, entries)
+    parts: list[Part] = []
+    if not further:
+        apart = {match[1]: name for name in sorted(names, reverse=True) if (match := APART.fullmatch(name))}
+        parts = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
+    if not further and MODULES_NAME in names:
+        places = {int(m[1]): Path(one.path) for one in entries if one.is_dir() and (m := _MODULE.fullmatch(one.name))}
+        files = {number: _first(folder, _files(folder)) for number, folder in sorted(places.items())}
+        parts += [Part(one.path, f"{number}.") for number, one in files.items() if one is not None]
     if plain and not further and not optimizers and STATE_NAME not in names and own is None and not parts:
         return None
-    return Directory(path, (first, *further), optimizers, own, parts)
-
-
-def _is_anothers(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]]) -> bool:
-    """Tell a directory of DeepSpeed, of DCP, or a consolidated one, next to whose files are such as these."""
-    if "latest" in names or ".metadata" in names or {"metadata.pt", "model.safetensors.index.json"} <= names:
-        return True
-    folders = [one.name for one in entries if one.is_dir() and _DCP_FOLDER.fullmatch(one.name)]
-    return any(is_file(path / name / ".metadata") for name in folders)
+    return Directory(path, (first, *further), optimizers, own, tuple(parts))
 
 
 def _first(path: Path, names: set[str]) -> ModelFiles | None:
@@ -164,16 +169,6 @@ def _first(path: Path, names: set[str]) -> ModelFiles | None:
             if name in names:
                 return ModelFiles(stem, path / name)
     return None
-
-
-def _parts(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]]) -> tuple[Part, ...]:
-    apart = {match[1]: name for name in sorted(names, reverse=True) if (match := APART.fullmatch(name))}
-    found = [Part(path / name, is_last=stem != "vit") for stem, name in sorted(apart.items())]
-    if MODULES_NAME in names:
-        folders = {int(m[1]): Path(one.path) for one in entries if one.is_dir() and (m := _MODULE.fullmatch(one.name))}
-        files = {number: _first(folder, _files(folder)) for number, folder in sorted(folders.items())}
-        found += [Part(one.path, f"{number}.") for number, one in files.items() if one is not None]
-    return tuple(found)
 
 
 def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from zckpt.errors import UnsupportedError, about
 from zckpt.evidence import may_be_trained
@@ -48,7 +47,11 @@ def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory
         take_index(one, files.path, {name: paths[number].name for name, number in place_of.items()})
     renamed(one, {name: f"{prefix}{name}" for name in place_of})
     weights = _weights(one, {f"{prefix}{name}": place for name, place in place_of.items()}, paths)
-    config = _config(directory)
+    config = read_json(directory.path / CONFIG_NAME)
+    if config is None and directory.is_adapter:  # that of the model it is added to
+        base = (read_json(directory.path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+        if isinstance(base, str) and "\0" not in base:
+            config = read_json(directory.path / base / CONFIG_NAME)
     kind = (config or {}).get("model_type")
     weights.known = architecture(kind if isinstance(kind, str) else None)
     weights.is_converted = files.stem == "model" and is_converted(config)
@@ -99,16 +102,6 @@ def _read_safetensors(one: Checkpoint, path: Path) -> None:
     for alias, owner in aliases_in(texts, slots).items():
         if owner in one.parameters:
             one.parameters[alias] = replace(one.parameters[owner], name=alias, slots={}, tied_to=owner)
-
-
-def _config(directory: Directory) -> dict[str, Any] | None:
-    """Return the configuration of a model; of an adapter that of the model it is added to."""
-    config = read_json(directory.path / CONFIG_NAME)
-    if config is None and directory.is_adapter:
-        base = (read_json(directory.path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
-        if isinstance(base, str) and "\0" not in base:
-            config = read_json(directory.path / base / CONFIG_NAME)
-    return config
 
 
 FORMAT = "transformers-trainer"

@@ -94,7 +94,19 @@ def read_names(optimizer: OptimizerState, weights: Weights, names: GivenNames = 
             return found
     if weights.is_ordered:
         return names_in_order(said, [*candidates], weights)
-    return {} if weights.is_converted else _in_any_order(said, weights)
+    if weights.is_converted:
+        return {}
+    is_whole = len(candidates) == len(said.numbers)
+    groups = _groups(said, weights.known) if is_whole else None
+    try:  # what is certain whatever order the model has that is known to be possible
+        for one in [weights, replace(weights, places={})] if weights.places else [weights]:
+            for known in (weights.known, Architecture()):
+                if groups is not None and (found := _searched(said, groups, one, known)):
+                    return found
+        order_of_all = None if is_whole else only_order(candidates, one)
+    except TooManyOrdersError:
+        order_of_all = None
+    return names_in_order(said, order_of_all, weights) if order_of_all is not None else {}
 
 
 def said_by(names: Sequence[str], said: Evidence[int], weights: Weights) -> tuple[list[str], dict[int, str]]:
@@ -112,21 +124,6 @@ def names_in_order(said: Evidence[int], order: Sequence[str], weights: Weights) 
     groups = _groups(said, weights.known)
     found = said.recorded([name for members in groups for name in members]) if groups is not None else {}
     return found or said.certain(in_order)
-
-
-def _in_any_order(said: Evidence[int], weights: Weights) -> dict[int, str]:
-    """Return what is certain whatever order the model has that is known to be possible."""
-    is_whole = len(said.candidates) == len(said.numbers)
-    groups = _groups(said, weights.known) if is_whole else None
-    try:
-        for one in [weights, replace(weights, places={})] if weights.places else [weights]:
-            for known in (weights.known, Architecture()):
-                if groups is not None and (found := _searched(said, groups, one, known)):
-                    return found
-        order = None if is_whole else only_order(said.candidates, one)
-    except TooManyOrdersError:
-        return {}
-    return names_in_order(said, order, weights) if order is not None else {}
 
 
 def _searched(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MAX_SHARD_NBYTES
@@ -67,7 +67,12 @@ def lay_out(job: Job) -> TargetFiles:
     model_type = (read_json(assets[CONFIG_NAME]) or {}).get("model_type") if CONFIG_NAME in assets else None
     known = architecture(model_type if isinstance(model_type, str) else None)
     notes: list[str] = []
-    files = _model_files(checkpoint, assets)
+    entries = [Entry(name, *one) for name, one in trained_tensors(checkpoint).items()]
+    adapter = is_adapter([one.name for one in checkpoint.tensors()], assets)
+    if adapter:
+        files = [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
+    else:
+        files = safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
     if checkpoint.param_groups:
         checkpoint = as_the_trainer_has_them(checkpoint, known, notes)
         slots = checkpoint.optimizer_slot_names()
@@ -87,7 +92,7 @@ def lay_out(job: Job) -> TargetFiles:
     rest["metadata"] = without(checkpoint.metadata, *carried)
     files.append(torch_writer.lay_out(OWN_NAME, rest))
     files += copies_of(assets)
-    if ADAPTER_CONFIG not in assets and is_adapter([one.name for one in checkpoint.tensors()], assets):
+    if ADAPTER_CONFIG not in assets and adapter:
         notes.append(
             f"the source has no {ADAPTER_CONFIG}, without which the Trainer cannot load an adapter: add the file, "
             "which save_pretrained of the model with the adapter writes"
@@ -113,18 +118,22 @@ def _check(checkpoint: Checkpoint) -> None:
         )
 
 
-def _model_files(checkpoint: Checkpoint, assets: Mapping[str, Path]) -> list[TargetFile]:
-    entries = [Entry(name, *one) for name, one in trained_tensors(checkpoint).items()]
-    if is_adapter([one.name for one in checkpoint.tensors()], assets):
-        return [safetensors_layout.lay_out(f"{ADAPTER_STEM}.safetensors", entries, FOR_TORCH)]
-    return safetensors_layout.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=FOR_TORCH)
-
-
 def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[str]) -> TargetFile:
     known = checkpoint.metadata.get("trainer_state")
     known = dict(known) if isinstance(known, Mapping) and "global_step" in known else {}
     if batch_size is not None or not known:
-        known["train_batch_size"] = batch_size or _batch_size(checkpoint)
+        said, config = _arguments(checkpoint), checkpoint.metadata.get("ds_config")
+        found: list[int] = [
+            values[key]
+            for values, key in ((said, "per_device_train_batch_size"), (config, "train_micro_batch_size_per_gpu"))
+            if isinstance(values, Mapping) and type(values.get(key)) is int
+        ]
+        if not batch_size and not found:
+            raise UsageError(
+                "does not state the batch size, which the Trainer needs to resume",
+                expected="--train-batch-size N: samples per device and step",
+            )
+        known["train_batch_size"] = batch_size or found[0]
     if "global_step" not in known:
         known |= {"global_step": checkpoint.step, "stateful_callbacks": CALLBACKS}
         known |= {key: value for key in EVERY if type(value := _arguments(checkpoint).get(key)) is int and value > 0}
@@ -142,22 +151,6 @@ def _arguments(checkpoint: Checkpoint) -> Mapping[object, object]:
     known = checkpoint.metadata.get("training_args")
     node = node_of(known)
     return node.state if isinstance(node, Object) and isinstance(node.state, Mapping) else {}
-
-
-def _batch_size(checkpoint: Checkpoint) -> int:
-    """Return how many samples a device had in each step, without which the Trainer does not resume."""
-    said, config = _arguments(checkpoint), checkpoint.metadata.get("ds_config")
-    found: list[int] = [
-        values[key]
-        for values, key in ((said, "per_device_train_batch_size"), (config, "train_micro_batch_size_per_gpu"))
-        if isinstance(values, Mapping) and type(values.get(key)) is int
-    ]
-    if not found:
-        raise UsageError(
-            "does not state the batch size, which the Trainer needs to resume",
-            expected="--train-batch-size N: samples per device and step",
-        )
-    return found[0]
 
 
 Members = list[list[str]]
@@ -180,7 +173,24 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         count = f"{len(groups)} param groups" if len(groups) > 1 else "the param group"
         notes.append(f"{count} became the Trainer's two: one with weight decay, one with norms and biases")
     _check_order(members, known)
-    return _regrouped(checkpoint, members)
+    group_of_name = {name: group for group in groups for name in group.parameters}
+    made: list[ParamGroup] = []
+    for names in members:
+        sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
+        first, *others = sources or groups[:1]
+        for other in others:
+            keys = {**first.hyperparameters, **other.hyperparameters}
+            unlike = [k for k in keys if first.hyperparameters.get(k) != other.hyperparameters.get(k)]
+            unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
+            if unlike:
+                mine, its = (one.hyperparameters.get(unlike[0]) for one in (first, other))
+                raise UnsupportedError(
+                    "param groups that are one in the Trainer differ",
+                    expected="the same hyperparameters for all parameters with weight decay, and for all others",
+                    found=f"{unlike[0]} {mine} and {its}",
+                )
+        made.append(ParamGroup(dict(first.hyperparameters), names, dict(first.state)))
+    return checkpoint.regrouped(made)
 
 
 def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architecture) -> bool:
@@ -239,27 +249,3 @@ def _check_order(members: Members, known: Architecture) -> None:
             expected="the order of model.named_parameters()",
             found=f"{members[0][0] if members[0] else members[1][0]} first",
         )
-
-
-def _regrouped(checkpoint: Checkpoint, members: Members) -> Checkpoint:
-    group_of_name = {name: group for group in checkpoint.param_groups for name in group.parameters}
-    made: list[ParamGroup] = []
-    for names in members:
-        sources = list({id(group_of_name[name]): group_of_name[name] for name in names}.values())
-        made.append(_joined(sources or checkpoint.param_groups[:1], names))
-    return checkpoint.regrouped(made)
-
-
-def _joined(sources: Sequence[ParamGroup], names: list[str]) -> ParamGroup:
-    first = sources[0]
-    for other in sources[1:]:
-        keys = {**first.hyperparameters, **other.hyperparameters}
-        unlike = [k for k in keys if first.hyperparameters.get(k) != other.hyperparameters.get(k)]
-        unlike += [k for k in {**first.state, **other.state} if first.state.get(k) != other.state.get(k)]
-        if unlike:
-            raise UnsupportedError(
-                "param groups that are one in the Trainer differ",
-                expected="the same hyperparameters for all parameters with weight decay, and for all others",
-                found=f"{unlike[0]} {first.hyperparameters.get(unlike[0])} and {other.hyperparameters.get(unlike[0])}",
-            )
-    return ParamGroup(dict(first.hyperparameters), names, dict(first.state))

@@ -74,10 +74,26 @@ def find(path: Path) -> Directory | None:
     if not path.is_dir():
         return None
     names = [one.name for one in entries_of(path) if one.name.endswith(READ_SUFFIXES) and one.is_file()]
-    metadata = _metadata(path) if METADATA_NAME in names else None
-    if metadata is not None:
-        models = tuple(path / name for name in names if _MODEL.fullmatch(name))
-        return Directory(path, _own_ranks(path, names, metadata), (), metadata, models)
+    if METADATA_NAME in names:
+        from zckpt.state import dict_of
+        from zckpt.torchfile import read_torchfile
+
+        metadata = read_torchfile(path / METADATA_NAME)
+        if KEY in dict_of(metadata.root):
+            models = tuple(path / name for name in names if _MODEL.fullmatch(name))
+            world_size = dict_of(dict_of(metadata.root).get(KEY)).get("world_size")
+            own = [match for match in map(_OWN.fullmatch, names) if match is not None and match[1] is not None]
+            found = {int(match[1]): path / match[0] for match in own}
+            if world_size is None:
+                return Directory(path, (), (), metadata, models)
+            if type(world_size) is not int or not 1 <= world_size >= len(found):
+                raise ShardError(
+                    "the rank files do not match the metadata",
+                    path=path,
+                    expected=f"{world_size} ranks",
+                    found=f"{len(found)} files",
+                )
+            return Directory(path, _of_all(path, found, world_size), (), metadata, models)
     families = [family for family in _families(path, names) if _holds_optimizer(family)]
     if len(families) > 1:
         raise UnknownFormatError(
@@ -106,32 +122,6 @@ def optimizer_key(root: object) -> object:
     if len(found) != 1:
         raise KeyError
     return found[0]
-
-
-def _metadata(path: Path) -> TorchFile | None:
-    from zckpt.state import dict_of
-    from zckpt.torchfile import read_torchfile
-
-    file = read_torchfile(path / METADATA_NAME)
-    return file if KEY in dict_of(file.root) else None
-
-
-def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path, ...]:
-    from zckpt.state import dict_of
-
-    root = metadata.root
-    world_size = dict_of(dict_of(root).get(KEY)).get("world_size")
-    if world_size is None:
-        return ()
-    found = {int(own[1]): path / own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
-    if type(world_size) is not int or not 1 <= world_size >= len(found):
-        raise ShardError(
-            "the rank files do not match the metadata",
-            path=path,
-            expected=f"{world_size} ranks",
-            found=f"{len(found)} files",
-        )
-    return _of_all(path, found, world_size)
 
 
 def _of_all(path: Path, found: Mapping[int, Path], world_size: int) -> tuple[Path, ...]:

@@ -96,7 +96,12 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
             raise DamagedFileError(
                 "unexpected content", path=path, expected="one optimizer's state dict, as in rank 0's file"
             ) from None
-        rules = rank_rules(key, first=rank == 0)
+        where = () if key is None else (str(key),)
+        rules = optimizer_rules(*where)
+        if rank:
+            same = Rule((*where, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
+            rules = (rules[0], same)
+        rules += tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if where)
         checkpoint.files.append(describe(file, "optimizer", dp_rank=rank, rules=rules))
         others = dict(file.root) if key is not None and isinstance(file.root, dict) else {}
         node = file.root if key is None else others.pop(key)
@@ -112,14 +117,6 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
     checkpoint.world_size = len(paths)
     checkpoint.topology = Topology(dp=len(paths))
     return ranks
-
-
-def rank_rules(key: object, *, first: bool) -> tuple[Rule, ...]:
-    """Return the inventory's rules for a rank's file: the hyperparameters of all are those of the first."""
-    where = () if key is None else (str(key),)
-    same = Rule((*where, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
-    about = tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if where)
-    return (*optimizer_rules(*where), *about) if first else (*optimizer_rules(*where)[:1], same, *about)
 
 
 def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order, held: Shares | None = None) -> None:

@@ -13,7 +13,7 @@ from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OPTIMIZER_NAME, rank_name
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Shape, without
+from zckpt.state import WEIGHT, Checkpoint, without
 from zckpt.state.partition import check_world_size, greedy_partition
 
 
@@ -45,7 +45,15 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
             files += _per_rank(checkpoint, tree, world_size)
         else:
             files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
-    about = _numbering(checkpoint, set(tensors), world_size if per_rank and checkpoint.param_groups else None)
+    owned = {**checkpoint.unnamed, **checkpoint.parameters}
+    names = [list(group.parameters) for group in checkpoint.param_groups]
+    outside = [name for group in names for name in group if name not in tensors and name in owned]
+    about = {  # the order of the optimizer's parameters, which ranks' files do not tell, and shapes the model has not
+        "world_size": world_size if per_rank and checkpoint.param_groups else None,
+        "names": names,
+        "shapes": {name: list(owned[name].shape) for name in outside},
+        "unnamed": list(checkpoint.unnamed),
+    }
     return [*files, torch_writer.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})]
 
 
@@ -71,29 +79,11 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
     if name in checkpoint.parameters:
         return checkpoint.parameters[name].numel
     parameter = checkpoint.unnamed.get(name)
-    shapes = {shape for shape in _state_shapes(parameter) if shape} or _state_shapes(parameter)
+    slots = {} if parameter is None else without(parameter.slots, WEIGHT, "step")
+    shapes = {slot.shape for slot in slots.values() if slot.shape} or {slot.shape for slot in slots.values()}
     if parameter is None or shapes != {parameter.shape}:
         raise UnsupportedError(
             f"the size of the optimizer's parameter {name} is unknown, but parameters are assigned to ranks by size",
             advice=f"{NAMES_ADVICE}, or write the consolidated form",
         )
     return parameter.numel
-
-
-def _state_shapes(parameter: Parameter | None) -> set[Shape]:
-    if parameter is None:
-        return set()
-    return {slot.shape for key, slot in parameter.slots.items() if key not in (WEIGHT, "step")}
-
-
-def _numbering(checkpoint: Checkpoint, in_model: set[str], world_size: int | None) -> dict[str, object]:
-    """Return the order of the optimizer's parameters, which ranks' files do not tell, and shapes the model has not."""
-    owned = {**checkpoint.unnamed, **checkpoint.parameters}
-    names = [list(group.parameters) for group in checkpoint.param_groups]
-    outside = [name for group in names for name in group if name not in in_model and name in owned]
-    return {
-        "world_size": world_size,
-        "names": names,
-        "shapes": {name: list(owned[name].shape) for name in outside},
-        "unnamed": list(checkpoint.unnamed),
-    }

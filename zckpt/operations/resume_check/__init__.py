@@ -148,8 +148,7 @@ def resume_check(
     if world_size is not None and world_size < 1:
         raise UsageError("unusable --world-size", expected="1 or more", found=world_size)
     checkpoint = opened(source, **shared)
-    config = _config_of(model)
-    shapes = None if model is None else _shapes(model, config)
+    config, shapes = _shapes(model)
     if shapes is not None and _wants_every_name(about):
         shapes = {(name,): shape for names, shape in shapes.items() for name in names}
     facts = Facts(checkpoint, world_size, shapes, config)
@@ -383,25 +382,20 @@ def _of_model(facts: Facts, *, strict: bool) -> list[str]:
     return [f"{text}: {listed(names, most=SHOWN)}" for text, names in said if names]
 
 
-def _config_of(model: object) -> Path | None:
-    """Return the config.json that a model was given by."""
-    if model is None or hasattr(model, "state_dict"):
-        return None
+def _shapes(model: object) -> tuple[Path | None, Shapes | None]:
+    """Return the config.json that a model was given by, and the shapes of its tensors by all the names of each."""
+    if model is None:
+        return None, None
+    if hasattr(model, "state_dict"):
+        return None, _live_shapes(model)
     path = Path(str(model))
     config = path / "config.json" if path.is_dir() else path
-    return config if config.suffix == ".json" and is_file(config) else None
-
-
-def _shapes(model: object, config: Path | None) -> Shapes:
-    """Return the shapes of a model's tensors by all the names of each."""
-    if hasattr(model, "state_dict"):
-        return _live_shapes(model)
-    if config is not None:
-        return _live_shapes(_from_config(config))
-    one = open(Path(str(model)))
+    if config.suffix == ".json" and is_file(config):
+        return config, _live_shapes(_from_config(config))
+    one = open(path)
     aliases = by_key((owner, name) for name, owner in one.aliases.items())
     owned = (parameter for parameter in one.tensors() if parameter.tied_to is None)
-    return {(p.name, *aliases.get(p.name, [])): tuple(p.shape) for p in owned}
+    return None, {(p.name, *aliases.get(p.name, [])): tuple(p.shape) for p in owned}
 
 
 def _live_shapes(model: Any) -> Shapes:  # noqa: ANN401  # a Module

@@ -157,11 +157,6 @@ class Unequal:
         sums = self.apart + other.apart, self.size + other.size
         return Unequal(self.numel + other.numel, self.count + other.count, first.first, first.detail, *sums)
 
-    @property
-    def is_rounding(self) -> bool:
-        """Whether copies may differ by rounding, be it of many steps; two others of equal size differ by the double."""
-        return self.apart <= self.size / 4
-
 
 def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal:
     """Compare weights with their masters, rounded; NaN and Inf are other findings."""

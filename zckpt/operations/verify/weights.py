@@ -206,10 +206,11 @@ def _copies(outcome: Outcome, duplicates: Sequence[Duplicate], damaged: Collecti
         ):
             continue
         path, original = one.slot.spans[0].path, one.original.spans[0].path
+        is_rounding = unequal.apart <= unequal.size / 4  # of many steps, too; two others differ by double their size
         names = (one.name,) if one.name == one.of else (one.of, one.name)
         of = f" and {one.of}" if one.name != one.of else f" here and in {original}" if original != path else ""
         yield Finding(
-            codes[one.kind if one.kind != "layer" or unequal.is_rounding else "parameter"],
+            codes[one.kind if one.kind != "layer" or is_rounding else "parameter"],
             f"{one.slot.name} of {one.name}{of}: {unequal.count} of {one.slot.numel} elements differ",
             path,
             names,

@@ -166,14 +166,26 @@ def declared(optimizer: Optimizer) -> Declared:
         for key, value in values.items():
             where = found.state if isinstance(value, torch.Tensor) or _is_plain(value) else found.odd
             where.setdefault(numbers[number], {})[key] = value
-    odd = [{key: v for key, v in hyperparameters(group).items() if not _is_number(v)} for group in its[GROUPS]]
+    odd = [
+        {
+            key: value
+            for key, value in hyperparameters(group).items()
+            if not (_is_plain(value) or (isinstance(value, torch.Tensor) and not value.dim()))
+        }
+        for group in its[GROUPS]
+    ]
     found.beside = Beside(at, groups=odd, rest=_without(whole, at, others))
-    _check_held(found)
+    told = {id(value) for own in found.state.values() for value in own.values()}
+    # torch's own `state_dict` knows nothing of an optimizer that this one holds
+    for name, held in _held(optimizer).items() if type(optimizer).state_dict is Optimizer.state_dict else ():
+        tensors = [value for own in held.state.values() for value in own.values() if isinstance(value, torch.Tensor)]
+        if any(id(value) not in told for value in tensors):
+            raise UnsupportedError(
+                f"{cls} holds {type(held).__name__} in `{name}`, whose state is not in its state_dict()",
+                advice="give the inner optimizer, or let its class's state_dict() and load_state_dict() include "
+                "everything",
+            )
     return found
-
-
-def _is_number(value: object) -> bool:
-    return _is_plain(value) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
 def _is_plain(value: object) -> bool:
@@ -215,19 +227,3 @@ def _without(tree: Mapping[str, Any], at: Sequence[str], others: Mapping[Any, An
         return {**tree, at[0]: _without(tree[at[0]], at[1:], others)}
     rest = without(tree, STATE, GROUPS)
     return {**rest, STATE: others} if others else rest
-
-
-def _check_held(found: Declared) -> None:
-    """Refuse an optimizer that holds another, of which torch's own `state_dict` knows nothing."""
-    if type(found.optimizer).state_dict is not Optimizer.state_dict:
-        return
-    told = {id(value) for its in found.state.values() for value in its.values()}
-    for name, held in _held(found.optimizer).items():
-        tensors = [value for its in held.state.values() for value in its.values() if isinstance(value, torch.Tensor)]
-        if any(id(value) not in told for value in tensors):
-            raise UnsupportedError(
-                f"{type(found.optimizer).__name__} holds {type(held).__name__} in `{name}`, whose state is not in its "
-                f"state_dict()",
-                advice="give the inner optimizer, or let its class's state_dict() and load_state_dict() include "
-                "everything",
-            )

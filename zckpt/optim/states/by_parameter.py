@@ -351,21 +351,6 @@ class OptimizerState:
     def prepare(self) -> None:
         """Find out what is to be read, and make room for it."""
         self.without: list[str] = []
-        self._find_beside()
-        groups, hyperparameters = self._loads.param_groups, self.hyperparameters()
-        apart = self.beside.groups or [{} for _ in hyperparameters]
-        for group, numbers, its, odd in zip(groups, numbers_of(groups), hyperparameters, apart, strict=True):
-            made = {**group, **its, **odd}
-            for number, parameter in zip(numbers, group["params"], strict=True):
-                if self.is_here(parameter):
-                    self._add(number, parameter, made)
-            self.settings.append({**made, "params": list(numbers)})
-        source = self.source.checkpoint
-        if self.without and source.step and source.converted_from.get("optimizer") != type(self.local).__name__:
-            after = f"{type(self.holder).__name__} makes it in its next step"
-            self.notes.append(f"no state of {listed(self.without)}: {after}")
-
-    def _find_beside(self) -> None:
         own, node = self._declared, self.source.metadata.get(BESIDE)
         self.beside = Beside(own.beside.at)
         if node is not None and self.keeps_beside:
@@ -385,6 +370,18 @@ class OptimizerState:
         elif own.beside.rest:
             cls = type(self.local).__name__
             self.notes.append(f"the checkpoint has no {listed([str(key) for key in own.beside.rest])} of {cls}")
+        groups, hyperparameters = self._loads.param_groups, self.hyperparameters()
+        apart = self.beside.groups or [{} for _ in hyperparameters]
+        for group, numbers, its, odd in zip(groups, numbers_of(groups), hyperparameters, apart, strict=True):
+            made = {**group, **its, **odd}
+            for number, parameter in zip(numbers, group["params"], strict=True):
+                if self.is_here(parameter):
+                    self._add(number, parameter, made)
+            self.settings.append({**made, "params": list(numbers)})
+        source = self.source.checkpoint
+        if self.without and source.step and source.converted_from.get("optimizer") != type(self.local).__name__:
+            after = f"{type(self.holder).__name__} makes it in its next step"
+            self.notes.append(f"no state of {listed(self.without)}: {after}")
 
     def _add(self, number: int, parameter: torch.Tensor, group: Group) -> None:
         name, holder = self.called[parameter], self.holder

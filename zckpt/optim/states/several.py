@@ -80,12 +80,20 @@ class Optimizers:
                 )
         self.notes: list[str] = []
         """What `restore` has not found."""
-        _check_disjoint(self.states)
-
-    @property
-    def are_parts(self) -> bool:
-        """Whether ranks have different parameters, or slices of them, under the same names."""
-        return self.is_sliced or any(state.renamed is not None for state in self.states.values())
+        owners: dict[int, str] = {}
+        called: dict[str, str] = {}
+        for name, state in self.states.items():
+            for its, parameter in state.members():
+                other = owners.setdefault(id(parameter), name)
+                if other != name:
+                    raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
+                other = called.setdefault(its, name)
+                if other != name:
+                    raise UsageError(
+                        f"parameters of two optimizers are named {its}",
+                        found=_listed([other, name]),
+                        advice="give the model that has both, or distinct names",
+                    )
 
     def renamed(self, name: str) -> str:
         """Return the name in a checkpoint of a tensor that the model has here."""
@@ -178,8 +186,16 @@ class Optimizers:
             return dict.fromkeys(self.states, (checkpoint.param_groups, kept))
         had_one = isinstance(checkpoint.converted_from.get("optimizer"), str)  # without a name
         in_turn = theirs.keys() <= {ALONE} and not had_one
-        if self.is_one or (whole.asked.strict and not in_turn):
-            _check_names(list(theirs), ours, path)
+        if (self.is_one or (whole.asked.strict and not in_turn)) and sorted(ours) != sorted(theirs):
+            what = "the checkpoint has optimizers of other names"
+            advice = "give a mapping with the names that were saved, or a list if they are numbers"
+            if len(ours) != len(theirs):
+                what = (
+                    f"the checkpoint has {len(theirs)} optimizer{('' if len(theirs) == 1 else 's')}, but {len(ours)} "
+                    f"{('was' if len(ours) == 1 else 'were')} given"
+                )
+                advice = "give as many as were saved, or strict=False"
+            raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
         if in_turn:  # the checkpoint does not say of which optimizer each group is
             counts = {name: len(state.names()) for name, state in self.states.items()}
             if sum(counts.values()) != len(checkpoint.param_groups):
@@ -200,21 +216,6 @@ class Optimizers:
         return {name: (theirs[name], metadata.get(name, {})) for name in self.states if name in theirs}
 
 
-def _check_names(theirs: Sequence[str], ours: Sequence[str], path: str) -> None:
-    """Refuse other optimizers than a checkpoint has."""
-    if sorted(ours) == sorted(theirs):
-        return
-    what = "the checkpoint has optimizers of other names"
-    advice = "give a mapping with the names that were saved, or a list if they are numbers"
-    if len(ours) != len(theirs):
-        what = (
-            f"the checkpoint has {len(theirs)} optimizer{('' if len(theirs) == 1 else 's')}, but {len(ours)} "
-            f"{('was' if len(ours) == 1 else 'were')} given"
-        )
-        advice = "give as many as were saved, or strict=False"
-    raise UsageError(what, path=path, expected=_listed(theirs), found=_listed(ours), advice=advice)
-
-
 def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
     """Return the param groups of optimizers that are several, or parts of one: of each name, group by group.
 
@@ -225,28 +226,22 @@ def merged_groups(every: Iterable[Sequence[ParamGroup]]) -> list[ParamGroup]:
     for groups in every:
         for name, ours in by_key((group.optimizer, group) for group in groups).items():
             before = found.setdefault(name, [replace(one, parameters=[]) for one in ours])
-            _check_alike(before, ours)
-            for group, one in zip(before, ours, strict=True):
+            advice = "make the optimizers of all parts alike, or give them by name"
+            if len(before) != len(ours):
+                raise UsageError(
+                    "parts of an optimizer have different numbers of param groups",
+                    expected=len(before), found=len(ours), advice=advice,
+                )  # fmt: skip
+            for index, (group, one) in enumerate(zip(before, ours, strict=True)):
+                its, theirs = group.hyperparameters, one.hyperparameters
+                other = sorted(key for key in its.keys() | theirs.keys() if its.get(key) != theirs.get(key))
+                if other or group.state != one.state:
+                    raise UsageError(
+                        f"param group {index} differs between parts of an optimizer: {', '.join(other) or 'state'}",
+                        advice=advice,
+                    )
                 group.parameters = list(dict.fromkeys([*group.parameters, *one.parameters]))
     return [group for groups in found.values() for group in groups]
-
-
-def _check_alike(before: Sequence[ParamGroup], ours: Sequence[ParamGroup]) -> None:
-    """Refuse parts of one optimizer that differ in what is not by parameter."""
-    advice = "make the optimizers of all parts alike, or give them by name"
-    if len(before) != len(ours):
-        raise UsageError(
-            "parts of an optimizer have different numbers of param groups",
-            expected=len(before), found=len(ours), advice=advice,
-        )  # fmt: skip
-    for index, (group, one) in enumerate(zip(before, ours, strict=True)):
-        one_hyper, its = one.hyperparameters, group.hyperparameters
-        other = sorted(key for key in its.keys() | one_hyper.keys() if its.get(key) != one_hyper.get(key))
-        if other or group.state != one.state:
-            raise UsageError(
-                f"param group {index} differs between parts of an optimizer: {', '.join(other) or 'state'}",
-                advice=advice,
-            )
 
 
 def one_class(found: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
@@ -312,24 +307,6 @@ def process_group_of(given: Given) -> dist.ProcessGroup | None:
     if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
         raise UsageError("the optimizers have different process groups", advice="give process_group= with all ranks")
     return groups[0] if groups else None
-
-
-def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
-    """Refuse a parameter that two optimizers have, and two parameters of one name."""
-    owners: dict[int, str] = {}
-    called: dict[str, str] = {}
-    for name, state in states.items():
-        for its, parameter in state.members():
-            other = owners.setdefault(id(parameter), name)
-            if other != name:
-                raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
-            other = called.setdefault(its, name)
-            if other != name:
-                raise UsageError(
-                    f"parameters of two optimizers are named {its}",
-                    found=_listed([other, name]),
-                    advice="give the model that has both, or distinct names",
-                )
 
 
 def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:

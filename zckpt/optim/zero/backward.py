@@ -482,7 +482,13 @@ class BackwardOptimizer(FlatOptimizer):
         pairs = list(zip(given.parameters(), given.gradients(), strict=True))
         if reduces:
             self._launch([(p, g) for p, g in pairs if p in self._place])
-        _average([g for p, g in pairs if p not in self._place], self.process_group)
+        others = [g for p, g in pairs if p not in self._place]
+        for dtype in sorted({gradient.dtype for gradient in others}, key=str):  # averaged in place, as DDP would
+            alike = [gradient for gradient in others if gradient.dtype == dtype]
+            wire = torch.cat([gradient.reshape(-1) for gradient in alike]).div_(dist.get_world_size(self.process_group))
+            dist.all_reduce(wire, group=self.process_group)
+            for gradient, found in zip(alike, torch.split(wire, [one.numel() for one in alike]), strict=True):
+                gradient.copy_(found.view(gradient.shape))
         done: Future[torch.Tensor] = Future()
         done.set_result(given.buffer())
         return done
@@ -513,16 +519,6 @@ class BackwardOptimizer(FlatOptimizer):
         for member in self._reducer.members:
             member.parameter.grad = None
         return missing
-
-
-def _average(gradients: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
-    """Average gradients over ranks where they are, as DDP would have."""
-    for dtype in sorted({gradient.dtype for gradient in gradients}, key=str):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        wire = torch.cat([gradient.reshape(-1) for gradient in alike]).div_(dist.get_world_size(process_group))
-        dist.all_reduce(wire, group=process_group)
-        for gradient, found in zip(alike, torch.split(wire, [one.numel() for one in alike]), strict=True):
-            gradient.copy_(found.view(gradient.shape))
 
 
 def _on_bucket(optimizer, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket

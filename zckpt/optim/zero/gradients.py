@@ -83,7 +83,11 @@ class ShardedGradient(torch.Tensor):
         if func is _NORM and not given and len(args) <= 2:
             return mine._norm(*args[1:])
         if func in _SCALED and not given:
-            factor = _number(args[1])
+            factor = args[1]
+            if isinstance(factor, torch.Tensor):  # which may be on another device than the average
+                if factor.numel() != 1:
+                    raise RuntimeError(_ELSEWHERE)
+                factor = factor.item()
             for elements in mine._owned():
                 func(elements, factor)
             return mine
@@ -130,15 +134,6 @@ class ShardedGradient(torch.Tensor):
         dist.all_reduce(found, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group.process_group)
         whole: torch.Tensor = (found if math.isinf(order) else found.pow(1.0 / order)) / optimizer.loss_scale
         return whole
-
-
-def _number(value: Any) -> Any:
-    """Return a factor as a number: a tensor may be on another device than the average."""
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
-            raise RuntimeError(_ELSEWHERE)
-        return value.item()
-    return value
 
 
 class ShardedGradients:

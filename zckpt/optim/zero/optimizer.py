@@ -489,17 +489,10 @@ def publish(group: FlatGroup, bucket_size: int) -> list[dist.Work]:
     else:
         rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
         group.weights.copy_(rounded.copy_(master), non_blocking=True)
-    return _gather(group, max(bucket_size // group.world_size, 1))
-
-
-def _gather(group: FlatGroup, piece: int) -> list[dist.Work]:
-    """Begin to complete a group's flat buffer from the ranks' partitions, so many elements of each at once.
-
-    Gloo's all-gather copies all that it receives twice; a broadcast by each rank takes a fraction of its time.
-    """
     if group.world_size == 1 or not group.partition:
         return []
-    by_broadcast = group.flat.device.type == "cpu"
+    # Gloo's all-gather copies all that it receives twice; a broadcast by each rank takes a fraction of its time.
+    by_broadcast, piece = group.flat.device.type == "cpu", max(bucket_size // group.world_size, 1)
     if not by_broadcast and piece >= group.partition:
         return [all_gather_flat(group.flat, group.weights, group=group.process_group, async_op=True)]
     handles = []

@@ -173,7 +173,22 @@ class Reducer:
         """Reduce what is left and wait for all of it; return the parameters that had no gradient on this rank."""
         buckets = self._buckets
         if buckets is None:
-            buckets = self._agreed()
+            # All ranks fill them as the gradients of this backward became ready on the first; the rest come last. What
+            # came last, or twice, is reduced when backward has ended.
+            early = [number for number, member in enumerate(self.members) if self._times.get(member.parameter) == 1]
+            if self._while_backward:
+                turn = {parameter: index for index, parameter in enumerate(self._times)}
+                early.sort(key=lambda number: turn[self.members[number].parameter])
+            count, order = len(early), [*early, *sorted(set(range(len(self.members))) - set(early))]
+            if order:
+                agreed = torch.tensor([count, *order], device=self.members[0].parameter.device)
+                broadcast(agreed, 0, self.optimizer.process_group).wait()
+                count, *order = agreed.tolist()
+            members, size = [self.members[number] for number in order], self.optimizer.reduce_bucket_size
+            self._late = {member.parameter for member in members[count:]}
+            parts = members[:count], members[count:]
+            buckets = self._buckets = [self.bucket_of(its) for some in parts for its in fill(some, size)]
+            self._bucket_of = {m.parameter: index for index, bucket in enumerate(buckets) for m in bucket.members}
             self._ready |= self._times.keys()
             self._times.clear()
         while self._next < len(buckets):
@@ -201,28 +216,6 @@ class Reducer:
         self._missing += [m.parameter for m, value in zip(bucket.members, values, strict=True) if value is None]
         first = bucket.members[0].parameter  # one that is alone is sent from where it is, if backward has made it
         self.launch(bucket, values, keep=first not in self._ready)
-
-    def _agreed(self) -> list[Bucket]:
-        """Let all ranks fill buckets as the gradients of this backward became ready on the first; the rest come last.
-
-        What came last, or twice, is reduced when backward has ended.
-        """
-        early = [number for number, member in enumerate(self.members) if self._times.get(member.parameter) == 1]
-        if self._while_backward:
-            turn = {parameter: index for index, parameter in enumerate(self._times)}
-            early.sort(key=lambda number: turn[self.members[number].parameter])
-        count, order = len(early), [*early, *sorted(set(range(len(self.members))) - set(early))]
-        if order:
-            group, device = self.optimizer.process_group, self.members[0].parameter.device
-            agreed = torch.tensor([count, *order], device=device)
-            broadcast(agreed, 0, group).wait()
-            count, *order = agreed.tolist()
-        members, size = [self.members[number] for number in order], self.optimizer.reduce_bucket_size
-        self._late = {member.parameter for member in members[count:]}
-        made = [self.bucket_of(its) for some in (members[:count], members[count:]) for its in fill(some, size)]
-        self._bucket_of = {m.parameter: index for index, bucket in enumerate(made) for m in bucket.members}
-        self._buckets = made
-        return made
 
     # --- one bucket
 

@@ -68,7 +68,16 @@ def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
     groups, norm_type, model_parallel = optimizer.groups, optimizer.norm_type, optimizer.model_parallel
     infinite = math.isinf(norm_type)
     op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-    partial = [_partial(group, norm_type, model_parallel) for group in groups]
+    partial: list[torch.Tensor] = []  # this rank's: the largest magnitude of each group, or the sum of their powers
+    for group in groups:
+        counted = [one for one in group.own if is_counted(group.parameters[one.index], model_parallel)]
+        if group.gradient is None or not counted:
+            partial.append(torch.zeros((), dtype=torch.float32, device=group.flat.device))
+            continue
+        each = torch.stack([_norm(group.gradient[one.of_partition], norm_type) for one in counted])
+        found = each.max() if infinite else each.pow(norm_type).sum()
+        found = found.float().nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum may lose a NaN
+        partial.append(found.to(group.flat.device))
     if failed:
         partial = [torch.full_like(one, math.inf) for one in partial]
     wait_for([dist.all_reduce(one, op=op, group=optimizer.process_group, async_op=True) for one in partial])
@@ -83,20 +92,6 @@ def global_norm(optimizer: FlatOptimizer, *, failed: bool) -> torch.Tensor:
             norms[index] = shared
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), ord=norm_type)
     return total
-
-
-def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel) -> torch.Tensor:
-    """Return this rank's contribution of a group: the largest magnitude, or the sum of the powers of magnitudes."""
-    device = group.flat.device
-    gradient = group.gradient
-    counted = [one for one in group.own if is_counted(group.parameters[one.index], model_parallel)]
-    if gradient is None or not counted:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    each = [_norm(gradient[one.of_partition], norm_type) for one in counted]
-    found = torch.stack(each)
-    found = found.max() if math.isinf(norm_type) else found.pow(norm_type).sum()
-    made: torch.Tensor = found.float().nan_to_num_(nan=math.inf, posinf=math.inf).to(device)  # a maximum may lose a NaN
-    return made
 
 
 def _norm(values: torch.Tensor, norm_type: float) -> torch.Tensor:

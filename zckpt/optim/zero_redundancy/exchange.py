@@ -98,24 +98,19 @@ def by_kind(shares: Shares) -> dict[Kind, list[list[torch.Tensor]]]:
 
 
 def plain_exchange(shares: Shares) -> Exchange:
-    """Return the exchange of parameters that stay where they are."""
+    """Return the exchange of parameters that stay where they are: large ones alone, and small ones together."""
     exchange = Exchange()
     for ranks in by_kind(shares).values():
         for rank, parameters in enumerate(ranks):
-            exchange.buckets += [Bucket(rank, members) for members in _packed(parameters)]
+            small: list[torch.Tensor] = []
+            for one in parameters:
+                if one.nbytes >= DIRECT_NBYTES and one.is_contiguous():
+                    exchange.buckets.append(Bucket(rank, [one]))
+                elif one.numel():
+                    small.append(one)
+            for members in batched(small, lambda one: one.nbytes, BUCKET_NBYTES, count=None):
+                exchange.buckets.append(Bucket(rank, list(members)))
     return exchange
-
-
-def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return large parameters alone and small ones together."""
-    alone: list[list[torch.Tensor]] = []
-    small: list[torch.Tensor] = []
-    for parameter in parameters:
-        if parameter.nbytes >= DIRECT_NBYTES and parameter.is_contiguous():
-            alone.append([parameter])
-        else:
-            small.append(parameter)
-    return [*alone, *map(list, batched(filter(torch.numel, small), lambda one: one.nbytes, BUCKET_NBYTES, count=None))]
 
 
 def bucket_view_exchange(shares: Shares, *, gather: bool) -> Exchange:

@@ -130,8 +130,15 @@ class _Steps:
             if is_last:
                 info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS
         self.iterations += is_last
-        if is_last and self.first:
-            self._step_all()
+        if is_last and self.first:  # as without overlap, with the gradients of all buckets
+            gradients: dict[torch.Tensor, torch.Tensor] = {}
+            for number in sorted(self.waiting):
+                came, reduced = self.waiting[number]
+                gradients.update(zip(came.parameters(), reduced_gradients(came, reduced), strict=True))
+            self.waiting.clear()
+            self.zero._step_gradients(gradients)
+            self.zero._end_step()
+            self.zero._sync_params()
         return future
 
     def _is_settled(self) -> bool:
@@ -143,17 +150,6 @@ class _Steps:
             return True
         # A rank that has run out of inputs rebuilds its buckets with the others, in DDP's join hook, and notes nothing.
         return bool(ddp._join_config.enable and self.iterations >= (2 if ddp.static_graph else 1))
-
-    def _step_all(self) -> None:
-        """Step as without overlap, with the gradients of all buckets."""
-        gradients: dict[torch.Tensor, torch.Tensor] = {}
-        for index in sorted(self.waiting):
-            bucket, future = self.waiting[index]
-            gradients.update(zip(bucket.parameters(), reduced_gradients(bucket, future), strict=True))
-        self.waiting.clear()
-        self.zero._step_gradients(gradients)
-        self.zero._end_step()
-        self.zero._sync_params()
 
     def _step(self, index: int) -> None:
         """Step this rank's share of a bucket and begin to exchange all shares."""

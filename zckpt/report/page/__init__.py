@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from zckpt.report.page.markup import (
     HISTOGRAM,
@@ -157,7 +157,11 @@ def inspect_page(document: Document, map_data: Document) -> str:
     degrees = [f"{key} {value}" for key, value in document["topology"].items() if value > 1]
     several = f" ({', '.join(degrees)})" if len(degrees) > 1 else ""  # one alone is the number of ranks
     keys = ("role", "dp_rank", "mp_rank", "nbytes", "tensor_nbytes", "unreferenced_nbytes")
-    listed = [{"path": _below(one["path"], root), **{key: one[key] for key in keys}} for one in document["files"]]
+    paths = [one["path"] for one in document["files"]]
+    paths = [os.path.relpath(path, root) if root and path.startswith(root + os.sep) else path for path in paths]
+    listed = [
+        {"path": path, **{key: one[key] for key in keys}} for path, one in zip(paths, document["files"], strict=True)
+    ]
     more = _groups(document["param_groups"]) + MAP_TABLE
     if listed:
         more += details(f"Files ({len(listed):,})", '<div id="files"></div>')
@@ -240,10 +244,6 @@ def _groups(groups: Sequence[Document]) -> str:
     return details(f"Param groups ({len(groups)})", shown)
 
 
-def _below(path: str, root: str) -> str:
-    return os.path.relpath(path, root) if root and path.startswith(root + os.sep) else path
-
-
 def verify_page(document: Document, map_data: Document | None = None) -> str:
     """Return the page of a verification.
 
@@ -270,7 +270,17 @@ def verify_page(document: Document, map_data: Document | None = None) -> str:
         ],
         broad=("Path", "Fingerprint"),
     )
-    main = section("Findings", _findings(findings, counts), identity="findings")
+    choices = "".join(
+        f'<label class="choice"><input type="checkbox" checked data-severity="{kind}">'
+        f'<span class="badge {kind}">{kind}</span>{counts[kind]:,}</label>'
+        for kind in SEVERITIES
+        if counts[kind]
+    )
+    listed = (
+        f'<fieldset class="legend severities"><legend class="unseen">Severities shown</legend>{choices}</fieldset>'
+        '<p class="unseen" id="findings-answer" aria-live="polite"></p>' + "".join(_finding(one) for one in findings)
+    )
+    main = section("Findings", listed if findings else "<p>None.</p>", identity="findings")
     if map_data:
         main += search("parameter") + MAP_SECTIONS + section("More", MAP_TABLE, identity="more")
     kept = ("severity", "ranks", "parameters", "file")
@@ -278,21 +288,6 @@ def verify_page(document: Document, map_data: Document | None = None) -> str:
     subtitle = f"Verification of a {document['format'] or 'damaged'} checkpoint"
     source = name_of(document["source"])
     return page("verify", source, subtitle, said + head, main, name="verification", data=data)
-
-
-def _findings(findings: Sequence[Document], counts: Mapping[str, int]) -> str:
-    if not findings:
-        return "<p>None.</p>"
-    choices = "".join(
-        f'<label class="choice"><input type="checkbox" checked data-severity="{kind}">'
-        f'<span class="badge {kind}">{kind}</span>{counts[kind]:,}</label>'
-        for kind in SEVERITIES
-        if counts[kind]
-    )
-    return (
-        f'<fieldset class="legend severities"><legend class="unseen">Severities shown</legend>{choices}</fieldset>'
-        '<p class="unseen" id="findings-answer" aria-live="polite"></p>' + "".join(_finding(one) for one in findings)
-    )
 
 
 def _finding(one: Document) -> str:

@@ -43,18 +43,20 @@ def history_page(document: Document) -> str:
     kinds = ", ".join(f'<span class="bar-{kind}">{words}</span>' for kind, words in KINDS.items())
     legend = f'<p class="quiet">A bar is a checkpoint, as high as its files are large: {kinds}.</p>'
     header = ("Checkpoint", "Step", "Saved (UTC)", "Size", "Format", "Ranks", "State")
-    rows = [
-        (
-            code(one["name"]),
-            number(one["step"]),
-            text(when(one["saved"])),
-            nbytes(one["nbytes"]),
-            text(one["format"] or ""),
-            number(one["world_size"]),
-            _state(one),
+    rows = []
+    for one in every:
+        badge = "" if one["sound"] else '<span class="badge error">not sound</span>'
+        rows.append(
+            (
+                code(one["name"]),
+                number(one["step"]),
+                text(when(one["saved"])),
+                nbytes(one["nbytes"]),
+                text(one["format"] or ""),
+                number(one["world_size"]),
+                badge + text("; ".join([*(["sound"] if one["sound"] else []), *remarks(one)])),
+            )
         )
-        for one in every
-    ]
     main = (
         section("What was saved when", drawn + legend, identity="history")
         + section("Checkpoints", table("Checkpoints", header, rows, right=(1, 3, 5)), identity="checkpoints")
@@ -62,11 +64,6 @@ def history_page(document: Document) -> str:
     )
     subtitle = f"{count(len(every), 'checkpoint')}, {size(document['nbytes'])}"
     return page("history", name_of(document["run"]), subtitle, said + head, main, name="history", data={})
-
-
-def _state(one: Document) -> str:
-    badge = "" if one["sound"] else '<span class="badge error">not sound</span>'
-    return badge + text("; ".join([*(["sound"] if one["sound"] else []), *remarks(one)]))
 
 
 def _picture(place: str, every: Sequence[Document]) -> str:
@@ -82,9 +79,11 @@ def _picture(place: str, every: Sequence[Document]) -> str:
         high = max(HEIGHT * one["nbytes"] / largest, LEAST_BAR)
         x = MOST_BAR / 2 + (where - low) * (WIDTH - MOST_BAR) / span - wide / 2
         kind = "bad" if not one["sound"] else "latest" if one["latest"] else "sound"
+        what = "sound" if one["sound"] else f"not sound: {one['why']}"
+        said = f"{one['name']}, {when(one['saved'])}, {size(one['nbytes'])}, {what}"
         bars += (
             f'<rect class="bar-{kind}" x="{x:.1f}" y="{TOP + HEIGHT - high:.1f}" width="{wide:.1f}" '
-            f'height="{high:.1f}"><title>{text(_said(one))}</title></rect>'
+            f'height="{high:.1f}"><title>{text(said)}</title></rect>'
         )
     ends = [f"step {step:,}" if at is steps else str(every[i]["name"]) for i, step in ((0, at[0]), (-1, at[-1]))]
     labels = f'<text x="0" y="{TOP + HEIGHT + LABEL - 6}">{text(ends[0])}</text>'
@@ -95,8 +94,3 @@ def _picture(place: str, every: Sequence[Document]) -> str:
         f'<svg class="bars" viewBox="0 0 {WIDTH} {TOP + HEIGHT + LABEL}" role="img" aria-label="{text(about)}">'
         f'<line x1="0" x2="{WIDTH}" y1="{TOP + HEIGHT}" y2="{TOP + HEIGHT}"/>{bars}{labels}</svg>'
     )
-
-
-def _said(one: Document) -> str:
-    what = "sound" if one["sound"] else f"not sound: {one['why']}"
-    return f"{one['name']}, {when(one['saved'])}, {size(one['nbytes'])}, {what}"
