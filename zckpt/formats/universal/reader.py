@@ -19,7 +19,7 @@ from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about, listed
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.axes.auto_ep import common, router_names, with_layers
+from zckpt.formats.deepspeed.axes.auto_ep import common, router_names
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.directory import MODEL, classify
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_order, tied_names
@@ -427,7 +427,9 @@ class _Reading:
             restore(checkpoint, rest, file)
         filled_in = set(as_names(rest.get("filled_in", [])))
         rules = implied("filled in for DeepSpeed's loaders", *sorted(filled_in))
-        full = with_layers(model)
+        full, info, layers = model.content, model.content.get(INFO_KEY), model.content.get(LAYERS_KEY)
+        if layers and isinstance(info, dict) and LAYERS_KEY in info:  # DeepSpeed's converter shortens the list within
+            full = {**full, INFO_KEY: {**info, LAYERS_KEY: layers}}
         for one in checkpoint.files:
             one.rules = (*one.rules, *rules) if one.role == "model" else one.rules
             if full is not model.content and one.path == model.file.path:

@@ -62,7 +62,14 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
                 found=keys_listed(others),
                 advice="resume in the program that saved it, or write only the model with `zckpt consolidate`",
             )
-        origin, held = origin_of(checkpoint), _held(checkpoint)
+        origin, held = origin_of(checkpoint), Held()
+        of_rank = {} if origin is None else {(one.mp_rank, one.rank): one for one in origin.every_member}
+        for value in checkpoint.per_rank:
+            member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
+            if member is None or value.part >= len(member.masters):
+                raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
+            found = moments_of(value, what, checkpoint.source)
+            held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
         # A parameter that is one of the ranks' partitions as it is, not put together of slices, is cut.
         sliced = [
             name for name, one in checkpoint.parameters.items()
@@ -102,20 +109,6 @@ def _with_floats(
         if one.tied_to is None and one.master and (groups is None or one.group in groups):
             found[name] = replace(one, slots={**one.slots, **_slots(one, held)})
     return found
-
-
-def _held(checkpoint: Checkpoint) -> Held:
-    """Return the moments of each partition of each rank."""
-    origin = origin_of(checkpoint)
-    of_rank = {} if origin is None else {(member.mp_rank, member.rank): member for member in origin.every_member}
-    held: Held = {}
-    for value in checkpoint.per_rank:
-        member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
-        if member is None or value.part >= len(member.masters):
-            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
-        found = moments_of(value, what, checkpoint.source)
-        held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
-    return held
 
 
 def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
