@@ -63,9 +63,9 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
                 advice="resume in the program that saved it, or write only the model with `zckpt consolidate`",
             )
         origin, held = origin_of(checkpoint), Held()
-        of_rank = {} if origin is None else {(one.mp_rank, one.rank): one for one in origin.every_member}
+        members = {} if origin is None else {(one.mp_rank, one.rank): one for one in origin.every_member}
         for value in checkpoint.per_rank:
-            member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
+            member, what = members.get((value.mp_rank, value.rank)), f"group {value.group}"
             if member is None or value.part >= len(member.masters):
                 raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
             found = moments_of(value, what, checkpoint.source)
