@@ -346,19 +346,15 @@ def attach(
         members = [name for key in keys for name in reading.names.get(key) or (str(key),)]
         if reading.kind == FLAT:  # which has no order of parameters but the model's
             members.sort(key=lambda name: order.get(name, len(order)))
-        hyperparameters = without(group, *MEMBERS)
-        common = shared_values([_single(optimizer, key) for key in keys if optimizer.has_state(key)])
-        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common))
+        values: list[dict[str, object]] = []  # single ones: the moments of a 0-d parameter are tensors like its step
+        for key in filter(optimizer.has_state, keys):
+            tensors, its = optimizer.tensors.get(key, {}), optimizer.values.get(key, {})
+            values.append({k: value for k, value in its.items() if k == "step" or k not in tensors})
+        checkpoint.param_groups.append(ParamGroup(without(group, *MEMBERS), members, shared_values(values)))
     unnamed = [
         key for keys in optimizer.keys for key in keys if not reading.names.get(key) and optimizer.has_state(key)
     ]
     note_numbers(checkpoint, unnamed, advice=ADVICE)
-
-
-def _single(optimizer: Optimizer, key: Key) -> dict[str, object]:
-    """Return a number's step and what else of it is no tensor: the moments of a 0-d parameter are tensors like it."""
-    tensors = optimizer.tensors.get(key, {})
-    return {k: value for k, value in optimizer.values.get(key, {}).items() if k == "step" or k not in tensors}
 
 
 def shard_groups(model: Model, world_size: int) -> list[list[int]]:
