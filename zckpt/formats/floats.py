@@ -30,7 +30,16 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
     DamagedFileError
         Codes, scales and map do not belong together.
     """
-    found = [_with_floats(one, keeps_files=keeps_files) for one in checkpoints]
+    from zckpt.formats.deepspeed.rare.quantised import with_float_slots  # verbs that never do this do not wait for it
+    from zckpt.formats.low_bit_floats import weights_as_floats
+    from zckpt.formats.torch_files.quantised import as_floats
+
+    found = []
+    for one in checkpoints:
+        path, own = one.source, weights_as_floats(with_float_slots(one, keeps_files=keeps_files))
+        parameters = {name: as_floats(its, path) for name, its in own.parameters.items()}
+        unnamed = {name: as_floats(its, path) for name, its in own.unnamed.items()}
+        found.append(replace(own, parameters=parameters, unnamed=unnamed))
     every = [each for one in found for each in (*one.tensors(), *one.unnamed.values())]
     computed = any(isinstance(slot, Computed) for each in every for slot in each.slots.values())
     if not computed and not any(one.per_rank for one in checkpoints):  # of small tensors, a rank's is in floats
@@ -41,19 +50,6 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
             advice="omit --dequantize",
         )
     return found
-
-
-def _with_floats(checkpoint: AnyCheckpoint, *, keeps_files: bool) -> AnyCheckpoint:
-    from zckpt.formats.deepspeed.rare.quantised import with_float_slots  # verbs that never do this do not wait for it
-    from zckpt.formats.low_bit_floats import weights_as_floats
-    from zckpt.formats.torch_files.quantised import as_floats
-
-    path, own = checkpoint.source, weights_as_floats(with_float_slots(checkpoint, keeps_files=keeps_files))
-    return replace(
-        own,
-        parameters={name: as_floats(one, path) for name, one in own.parameters.items()},
-        unnamed={name: as_floats(one, path) for name, one in own.unnamed.items()},
-    )
 
 
 def left_with_codes(checkpoint: Checkpoint) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -161,7 +161,11 @@ def is_archive(path: Path) -> bool:
 
 def _of_others(path: Path) -> NearMiss | None:
     """Tell a directory of another program, by the names of what is in it and in its folders."""
-    names = list(_names(path))
+    names: list[str] = []  # of files, and of folders' files
+    for entry in _entries(path):
+        names.append(entry.name)
+        if entry.is_dir(follow_symlinks=False):
+            names += [f"{entry.name}/{one.name}" for one in _entries(Path(entry.path))]
     for name, what in _DIRECTORIES:
         if any(re.fullmatch(name, one) for one in names):
             return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
@@ -169,14 +173,6 @@ def _of_others(path: Path) -> NearMiss | None:
     if pointers:
         return NearMiss(f"holds git-lfs pointers, such as {pointers[0]}, not the files", "run `git lfs pull`")
     return None
-
-
-def _names(path: Path) -> Iterator[str]:
-    """Yield the names of files, and of folders' files, in a directory."""
-    for entry in _entries(path):
-        yield entry.name
-        if entry.is_dir(follow_symlinks=False):
-            yield from (f"{entry.name}/{one.name}" for one in _entries(Path(entry.path)))
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:

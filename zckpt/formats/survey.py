@@ -72,14 +72,9 @@ def survey_files(source: Path) -> Survey:
             continue
         except SourceError as error:
             surveyed.errors.append(error)
-    surveyed.errors += _defects(source, sorted({path.parent for path in paths} if source.is_dir() else ()))
-    return surveyed
-
-
-def _defects(source: Path, directories: Sequence[Path]) -> Iterator[SourceError]:
-    """Yield what formats see that is wrong with directories which none of them recognises; each thing once."""
+    # What formats see that is wrong with directories which none of them recognises; each thing once.
     known: set[str] = set()
-    for directory in directories:
+    for directory in sorted({path.parent for path in paths} if source.is_dir() else ()):
         for one in formats():
             try:
                 found = one.find(Search(directory))
@@ -87,7 +82,8 @@ def _defects(source: Path, directories: Sequence[Path]) -> Iterator[SourceError]
                 continue
             if isinstance(found, NearMiss) and found.code is not None and found.message not in known:
                 known.add(found.message)
-                yield found.error(source)
+                surveyed.errors.append(found.error(source))
+    return surveyed
 
 
 def _below(directory: Path, depth: int) -> Iterator[Path]:
@@ -111,33 +107,27 @@ def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
     states them is damaged.
     """
     found = None if owner is None else owner.checks(file)
-    return sorted(_archive_sums(file) if found is None else found, key=lambda one: one.offset)
-
-
-def _archive_sums(file: SourceFile) -> Iterator[Sum]:
-    """Yield the checksum of each record of the torch archives in a file, or that it is.
-
-    Where `torch.serialization.skip_data` (torch 2.6) leaves room for data that are written later, it states 0.
-    """
-    for records in [file.records] if file.records else _records(file):
-        filled = list(records.filled()) if isinstance(records, AlikeRecords) else records
-        if any(crc for *_, crc in filled):
-            for name, offset, nbytes, crc in filled:
-                if crc or not nbytes:
-                    yield Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
+    if found is None:  # that of each record of the torch archives in it, or that it is
+        found = []
+        for records in [file.records] if file.records else _records(file):
+            filled = list(records.filled()) if isinstance(records, AlikeRecords) else records
+            if any(crc for *_, crc in filled):  # `torch.serialization.skip_data` leaves room for data, and states 0
+                found += [
+                    Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
+                    for name, offset, nbytes, crc in filled
+                    if crc or not nbytes
+                ]
+    return sorted(found, key=lambda one: one.offset)
 
 
 def _records(file: SourceFile) -> Iterator[Sequence[Record]]:
-    for offset, nbytes in file.archives or _whole(file):
+    archives = file.archives
+    if not archives and file.nbytes >= len(ZIP):
+        with opened(file.path) as source:
+            archives = [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
+    for offset, nbytes in archives:
         with opened(file.path, offset, nbytes) as source:
             yield list(read_archive(source).values())
-
-
-def _whole(file: SourceFile) -> list[tuple[int, int]]:
-    if file.nbytes < len(ZIP):
-        return []
-    with opened(file.path) as source:
-        return [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
 
 
 def source_checks(checkpoints: Checkpoint | Sequence[Checkpoint], plan: Plan | None = None) -> Checks:

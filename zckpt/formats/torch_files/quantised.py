@@ -259,23 +259,20 @@ def of_torchao(key: str, parameter: Parameter) -> Moment:
         return _checked(_of_slots(key, told, parameter), parameter)
     if not isinstance(value, FromFile) or not isinstance(value.node, MetaTensor):
         raise _unknown(key, parameter.name)
-    with about(value.path):
-        return _checked(_of_tensor(key, value.node, value.path, parameter), parameter)
-
-
-def _of_tensor(key: str, node: MetaTensor, path: str, parameter: Parameter) -> Moment:
+    node, path = value.node, value.path
     attributes = node.attributes or {}
-    tensors = (attributes.get(name) for name in PIECES[:3])
-    codes, scale, qmap = (slot_of(key, one, path) if isinstance(one, Tensor) else None for one in tensors)
-    numel = math.prod(node.shape)
-    if codes is None or scale is None:
-        raise _unknown(key, parameter.name)
-    if node.shape != parameter.shape:
-        raise _other_sizes(key, parameter.name, f"codes of {parameter.shape}", node.shape)
-    if not scale.numel or numel % scale.numel:
-        raise _other_sizes(key, parameter.name, f"a number of scales that divides {numel}", scale.shape)
-    cls = "" if node.subclass is None else str(node.subclass.name)
-    return Moment(key, codes, scale, qmap, numel // scale.numel, cls)
+    with about(path):
+        tensors = (attributes.get(name) for name in PIECES[:3])
+        codes, scale, qmap = (slot_of(key, one, path) if isinstance(one, Tensor) else None for one in tensors)
+        numel = math.prod(node.shape)
+        if codes is None or scale is None:
+            raise _unknown(key, parameter.name)
+        if node.shape != parameter.shape:
+            raise _other_sizes(key, parameter.name, f"codes of {parameter.shape}", node.shape)
+        if not scale.numel or numel % scale.numel:
+            raise _other_sizes(key, parameter.name, f"a number of scales that divides {numel}", scale.shape)
+        cls = "" if node.subclass is None else str(node.subclass.name)
+        return _checked(Moment(key, codes, scale, qmap, numel // scale.numel, cls), parameter)
 
 
 def _of_slots(key: str, told: Mapping[str, Any], parameter: Parameter) -> Moment:
