@@ -41,7 +41,9 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
     every = list(checkpoint.tensors())
     beside = {found[1] for one in every if (found := _PACKED.fullmatch(one.name)) is not None}
     packed = {one.name for one in every if one.name in beside and one.shape[1:] == (1,)}
-    low = [one for one in every if (len(one.shape) > 1 and _is_low(one.dtype)) or one.name in packed]
+    matrices = {one.dtype for one in every if len(one.shape) > 1}
+    types = {one for one in matrices if (itemsize(one) == 1 and one != "bool") or one == "int32"}
+    low = [one for one in every if (len(one.shape) > 1 and one.dtype in types) or one.name in packed]
     if not low:
         return []
     settings = settings_of(checkpoint)[1]
@@ -94,10 +96,6 @@ def refuse_casts(checkpoint: Checkpoint, casts: Iterable[tuple[Slot, str]], advi
 
 def _place(slot: Slot) -> tuple[str, int] | None:
     return next(((span.path, span.offset) for span in slot.spans), None)
-
-
-def _is_low(dtype: str) -> bool:
-    return (itemsize(dtype) == 1 and dtype != "bool") or dtype == "int32"
 
 
 def settings_of(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -50,7 +50,8 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
     hidden = (config.get("text_config") or config).get("hidden_size")
     before = config.get("quantization_config")
     short = dict_of(before).get("quant_method") == "fp8"
-    units = {name: _unit(name) for name in tensors}
+    units = {name: name.removesuffix(".weight").removesuffix(".bias") for name in tensors}  # modules that they are of
+    units |= {name: match[1] for name in tensors if (match := _EXPERTS.fullmatch(name))}  # all experts of a layer
     fits = {name: _fits(name, slot.shape, dtype, block, hidden, short=short) for name, (slot, dtype) in tensors.items()}
     left = {unit for name, unit in units.items() if not fits[name] and name != f"{unit}.bias"}
     coded = {units[name] for name in tensors if fits[name]} - left
@@ -77,12 +78,6 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
     modules = dict.fromkeys(["lm_head", *(unit for unit in units.values() if unit not in coded | within)])
     settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*block]}
     return found, {**settings, "modules_to_not_convert": [*modules]}
-
-
-def _unit(name: str) -> str:
-    """Return the module that a tensor is of; of experts that of all of a layer."""
-    experts = _EXPERTS.fullmatch(name)
-    return experts[1] if experts else name.removesuffix(".weight").removesuffix(".bias")
 
 
 def _fits(name: str, shape: Shape, dtype: str, block: tuple[int, int], hidden: object, *, short: bool) -> bool:

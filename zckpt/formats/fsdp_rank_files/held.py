@@ -391,23 +391,20 @@ class RankReader:
                 raise UnsupportedError(
                     "a DTensor without local elements", expected="a local tensor", found=brief(local)
                 )
-            at, placements = self._spec(spec)
+            # Many tensors share a spec and a mesh; the file's tree keeps both, so that their ids stay their own.
+            known = self._specs.get(id(spec))
+            if known is None:
+                mesh = spec.get("mesh")
+                if id(mesh) not in self._at:
+                    self._at[id(mesh)] = len(self.meshes)
+                    self.meshes.append((mesh, read_mesh(mesh, self._numbers)))
+                known = self._specs[id(spec)] = self._at[id(mesh)], read_placements(spec.get("placements"))
+            at, placements = known
             whole = Held(DTENSOR, node.shape, local.dtype, (), None, True, local, placements, at)
             return with_mesh(whole, self.meshes[at][1])
         if _class_of(node) == SHARDED:
             return self._sharded(node)
         raise UnsupportedError(f"holds a tensor of class {node.subclass}", expected="Tensor, DTensor or ShardedTensor")
-
-    def _spec(self, spec: Object) -> tuple[int, tuple[Placement, ...]]:
-        """Return which mesh a spec has, and its placements; both are objects that many tensors share."""
-        known = self._specs.get(id(spec))  # the file's tree keeps both, so that their ids stay their own
-        if known is None:
-            mesh = spec.get("mesh")
-            if id(mesh) not in self._at:
-                self._at[id(mesh)] = len(self.meshes)
-                self.meshes.append((mesh, read_mesh(mesh, self._numbers)))
-            known = self._specs[id(spec)] = self._at[id(mesh)], read_placements(spec.get("placements"))
-        return known
 
     def _sharded(self, node: MetaTensor) -> Held:
         state = node.state if isinstance(node.state, tuple) else ()

@@ -390,7 +390,18 @@ class _Giving:
     def give(self, key: Key, group: int) -> None:
         """Give parameters the slots and single values of one number; one under it where no name is certain."""
         files, tensors = self.optimizer.files, self.optimizer.tensors.get(key, {})
-        owners = self._owners(key)
+        checkpoint, names = self.checkpoint, self.reading.names.get(key, ())
+        for name in names:
+            if name in checkpoint.buffers:
+                checkpoint.parameters[name] = checkpoint.buffers.pop(name)
+                checkpoint.duplicates = [
+                    replace(one, kind="parameter") if one.name == name else one for one in checkpoint.duplicates
+                ]
+        owners: list[Parameter] = []
+        if names or self.optimizer.has_state(key):
+            shape = shown_shape({slot: [held.first.shape] for slot, held in self.optimizer.cut(key).items()})
+            numbered = names or (str(key),)
+            owners = [checkpoint.parameters.get(one) or keep_number(checkpoint, one, shape) for one in numbered]
         for owner in owners:
             owner.group = group
         for slot, held in tensors.items():
@@ -401,25 +412,10 @@ class _Giving:
             elif self.reading.kind in (FLAT, PIECES):
                 self._give_line(slot, dict(held), owners)
             else:
-                add(self.checkpoint, owners[0], slot, files.joined(slot, f"{owners[0].name} ({slot})", held))
+                add(checkpoint, owners[0], slot, files.joined(slot, f"{owners[0].name} ({slot})", held))
         for slot, value in self.optimizer.values.get(key, {}).items():
             for owner in owners if slot not in tensors else ():
                 owner.state[slot] = value
-
-    def _owners(self, key: Key) -> list[Parameter]:
-        checkpoint, names = self.checkpoint, self.reading.names.get(key, ())
-        for name in names:
-            if name in checkpoint.buffers:
-                checkpoint.parameters[name] = checkpoint.buffers.pop(name)
-                checkpoint.duplicates = [
-                    replace(one, kind="parameter") if one.name == name else one for one in checkpoint.duplicates
-                ]
-        if not names and not self.optimizer.has_state(key):
-            return []
-        shape = shown_shape({slot: [held.first.shape] for slot, held in self.optimizer.cut(key).items()})
-        return [
-            checkpoint.parameters.get(name) or keep_number(checkpoint, name, shape) for name in names or (str(key),)
-        ]
 
     def _give_line(self, slot: str, held: Mapping[int, Held], owners: Sequence[Parameter]) -> None:
         """Give parameters their elements of what ranks have end to end; behind those of a flat one is padding.

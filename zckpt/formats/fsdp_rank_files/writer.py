@@ -174,20 +174,6 @@ class Ranks:
     def trees(self, rank: int) -> dict[str, Any]:
         """Return what each file of a rank holds."""
         tensors = RankTensors(self.target, rank)
-        found: dict[str, Any] = {MODEL: self._model(tensors, rank)}
-        if self.optimizer is not None:
-            cut = tensors.dtensor if self.units is None else tensors.shard
-            states = {
-                number: {
-                    key: cut(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
-                    for key, value in state.items()
-                }
-                for number, state in self.optimizer["state"].items()
-            }
-            found[OPTIMIZER] = {**self.optimizer, "state": states}
-        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)}
-
-    def _model(self, tensors: RankTensors, rank: int) -> OrderedMapping:
         root = OrderedMapping()
         known: dict[int, object] = {}
         for name, (slot, dtype) in self.tensors.items():
@@ -199,7 +185,18 @@ class Ranks:
             root[name] = self.checkpoint.metadata.get(of_rank(self.checkpoint, rank, name), value)
         if self.units is not None:
             root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
-        return root
+        found: dict[str, Any] = {MODEL: root}
+        if self.optimizer is not None:
+            part = tensors.dtensor if self.units is None else tensors.shard
+            states = {
+                number: {
+                    key: part(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
+                    for key, value in state.items()
+                }
+                for number, state in self.optimizer["state"].items()
+            }
+            found[OPTIMIZER] = {**self.optimizer, "state": states}
+        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)}
 
     def _optimizer(self) -> dict[str, Any]:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""

@@ -33,7 +33,7 @@ from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
 from zckpt.formats.megatron.fused import ONE
 from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.local import GRADIENTS
-from zckpt.formats.megatron.names import TIED
+from zckpt.formats.megatron.names import BLOCK, TIED, Name
 from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names, live_names
 from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, size_of, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
@@ -46,7 +46,6 @@ from zckpt.formats.megatron.stages import (
     bounds_of,
     dealt,
     expert_counts,
-    layer_count,
     on_expert_rank,
 )
 from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
@@ -119,6 +118,7 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
     if bounds is None and (topology.pp, chunks) == (own.pp, known) and isinstance(checkpoint.details.get(BOUNDS), str):
         bounds = str(checkpoint.details[BOUNDS])
     names = [one.name for one in checkpoint.tensors()]
+    layers = [one.layer for one in map(Name.of, names) if one.layer is not None and BLOCK.fullmatch(one.block)]
     if size is None:
         size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None
     implementation = said("transformer_impl")
@@ -128,7 +128,7 @@ def target_of(checkpoint: Checkpoint, options: object) -> Target:
     return Target(
         topology=topology,
         chunks=chunks,
-        bounds=bounds_of(bounds, layer_count(names), topology.pp * chunks),
+        bounds=bounds_of(bounds, 1 + max(layers, default=-1), topology.pp * chunks),
         rows=_rows(checkpoint, said("padded_vocab_size")),
         engine=engine,
         bucket_numel=size or None,
@@ -407,6 +407,7 @@ def _numbered(
 
 
 def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, object]:
+    """Return the buffers of an optimizer: each has a flat tensor for each slot, of all buckets end to end."""
     members = {name for group in groups for name in group.members}
     found: dict[object, object] = {JOINED: True}
     for at, chunk in enumerate(rank.chunks):
@@ -414,28 +415,23 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
         for kind, its in kinds.items():
             gradients = model.gradients.get(kind, "float32")
             numel = model.target.bucket_numel if rank.pp == 0 and at == 0 else None
-            found[len(found) - 1] = {(DType(kind), DType(gradients)): _buffer(model, rank, its, numel)}
+            every = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
+            layout = lay_out_buckets(every, numel)
+            starts = layout.starts()
+            parts = by_key(
+                (PARAM if key == MASTER else key, (dtype, SlotContent(starts[one.local], slot, label)))
+                for one in its
+                for key, slot, dtype, label in model.states(one, rank.tp)
+            )
+            buffer: dict[object, object] = {}
+            for key, its_parts in parts.items():
+                dtypes = sorted({dtype for dtype, _ in its_parts})
+                if len(dtypes) > 1:
+                    raise UnsupportedError(f"{key} has several types, but a buffer has one", found=dtypes)
+                storage = new_storage(dtypes[0], layout.numel, [content for _, content in its_parts])
+                buffer[key] = view(storage, (layout.numel,))
+            found[len(found) - 1] = {(DType(kind), DType(gradients)): {**buffer, UNPADDED: layout.numel}}
     return found
-
-
-def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | None) -> dict[object, object]:
-    """Return a buffer: a flat tensor for each slot, of all buckets end to end."""
-    members = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
-    layout = lay_out_buckets(members, bucket_numel)
-    starts = layout.starts()
-    parts = by_key(
-        (PARAM if key == MASTER else key, (dtype, SlotContent(starts[one.local], slot, label)))
-        for one in its
-        for key, slot, dtype, label in model.states(one, rank.tp)
-    )
-    tensors: dict[object, object] = {}
-    for key, its_parts in parts.items():
-        dtypes = sorted({dtype for dtype, _ in its_parts})
-        if len(dtypes) > 1:
-            raise UnsupportedError(f"{key} has several types, but a buffer has one", found=dtypes)
-        storage = new_storage(dtypes[0], layout.numel, [content for _, content in its_parts])
-        tensors[key] = view(storage, (layout.numel,))
-    return {**tensors, UNPADDED: layout.numel}
 
 
 def _of_ranks(checkpoint: Checkpoint, ranks: Sequence[Rank], target: Target) -> dict[str, dict[str, object]] | None:

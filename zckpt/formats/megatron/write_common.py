@@ -248,10 +248,14 @@ class Source:
         has = {*held, *RESTATED, *(SCALERS if self.groups else ()), *self.of_training}
         own = own_tree(self.checkpoint, held=has, groups=[one.members for one in self.groups], names=names, ranks=ranks)
         tracker = TargetFile.of(TRACKER, f"{self.folder if self.iteration is None else self.iteration}".encode())
+        # Copies of what Megatron-Bridge reads beside a checkpoint.
+        source = Path(self.checkpoint.source)
+        beside = files_below(source) if ranks is None and self.checkpoint.format == FORMAT and source.is_dir() else ()
+        copies = [copy_of(path, f"{self.folder}/{name}") for name, path in beside if AS_IT_IS.fullmatch(name)]
         every = [
             *files,
             *(torch_writer.lay_out(name, value) for name, value in apart.items()),
-            *(copies := self._copies() if ranks is None else []),
+            *copies,
             torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own),
             tracker,
         ]
@@ -266,12 +270,6 @@ class Source:
             copied={one.name for one in copies},
             replaceable=lambda name: AS_IT_IS.fullmatch(name) is not None,
         )
-
-    def _copies(self) -> list[TargetFile]:
-        """Return copies of what Megatron-Bridge reads beside a checkpoint."""
-        source = Path(self.checkpoint.source)
-        every = files_below(source) if self.checkpoint.format == FORMAT and source.is_dir() else []
-        return [copy_of(path, f"{self.folder}/{name}") for name, path in every if AS_IT_IS.fullmatch(name)]
 
 
 def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:

@@ -175,8 +175,21 @@ def with_state_dicts(root: object) -> tuple[object, list[Rule]]:
     models = {key: _of_module(one) for key, one in root.items() if _is_module(one)}
     tensors = [(name, one) for model in models.values() for name, one in model.items() if isinstance(one, Tensor)]
     names = {id(one): name for name, one in reversed(tensors)}
-    optimizers = {key: _of_optimizer(one.state, names) for key, one in root.items() if _is_optimizer(one)}
-    found = models | optimizers
+    found: dict[object, object] = {**models}
+    for key, one in root.items():
+        state = dict_of(one.state) if isinstance(one, Object) else {}
+        its = state.get("param_groups") if isinstance(state.get("state"), dict) else None
+        if not isinstance(its, list) or not all(isinstance(dict_of(group).get("params"), list) for group in its):
+            continue  # it is no optimizer
+        every = dict.fromkeys(id(p) for group in its for p in group["params"])
+        numbers = {of: number for number, of in enumerate(every)}
+        groups = []
+        for group in its:
+            own = [id(p) for p in group["params"]]
+            named = {"param_names": [names[of] for of in own]} if numbers.keys() <= names.keys() else {}
+            groups.append({**group, **named, "params": [numbers[of] for of in own]})
+        states = {numbers.get(id(p), p): held for p, held in state["state"].items()}
+        found[key] = {"state": states, "param_groups": groups}
     return {**root, **found} if found else root, [_rule(str(key)) for key in found]
 
 
@@ -207,21 +220,3 @@ def _of_module(module: object) -> dict[str, object]:
         inside = [(name, its) for name, its in one.state["_modules"].items() if _is_module(its)]
         waiting += [(f"{prefix}{name}.", its, depth + 1) for name, its in reversed(inside)]
     raise UnsupportedError("holds modules that hold each other without end", advice="save model.state_dict()")
-
-
-def _is_optimizer(node: object) -> bool:
-    state = node.state if isinstance(node, Object) else None
-    groups = state.get("param_groups") if isinstance(state, dict) and isinstance(state.get("state"), dict) else None
-    return isinstance(groups, list) and all(isinstance(dict_of(one).get("params"), list) for one in groups)
-
-
-def _of_optimizer(state: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, object]:
-    """Return an optimizer's state dict; `names`: of the model's tensors, by the identity of each."""
-    every = [id(one) for group in state["param_groups"] for one in group["params"]]
-    numbers = {one: number for number, one in enumerate(dict.fromkeys(every))}
-    groups = []
-    for group in state["param_groups"]:
-        own = [id(one) for one in group["params"]]
-        named = {"param_names": [names[one] for one in own]} if numbers.keys() <= names.keys() else {}
-        groups.append({**group, **named, "params": [numbers[one] for one in own]})
-    return {"state": {numbers.get(id(key), key): its for key, its in state["state"].items()}, "param_groups": groups}

@@ -357,17 +357,14 @@ class _Reading:
                     error = LayoutError(f"no {key} of this parameter", path=path,
                                         expected=f"a file, as {other} has one", code=SLOT_MISSING,
                                         parameters=[name])  # fmt: skip
-                    self._lose(error, key, self.checkpoint.parameters[name], self.checkpoint.parameters[other])
-
-    def _lose(self, error: LayoutError, key: str, one: Parameter, like: Parameter) -> None:
-        """Let a file of a parameter be lost where that may be; a single value is that of another of its group."""
-        if len(self.ranks) > 1:
-            raise error
-        path = stand_in(error, self.folder / one.name / f"{key}{SUFFIX}")
-        if key in like.slots and like.slots[key].shape:
-            one.slots.setdefault(key, slot_of(key, tensor_of(like.slots[key].dtype, one.shape), path))
-        else:
-            self.values[one.name].setdefault(key, self.values[like.name].get(key))
+                    if len(self.ranks) > 1:
+                        raise error
+                    lost, like = stand_in(error, path), self.checkpoint.parameters[other].slots.get(key)
+                    if like is not None and like.shape:
+                        one = self.checkpoint.parameters[name]
+                        one.slots.setdefault(key, slot_of(key, tensor_of(like.dtype, one.shape), lost))
+                    else:  # a single value is that of another of its group
+                        self.values[name].setdefault(key, self.values[other].get(key))
 
     def note_copies(self) -> None:
         """Note what there is twice: tied weights and other ranks' values in the model files, folders of untrained ones.

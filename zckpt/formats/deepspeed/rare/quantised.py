@@ -106,8 +106,25 @@ def _with_floats(
     """Return parameters with float slots, where they are in one of some groups, which have quantised state."""
     found = dict(parameters)
     for name, one in parameters.items():
-        if one.tied_to is None and one.master and (groups is None or one.group in groups):
-            found[name] = replace(one, slots={**one.slots, **_slots(one, held)})
+        master = one.master
+        if one.tied_to is not None or not master or not (groups is None or one.group in groups):
+            continue
+        if not isinstance(master.spans, CutSpans) or master.shape != one.shape:
+            raise _uncertain(name, "no master that is cut as ZeRO cuts")
+        files = master.spans.files
+        bases = dict(zip(files.paths, files.offsets, strict=True))
+        placed = []
+        for span in sorted((its for its in master.spans if its.extent.numel), key=lambda its: its.extent.start):
+            position = (span.offset - bases[span.path]) // itemsize(span.dtype)
+            placed.append((span, position, held.get((span.path, bases[span.path]), {})))
+        keys = {frozenset(moments) for _, _, moments in placed}
+        if len(keys) > 1:
+            raise _uncertain(name, "other moments on other ranks")
+        moments = sorted(keys.pop()) if keys else []
+        if placed and not moments and not one.slots.keys() - {MASTER}:
+            raise _uncertain(name, f"none of it in {placed[0][0].path}")
+        own = {key: _slot(key, one, [(span, at, its[key]) for span, at, its in placed]) for key in moments}
+        found[name] = replace(one, slots={**one.slots, **own})
     return found
 
 
@@ -142,25 +159,6 @@ def _uncertain(name: str, found: object) -> UnsupportedError:
         found=found,
         advice="resume in the program that saved it, or write only the model with `zckpt consolidate`",
     )
-
-
-def _slots(parameter: Parameter, held: Held) -> dict[str, Slot]:
-    master = parameter.slots[MASTER]
-    if not isinstance(master.spans, CutSpans) or master.shape != parameter.shape:
-        raise _uncertain(parameter.name, "no master that is cut as ZeRO cuts")
-    files = master.spans.files
-    bases = dict(zip(files.paths, files.offsets, strict=True))
-    placed = []
-    for span in sorted((one for one in master.spans if one.extent.numel), key=lambda one: one.extent.start):
-        position = (span.offset - bases[span.path]) // itemsize(span.dtype)
-        placed.append((span, position, held.get((span.path, bases[span.path]), {})))
-    names = {frozenset(moments) for _, _, moments in placed}
-    if len(names) > 1:
-        raise _uncertain(parameter.name, "other moments on other ranks")
-    found = sorted(names.pop()) if names else []
-    if placed and not found and not parameter.slots.keys() - {MASTER}:
-        raise _uncertain(parameter.name, f"none of it in {placed[0][0].path}")
-    return {name: _slot(name, parameter, [(span, at, its[name]) for span, at, its in placed]) for name in found}
 
 
 def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Moment]]) -> Slot:
