@@ -104,7 +104,18 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
     """
     if not isinstance(node, Object) or not node.qualified.endswith("DeviceMesh"):
         raise DamagedFileError("a DTensor without a mesh", found=brief(node, 60))
-    sizes, coordinate = _sizes(node), integers(filled(node.get("_coordinate_on_dim"), numbers))
+    coordinate = integers(filled(node.get("_coordinate_on_dim"), numbers))
+    mesh, layout = node.get("mesh"), node.get("_layout")
+    if isinstance(mesh, Tensor):
+        sizes: Shape | None = mesh.shape
+    else:
+        if isinstance(axes := _said(layout, "axes"), (tuple, list)):
+            shapes = [_said(axis, "shape") for axis in axes]
+        else:
+            whole = layout.get("shape", layout.get("sizes")) if isinstance(layout, Object) else None
+            shapes = list(whole) if isinstance(whole, (tuple, list)) else [whole]
+        found = [_product(shape) for shape in shapes]
+        sizes = tuple(size for size in found if size is not None) if None not in found else None
     names = node.get("_mesh_dim_names", node.get("mesh_dim_names"))
     if sizes is None or coordinate is None or len(sizes) != len(coordinate) or len(sizes) > MAX_MESH_DIMENSIONS:
         raise UnsupportedError(
@@ -127,20 +138,6 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
 def _said(node: object, name: str) -> object:
     """Return an attribute of what should be an object."""
     return node.get(name) if isinstance(node, Object) else None
-
-
-def _sizes(node: Object) -> Shape | None:
-    mesh = node.get("mesh")
-    if isinstance(mesh, Tensor):
-        return mesh.shape
-    layout = node.get("_layout")
-    if isinstance(axes := _said(layout, "axes"), (tuple, list)):
-        shapes = [_said(axis, "shape") for axis in axes]
-    else:
-        whole = layout.get("shape", layout.get("sizes")) if isinstance(layout, Object) else None
-        shapes = list(whole) if isinstance(whole, (tuple, list)) else [whole]
-    found = [_product(shape) for shape in shapes]
-    return tuple(size for size in found if size is not None) if None not in found else None
 
 
 def _product(shape: object) -> int | None:

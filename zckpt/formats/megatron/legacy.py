@@ -308,8 +308,12 @@ class Model:
                     copies = self.copies.setdefault(part_name, {})
                     copies.setdefault((rank.pp, chunk, rank.ep), {})[rank.tp] = part
 
-    def add_to(self, checkpoint: Checkpoint) -> None:
-        """Give a checkpoint the whole parameters and buffers."""
+    def add_to(self, checkpoint: Checkpoint, sequences: Sequence[Mapping[str, str]]) -> None:
+        """Give a checkpoint the whole parameters and buffers, in the order of the module where that is known.
+
+        That of GPT's layers is known; another model has the order that its file has, where one file has all of it.
+        `sequences`: the names that each chunk of a rank has, in its order.
+        """
         firsts = {name: next(iter(next(iter(its.values())).values())) for name, its in self.copies.items()}
         shapes = {name: one.shape for name, one in firsts.items()}
         is_trained = any(len(p.slots) > 1 for its in self.copies.values() for one in its.values() for p in one.values())
@@ -319,6 +323,16 @@ class Model:
                 whole = self._whole(checkpoint, name, shapes, "buffer" if is_buffer else "parameter")
             whole.frozen = is_trained and not is_buffer and len(whole.slots) == 1
             (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
+        named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
+        known = [[one for name in its if (one := self.given.get(name, name)) in checkpoint.parameters] for its in named]
+        places = {name: at for at, name in enumerate(checkpoint.parameters)}
+        if all([places[name] for name in its] == sorted(places[name] for name in its) for its in known):
+            return
+        complete = next((its for its in known if set(its) == checkpoint.parameters.keys()), None)
+        if complete is None:
+            checkpoint.details[ORDER] = "not known: that of each rank is not the one of GPT's layers"
+        else:
+            checkpoint.parameters = {name: checkpoint.parameters[name] for name in complete}
 
     def _whole(self, checkpoint: Checkpoint, name: str, shapes: Shapes, kind: str) -> Parameter:
         """Return a parameter from the slices and copies that ranks have of it; copies are noted."""
@@ -423,8 +437,7 @@ def read(place: Place) -> Checkpoint:
             tied = one.arguments.get(UNTIED) is False or own.ranks.get("tied") == 1
             model.gather(local, sizes["ep"], tied=tied)
     _check_groups(every)
-    model.add_to(checkpoint)
-    _settle_order(checkpoint, own.names, [its for local in every for its in local.names])
+    model.add_to(checkpoint, [its for local in every for its in local.names])
     common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
     if every[0].is_plain:
         for number, group in enumerate(every[0].checkpoint.param_groups):
@@ -520,23 +533,6 @@ def _experts(name: str, parameter: Parameter, first: int, count: int) -> dict[st
         for at, slots in enumerate(every)
         for one in [name_of_one(name, first + at)]
     }
-
-
-def _settle_order(checkpoint: Checkpoint, own: Mapping[str, str], sequences: Sequence[Mapping[str, str]]) -> None:
-    """Have parameters in the order in which the module has them, or say that it is not known.
-
-    That of GPT's layers is known; another model has the order that its file has, where one file has all of it.
-    """
-    named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
-    given = [[given for name in its if (given := own.get(name, name)) in checkpoint.parameters] for its in named]
-    places = {name: at for at, name in enumerate(checkpoint.parameters)}
-    if all([places[name] for name in its] == sorted(places[name] for name in its) for its in given):
-        return
-    whole = next((its for its in given if set(its) == checkpoint.parameters.keys()), None)
-    if whole is None:
-        checkpoint.details[ORDER] = "not known: that of each rank is not the one of GPT's layers"
-        return
-    checkpoint.parameters = {name: checkpoint.parameters[name] for name in whole}
 
 
 def _check_groups(every: Sequence[Local]) -> None:

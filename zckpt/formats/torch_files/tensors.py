@@ -302,11 +302,10 @@ def read_scalars(path: str, tensors: list[Tensor]) -> list[Scalar]:
                 data = bytes(2) + data if is_little else data + bytes(2)
             with about(path):
                 number: float | int | bool = struct.unpack(("<" if is_little else ">") + _format(one.dtype), data)[0]
-                if "neg" in unresolved(one, path):
-                    if not is_floating(one.dtype):
-                        raise UnsupportedError(f"a single value of type {one.dtype} that is lazily negated")
-                    number = -number
-            found.append(Scalar(number, one.dtype))
+                is_negated = "neg" in unresolved(one, path)
+                if is_negated and not is_floating(one.dtype):
+                    raise UnsupportedError(f"a single value of type {one.dtype} that is lazily negated")
+            found.append(Scalar(-number if is_negated else number, one.dtype))
     return found
 
 
