@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 
@@ -10,6 +11,10 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
+from zckpt.engine.targets import TargetFile
+from zckpt.formats import registry
+from zckpt.formats.format import Job
+from zckpt.formats.options import choose
 
 RANKS, DESCRIPTORS = 300, 256
 OF_DEEPSPEED = FIXTURES / "s2_bf16_dp3"
@@ -49,3 +54,14 @@ def test_no_verb_has_more_files_open_than_it_may(tmp_path, few_descriptors, kind
     zckpt.consolidate(made, tmp_path / "whole.safetensors")
     zckpt.convert(made, again, world_size=2, **to)
     assert_same_elements(made, again)
+
+
+@pytest.mark.parametrize("to", ["fsdp-rank-files", "torch-checkpointing"])
+def test_files_of_ranks_are_laid_out_one_after_the_other(tmp_path, to):
+    source, ranks = zckpt.open(OF_DEEPSPEED), 20
+    written = registry.get(to)
+    options = choose(written.options, {"world_size": ranks}, to)
+    laid = written.lay_out(Job(source, OF_DEEPSPEED, tmp_path / "made", options))
+    at_once = [sum(isinstance(one, TargetFile) for one in gc.get_objects()) for _ in laid.files]
+    assert len(at_once) > 2 * ranks
+    assert max(at_once) < ranks

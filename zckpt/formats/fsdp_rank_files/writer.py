@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def lay_out(job: Job) -> TargetFiles:
     ]
     ranks = Lazily(writer.files, target.world_size * (2 if writer.optimizer is None else 3))
     return TargetFiles(
-        Lazily(lambda: iter([*files, *ranks]), len(files) + len(ranks)),
+        Lazily(lambda: chain(files, ranks), len(files) + len(ranks)),
         notes=said,
         copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")} | {one.name for one in beside},
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from zckpt.engine.targets import Lazily, TargetFile
@@ -66,7 +67,7 @@ def lay_out(job: Job) -> TargetFiles:
         torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, None)),
         TargetFile.of(NAME, dump({"metadata": index, "world_size": size, "version": VERSION}).data),
     ]
-    return TargetFiles(Lazily(lambda: iter([*own, *files()]), len(own) + size * len(first)))
+    return TargetFiles(Lazily(lambda: chain(own, files()), len(own) + size * len(first)))
 
 
 def _keyed(tree: dict[str, Any], names: list[str], keys: str) -> dict[str, object]:
