@@ -85,18 +85,8 @@ class RankTensors:
         row = slot.numel // slot.shape[0] if slot.shape[0] else 0
         extent = slot.flat(offsets[0] * row, sizes[0] * row)
         storage = new_storage(dtype, extent.numel, [SlotContent(0, slot, label, extent)])
+        state = {"_local_tensor": view(storage, sizes), "_spec": self._spec(slot.shape, dtype)}
         strides, layout = row_major([max(n, 1) for n in slot.shape]), Layout("torch.strided")
-        spec = self._specs.get((slot.shape, dtype))
-        if spec is None:
-            values = Size(slot.shape), tuple(strides), DType(dtype)
-            about = Object(Global(self._about, "TensorMeta"), values, how="newobj")
-            said: dict[object, object] = {"mesh": self._mesh, "placements": self._nodes, "tensor_meta": about}
-            if self._form >= (2, 10):
-                cuts = len(self.mesh.sizes) - 1
-                order = Object(Global(self._about, "ShardOrderEntry"), (0, (cuts,)), how="newobj")
-                said |= {"shard_order": (order,), "use_strided_shard_as_shard_order": False}
-            spec = self._specs[slot.shape, dtype] = _object(self._about, "DTensorSpec", {**said, "_hash": None})
-        state = {"_local_tensor": view(storage, sizes), "_spec": spec}
         return MetaTensor(dtype, slot.shape, strides, False, self._cls, 0, layout, Device("cpu"), None, (None, state))
 
     def shard(self, line: Slot, dtype: str, label: str) -> SlotTensor:
@@ -104,6 +94,19 @@ class RankTensors:
         (count,), (rank,) = self.mesh.sizes, self.mesh.coordinate
         width = -(-line.numel // count)
         return SlotTensor(narrow(pad(line, 0, 0, width * count - line.numel), 0, width * rank, width), dtype, label)
+
+    def _spec(self, shape: Shape, dtype: str) -> Object:
+        spec = self._specs.get((shape, dtype))
+        if spec is None:
+            strides = row_major([max(n, 1) for n in shape])  # not the tensor's own: a pickle tells what is one object
+            about = Object(Global(self._about, "TensorMeta"), (Size(shape), tuple(strides), DType(dtype)), how="newobj")
+            state: dict[object, object] = {"mesh": self._mesh, "placements": self._nodes, "tensor_meta": about}
+            if self._form >= (2, 10):
+                cuts = len(self.mesh.sizes) - 1
+                order = Object(Global(self._about, "ShardOrderEntry"), (0, (cuts,)), how="newobj")
+                state |= {"shard_order": (order,), "use_strided_shard_as_shard_order": False}
+            spec = self._specs[shape, dtype] = _object(self._about, "DTensorSpec", {**state, "_hash": None})
+        return spec
 
 
 def _object(module: str, name: str, state: dict[object, object]) -> Object:
