@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusing
-from zckpt.engine import gather
-from zckpt.engine.gather import gather_mapped, in_order, place
+from zckpt.engine import copy
+from zckpt.engine.copy import gather_mapped, in_order, place
 from zckpt.errors import DamagedFileError
 from zckpt.state.spans import reach_of
 from zckpt.storage import files
@@ -43,7 +43,7 @@ def boxes(seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @pytest.mark.parametrize("window", [1 << 6, 1 << 12, 1 << 24])
 def test_any_box_is_gathered(window, source, monkeypatch):
-    monkeypatch.setattr(gather, "WINDOW_NBYTES", window)
+    monkeypatch.setattr(copy, "WINDOW_NBYTES", window)
     data = source.read_bytes()
     with Sources() as sources:
         for seed in range(250 if window > 1 << 6 else 20):
@@ -69,7 +69,7 @@ def test_placed_elements_are_those_of_numpy(dtype):
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_mappings_are_windows_of_bounded_size_and_kept_as_far_as_they_have_so_many_bytes(is_kept, source, monkeypatch):
-    monkeypatch.setattr(gather, "WINDOW_NBYTES", 1 << 16)
+    monkeypatch.setattr(copy, "WINDOW_NBYTES", 1 << 16)
     monkeypatch.setattr(files, "MAPPED_NBYTES", 1 << 24 if is_kept else 1 << 17)
     mapped, counts, map_file = [], [], mmap.mmap
 

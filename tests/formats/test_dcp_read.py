@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
+import zckpt
 from tests import live
 from tests.logical import opened
 from tests.pairwise import each
@@ -921,3 +922,18 @@ def test_the_trainers_step_is_known_where_its_optimizer_counts_none(counted, tmp
     dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
     (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": counted}))
     assert open_checkpoint(tmp_path).step == counted
+
+
+def test_a_run_of_olmo_core_is_its_last_step_with_what_its_ranks_keep(tmp_path):
+    """One of its files has only a rank's chunks without elements."""
+    for step in (3, 10):
+        shutil.copytree(source("dcp_olmo3_dp2"), tmp_path / f"step{step}")
+    found = open_checkpoint(tmp_path)
+    assert (Path(found.source).name, found.step, found.world_size) == ("step10", 3, 2)
+    assert set(found.metadata) == {"train/rank0", "train/rank1"}
+    assert zckpt.verify(tmp_path, deep=True).sound
+    zckpt.strip(tmp_path / "step3", tmp_path / "stripped", optimizer=True)
+    assert zckpt.open(tmp_path / "stripped").slot_names() == ["weight"]
+    shutil.copytree(tmp_path / "step3/model_and_optim", tmp_path / "step-4")
+    with refusing(UnknownFormatError, "holds steps of two programs: step-4, step10"):
+        open_checkpoint(tmp_path)

@@ -35,8 +35,8 @@ from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.native import layouts
 from zckpt.formats.native import rank_file as ranks
+from zckpt.formats.native import reader
 from zckpt.formats.native.document import encode, read_document
 from zckpt.formats.native.files import is_native, is_own, rank_name
 from zckpt.formats.native.layouts import Cut, Layouts, PieceSpans, Table, offsets_in, spans_of, summed
@@ -588,7 +588,7 @@ def reading_of(directory: Path) -> Reading:
 def test_many_slots_by_many_files_have_no_object_for_each(tmp_path, monkeypatch):
     """More pieces than are summed up one by one; all elements are where they were written."""
     count, each, large = 32, 3, 1 << 12
-    monkeypatch.setattr(layouts, "LARGE", large)
+    monkeypatch.setattr(reader, "LARGE", large)
     shape = (count * each,)
     names = [f"layers.{number}" for number in range(large // count + 1)]
     values = {name: np.arange(shape[0], dtype=np.float32) + number for number, name in enumerate(names)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,9 @@ class Turning(SGD):
         return {**super().state_dict(), "turn": self.turn}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        hook = self.register_load_state_dict_pre_hook(lambda *_: None)
         super().load_state_dict(state_dict)
+        hook.remove()
         self.turn = state_dict["turn"]
 
 
@@ -219,6 +222,73 @@ def test_training_goes_on_as_if_nothing_had_happened(kind, async_, tmp_path):
     found = zckpt.open(tmp_path / "c")
     assert {*found.parameters["0.weight"].slots} - {"weight"} == SLOTS[kind]
     assert zckpt.verify(tmp_path / "c", deep=True).sound
+
+
+SAVED = MAKE | {"plain": lambda model: SGD(model.parameters(), lr=0.1)}
+
+
+@pytest.mark.parametrize(("kind", "to"), each(["turning", "many", "plain"], [None, "zckpt", "dcp", "consolidated"]))
+def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to, tmp_path):
+    source, target = tmp_path / "model.pt", tmp_path / "target"
+    model = file_of(kind, source)
+    if to is not None:
+        assert not zckpt.inspect(source, include_inventory=True).left_out
+        zckpt.convert(source, target, to=to)
+    goes_on(SAVED[kind], target if to else source, model)
+    if to is None:
+        zckpt.convert(source, tmp_path / "again.pt", to="consolidated")
+        again, other = torch.load(tmp_path / "again.pt", weights_only=False), net(seed=1)
+        other.load_state_dict(again["model"])
+        its = SAVED[kind](other)
+        its.load_state_dict(again["optimizer"])
+        trained(its, other, 4, 8)
+        assert equal(other, model)
+
+
+def file_of(kind: str, path: Path) -> nn.Module:
+    """Save a model and an optimizer after four steps; return the model after eight."""
+    model = net()
+    optimizer = trained(SAVED[kind](model), model, 4)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    trained(optimizer, model, 4, 8)
+    return model
+
+
+def goes_on(make: Callable[[nn.Module], Any], path: Path, model: nn.Module) -> None:
+    """Load what was saved after four steps, and hold it after eight against a model that has them."""
+    other = net(seed=1)
+    its = make(other)
+    assert zckpt.load(path, model=other, optimizer=its).notes == []
+    trained(its, other, 4, 8)
+    assert equal(other, model)
+
+
+def test_lbfgs_has_the_state_of_all_parameters_in_the_first_ones(tmp_path):
+    goes_on(SAVED["lbfgs"], tmp_path / "model.pt", file_of("lbfgs", tmp_path / "model.pt"))
+
+
+class Kind(Enum):
+    ROWS = 1
+
+
+class Kinds(SGD):
+    """A hyperparameter that is an object."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["kind"] = Kind.ROWS
+
+
+def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path):
+    model = net()
+    torch.save({"model": model.state_dict(), "optimizer": Kinds(model.parameters()).state_dict()}, tmp_path / "m.pt")
+    optimizer = Kinds(model.parameters())
+    restored = zckpt.load(tmp_path / "m.pt", model=model, optimizer=optimizer)
+    assert [note.partition(":")[0] for note in restored.notes] == ["kind of the param groups is left as it is here"]
+    assert optimizer.param_groups[0]["kind"] is Kind.ROWS
+    without = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="kind of a param group is an object"):
+        zckpt.load(tmp_path / "m.pt", model=model, optimizer=without)
 
 
 @pytest.mark.parametrize(("kind", "to"), each(["ahead", "many"], ["zckpt", "dcp", "consolidated"]))

@@ -140,9 +140,16 @@ def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: 
     with np.errstate(all="ignore"):
         x, y = _wide(a, dtypes[0]), _wide(b, dtypes[1])
         unequal = unequal_bits(a, b) if same else ~((x == y) | (np.isnan(x) & np.isnan(y)))
-        found = _sums(x, y)
+        found, finite = Figures(numel=x.size), np.isfinite(x) & np.isfinite(y)
+        one, other = x, y  # norms and products are of what is finite on both sides
+        if not finite.all():
+            found.nan_a, found.nan_b = int(np.isnan(x).sum()), int(np.isnan(y).sum())
+            found.inf_a, found.inf_b = int(np.isinf(x).sum()), int(np.isinf(y).sum())
+            one, other = x[finite], y[finite]
+        gap = one - other
+        found.squares_a, found.squares_b = float(np.vdot(one, one).real), float(np.vdot(other, other).real)
+        found.squares, found.products = float(np.vdot(gap, gap).real), float(np.vdot(one, other).real)
         gap = np.abs(x - y)
-        finite = np.isfinite(x) & np.isfinite(y)
         if tolerance != EXACT:
             close = (finite & (gap <= tolerance.atol + tolerance.rtol * np.abs(y))) | (x == y)
             unequal &= ~(close | (np.isnan(x) & np.isnan(y)))
@@ -161,20 +168,6 @@ def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: 
         if same and is_floating(dtypes[0]):
             chosen = unequal & ~(np.isnan(x) | np.isnan(y))
             found.max_ulp = int(_ulps(a[chosen], b[chosen]).max()) if chosen.any() else None
-    return found
-
-
-def _sums(x: Array, y: Array) -> Figures:
-    """Return norms and products of what is finite on both sides, and counts of what is not."""
-    found = Figures(numel=x.size)
-    finite = np.isfinite(x) & np.isfinite(y)
-    if not finite.all():
-        found.nan_a, found.nan_b = int(np.isnan(x).sum()), int(np.isnan(y).sum())
-        found.inf_a, found.inf_b = int(np.isinf(x).sum()), int(np.isinf(y).sum())
-        x, y = x[finite], y[finite]
-    gap = x - y
-    found.squares_a, found.squares_b = float(np.vdot(x, x).real), float(np.vdot(y, y).real)
-    found.squares, found.products = float(np.vdot(gap, gap).real), float(np.vdot(x, y).real)
     return found
 
 

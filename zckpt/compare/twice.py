@@ -10,7 +10,7 @@ does, so do the weights that it has stepped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -48,7 +48,19 @@ Held = tuple[Samples, Samples]
 
 def files_twice(checkpoint: Checkpoint) -> Iterator[ShardError]:
     """Yield an error for each file that is another rank's under its name. Raises SourceError: one cannot be read."""
-    found = dict(_misnamed(checkpoint.files))
+    torch_files = [file for file in checkpoint.files if file.archive and file.role != EXPERT]
+    by_stem = {Path(file.path).stem: file for file in torch_files}  # of one name in many folders, none is misnamed
+    found: dict[str, ShardError] = {}  # of those that were saved under the name of another, in any of the roots
+    swapped: set[str] = set()  # of two that were, one is told
+    for file in torch_files:
+        stem, partner = Path(file.path).stem, by_stem.get(file.archive)
+        if file.archive == stem or partner is None or file.path in swapped:
+            continue
+        if partner.archive == stem:
+            swapped.add(partner.path)
+        code = TWICE if partner.archive == file.archive else WRONG_RANK
+        what = "was saved under the name of another file beside it"
+        found[file.path] = _error(file, partner, what, f"a file that was saved as {Path(file.path).name}", code)
     yield from found.values()
     ranks = {file.path: file for file in checkpoint.files}
     for one, other in _same(checkpoint):
@@ -74,22 +86,6 @@ def _error(file: SourceFile, other: SourceFile, what: str, expected: str, code: 
         code=code,
         ranks=[rank for rank in ranks[: 1 if code == TWICE else 2] if rank is not None],
     )
-
-
-def _misnamed(files: Iterable[SourceFile]) -> Iterator[tuple[str, ShardError]]:
-    """Yield the files that were saved under the name of another, in any of the roots; of two that were swapped, one."""
-    torch_files = [file for file in files if file.archive and file.role != EXPERT]
-    by_stem = {Path(file.path).stem: file for file in torch_files}  # of one name in many folders, none is misnamed
-    swapped: set[str] = set()
-    for file in torch_files:
-        stem, other = Path(file.path).stem, by_stem.get(file.archive)
-        if file.archive == stem or other is None or file.path in swapped:
-            continue
-        if other.archive == stem:
-            swapped.add(other.path)
-        code = TWICE if other.archive == file.archive else WRONG_RANK
-        what = "was saved under the name of another file beside it"
-        yield file.path, _error(file, other, what, f"a file that was saved as {Path(file.path).name}", code)
 
 
 def _same(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:

@@ -116,28 +116,30 @@ def cast_into(into: Array, array: Array, target: str | None = None) -> None:
         raise UnsupportedError(f"elements of {array.dtype} cannot be cast to {target or into.dtype}")
     if len(types) > 1 and array.size > FEW_NUMEL:
         if array.dtype in _WIDENED and into.dtype == np.float32 and is_finite(array) and _SMALLEST * 2 > 0:
-            _widen(into.reshape(-1), _flat(array))
+            shift, exponent = _WIDENED[array.dtype]  # their bits are moved, and then their exponents
+            words = into.reshape(-1).view(np.int32)
+            np.copyto(words, _flat(array).view(np.int8))
+            words <<= shift
+            words &= (0x7F << shift) - (1 << 31)
+            into *= np.float32(2.0**exponent)
             return
         if array.itemsize == 1 or (array.itemsize == 2 and types != _BFLOAT_AND_FLOAT):
             _look_up(into, array)
             return
         if array.dtype == np.float32 and into.itemsize == 1:
-            _look_up(into, _rounded_to_odd(array))
+            # The upper halves of floats as bfloat16, of which the last bit says that something follows it: what is
+            # rounded from there is rounded as from the float, to types of which bfloat16 has two bits more.
+            bits: Array = np.ascontiguousarray(array).view(np.uint32)
+            odd = bits & 0xFFFF
+            odd += 0xFFFF
+            odd |= bits
+            odd >>= 16
+            _look_up(into, odd.astype(np.uint16).view(numpy_dtype("bfloat16")))
             return
     with np.errstate(over="ignore", invalid="ignore"):
         if len(types) > 1 and array.dtype != np.float32 and into.dtype != np.float64:
             array = array.astype(np.float32)
         np.copyto(into.reshape(array.shape), array, casting="unsafe")
-
-
-def _widen(into: Array, array: Array) -> None:
-    """Cast numbers of 8 bits by moving their bits, and then their exponents."""
-    shift, exponent = _WIDENED[array.dtype]
-    words = into.view(np.int32)
-    np.copyto(words, array.view(np.int8))
-    words <<= shift
-    words &= (0x7F << shift) - (1 << 31)
-    into *= np.float32(2.0**exponent)
 
 
 def _look_up(into: Array, array: Array) -> None:
@@ -157,19 +159,6 @@ def _every(dtype: np.dtype[Any], target: np.dtype[Any]) -> Array:
         found: Array = every.astype(np.float32).astype(target)
     nbytes = found.nbytes >> 16
     return found.view("c16" if nbytes == 16 else f"u{nbytes}")
-
-
-def _rounded_to_odd(array: Array) -> Array:
-    """Return the upper halves of floats as bfloat16, of which the last bit says that something follows it.
-
-    What is rounded from there is rounded as from the float, to types of which bfloat16 has two bits more.
-    """
-    bits: Array = np.ascontiguousarray(array).view(np.uint32)
-    odd = bits & 0xFFFF
-    odd += 0xFFFF
-    odd |= bits
-    odd >>= 16
-    return odd.astype(np.uint16).view(numpy_dtype("bfloat16"))
 
 
 CACHED_NUMEL = 1 << 18

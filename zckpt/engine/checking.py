@@ -16,6 +16,7 @@ A target states CRC-32s of itself. They come from what was written, and only wha
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -257,7 +258,10 @@ class Checks:
             for (one, _), crc in zip(some, found, strict=True):
                 self._note(one, crc)
         self.refuse()
-        overflowed = _counted(self._overflowed)
+        counts: Counter[tuple[str, str]] = Counter()
+        for each in sorted(self._overflowed, key=attrgetter("path", "offset")):
+            counts[each.path, each.dtype] += each.count
+        overflowed = listed([f"{count} values of {name} overflow {dtype}" for (name, dtype), count in counts.items()])
         if overflowed and not self.allows_overflow:
             raise UsageError(
                 f"{overflowed}: finite in the source, but too large for the target type",
@@ -365,11 +369,3 @@ def patch_checksums(path: Path, checksums: Iterable[Checksum], written: Iterable
             crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)
             for offset in checksum.offsets:
                 write_all(file.fileno(), memoryview(crc.to_bytes(4, "little")), offset)
-
-
-def _counted(some: Iterable[Overflowed]) -> str:
-    """Return how many values of which tensors overflowed."""
-    found: dict[tuple[str, str], int] = {}
-    for one in sorted(some, key=attrgetter("path", "offset")):
-        found[one.path, one.dtype] = found.get((one.path, one.dtype), 0) + one.count
-    return listed([f"{count} values of {name} overflow {dtype}" for (name, dtype), count in found.items()])

@@ -4,12 +4,17 @@ Copies whose target is contiguous are cut along their first dimension. Where sev
 target (tensor-parallel slices along an inner dimension), the target is cut into windows of whole rows, and each window
 is put together in memory from all the copies that reach into it and written at once. What a function computes is cut
 as the function says, and what it needs of its inputs is read when it asks for it.
+
+Of what lies far apart in a file only the pages it is on are read, through mappings of the file: windows of bounded
+size, for which there is room in an address space that is limited, however far the elements reach. Rows of a few
+elements are moved as one wide element each, and what is transposed in tiles that stay in the cache: element by element,
+either takes as long as reading from a disk.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +23,6 @@ import numpy as np
 from zckpt.engine.cast import Array, cast, is_finite, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.checking import Overflowed
 from zckpt.engine.computed import Block, Computed, Function, blocks, flattened
-from zckpt.engine.gather import gather_mapped, in_order, place
 from zckpt.engine.plan import WIDENED, Copy, Fill, Piece, Strided, fill
 from zckpt.engine.targets import Hole, end_of
 from zckpt.engine.workers import BATCH_NBYTES
@@ -38,6 +42,18 @@ NEAR_NBYTES = 1 << 20
 
 CAST_NBYTES = 1 << 17
 """Read at once of what is cast: small enough for the cache, and for memory that is not new to the process each time."""
+
+WINDOW_NBYTES = 1 << 24
+"""Mapped at once by a worker, for one array."""
+
+WIDE_NBYTES = 1 << 12
+"""A row of at most this is one wide element; longer ones take care of themselves."""
+
+TILE = 1 << 5
+"""Elements that lie end to end in the target and are moved at once where they do not in the source: two cache lines."""
+
+TILE_ROWS = 1 << 8
+"""Times as many that lie end to end in the source, so that a tile is in the first cache on both sides."""
 
 
 @immutable
@@ -67,7 +83,13 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     """
     hole, copies = one.hole, tuple(one.copies)
     if isinstance(hole.slot, Computed):
-        yield from _computed(one, hole.slot, most)
+        extent, indexes = flattened(hole.slot, hole.extent), SpanIndexes()
+        for block in blocks(hole.slot, extent, most):  # with only those spans of its inputs that each needs
+            inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
+            offset = hole.offset + (block.start + block.skipped - extent.start) * itemsize(hole.dtype)
+            nbytes, reaching = block.kept * itemsize(hole.dtype), replace(block, inputs=inputs)
+            function = hole.slot.function
+            yield ComputedPiece(offset, nbytes, copies, function, reaching, hole.dtype, label=hole.label)
         return
     if len(copies) == 1 and hole.nbytes <= most_bytewise and copies[0].is_bytewise:
         yield Piece(hole.offset, hole.nbytes, copies, label=hole.label)
@@ -81,40 +103,20 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
                 cuts = [*_cut(copy, most_bytewise if copy.is_bytewise else most)]
             yield from (Piece(cut.offset, cut.nbytes, (cut,), label=hole.label) for cut in cuts if cut.numel)
         return
-    origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
-    for piece in _interleaved(copies, origin, hole.offset, end_of(hole), most):
-        yield replace(piece, label=hole.label)
-
-
-def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
-    """Yield the pieces of a hole for a computed slot, with only those spans of its inputs that each needs."""
-    hole, copies, indexes = one.hole, tuple(one.copies), SpanIndexes()
-    size = itemsize(hole.dtype)
-    extent = flattened(slot, hole.extent)
-    for block in blocks(slot, extent, most):
-        inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
-        offset = hole.offset + (block.start + block.skipped - extent.start) * size
-        reaching = replace(block, inputs=inputs)
-        yield ComputedPiece(offset, block.kept * size, copies, slot.function, reaching, hole.dtype, label=hole.label)
-
-
-def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most: int) -> Iterator[Piece]:
-    """Cut bytes [start, end) of the target, which the copies fill together, into windows.
-
-    They are whole rows, on a grid that begins at `origin`, where the first element of the hole's box is or would be, as
-    long as a row is not larger than `most`.
-    """
-    step = max(copy.strides[0] for copy in copies)
+    # Windows of whole rows, on a grid that begins where the first element of the box is or would be, as long as a
+    # row is not too large.
+    start, end = hole.offset, end_of(hole)
+    origin, step = start - hole.extent.start * itemsize(hole.dtype), max(copy.strides[0] for copy in copies)
     if step > most:
         step, origin = itemsize(copies[0].target_dtype), start
     size = max(most // step, 1) * step
     for window in range(start - (start - origin) % size, end, size):
         low, high = max(window, start), min(window + size, end)
-        within = tuple(one for copy in copies for one in _window(copy, low, high))
+        within = tuple(part for copy in copies for part in _window(copy, low, high))
         if len(within) == 1 and _is_dense(within[0]):
-            yield from (Piece(one.offset, one.nbytes, (one,)) for one in _cut(within[0], most))
+            yield from (Piece(cut.offset, cut.nbytes, (cut,), label=hole.label) for cut in _cut(within[0], most))
         else:
-            yield Piece(low, high - low, within)
+            yield Piece(low, high - low, within, label=hole.label)
 
 
 def _is_dense(copy: Copy) -> bool:
@@ -349,7 +351,14 @@ def read_piece(piece: Piece, into: memoryview, sources: Sources) -> memoryview:
     if copy is not None and copy.is_bytewise:
         sources.read(copy.sources[0].path, copy.sources[0].offset, view)
     elif copy is not None and copy.is_plain:
-        _read_cast(copy, sources, np.frombuffer(view, numpy_dtype(copy.target_dtype)))
+        own, to = numpy_dtype(copy.source_dtype), np.frombuffer(view, numpy_dtype(copy.target_dtype))
+        step = CAST_NBYTES // own.itemsize
+        buffer: Array = np.empty(min(step, copy.numel), own)  # which stays in the cache
+        for at in range(0, copy.numel, step):
+            some = buffer[: min(step, copy.numel - at)]
+            sources.read(copy.sources[0].path, copy.sources[0].offset + at * own.itemsize, some.view(np.uint8).data)
+            with np.errstate(over="ignore", invalid="ignore"):
+                to[at : at + len(some)] = some
     else:
         view[:] = elements(piece, sources)
     return view
@@ -370,13 +379,66 @@ def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | No
     return result
 
 
-def _read_cast(copy: Copy, sources: Sources, into: Array) -> None:
-    """Read elements that lie end to end as another type, through a buffer that stays in the cache."""
-    dtype = numpy_dtype(copy.source_dtype)
-    step = CAST_NBYTES // dtype.itemsize
-    buffer: Array = np.empty(min(step, copy.numel), dtype)
-    for at in range(0, copy.numel, step):
-        some = buffer[: min(step, copy.numel - at)]
-        sources.read(copy.sources[0].path, copy.sources[0].offset + at * dtype.itemsize, some.view(np.uint8).data)
-        with np.errstate(over="ignore", invalid="ignore"):
-            into[at : at + len(some)] = some
+def gather_mapped(into: Array, sources: Sources, path: str, offset: int, strides: tuple[int, ...]) -> None:
+    """Fill an array of any strides with elements of a file.
+
+    Parameters
+    ----------
+    into : ndarray
+    sources : Sources
+    path : str
+        Of the file.
+    offset : int, bytes
+        Of the first element.
+    strides : tuple of int, bytes
+        In the file, by dimension; not negative.
+
+    Raises
+    ------
+    DamagedFileError
+        The file ends before the last of them.
+    """
+    reach = reach_of(into.shape, strides, into.itemsize)
+    if reach <= WINDOW_NBYTES:
+        mapped, start = sources.mapped(path, offset, reach)
+        place(into, np.ndarray(into.shape, into.dtype, mapped, start, strides))
+        return
+    axis = max(range(into.ndim), key=lambda one: strides[one] if into.shape[one] > 1 else -1)
+    inner = reach - (into.shape[axis] - 1) * strides[axis]
+    rows = max((WINDOW_NBYTES - inner) // strides[axis] + 1, 1)
+    for first in range(0, into.shape[axis], rows):
+        part = into[(slice(None),) * axis + (slice(first, first + rows),)]
+        gather_mapped(part, sources, path, offset + first * strides[axis], strides)
+
+
+def place(target: Array, values: Array) -> None:
+    """Set elements of an array to those of another, of the same shape and type, both of any strides."""
+    size = values.itemsize
+    if values.ndim == 0 or values.size < TILE:
+        target[...] = values
+        return
+    last = values.shape[-1]
+    if last > 1 and values.strides[-1] == target.strides[-1] == size:
+        if last * size <= WIDE_NBYTES:
+            kind = np.dtype(f"V{last * size}")
+            target, values = target.view(kind)[..., 0], values.view(kind)[..., 0]
+        target[...] = values
+        return
+    inner = min(range(values.ndim), key=lambda one: values.strides[one] or 1 << 62)
+    if inner == values.ndim - 1 or last < TILE or values.shape[inner] < 2:
+        target[...] = values
+        return
+    for low in range(0, values.shape[inner], TILE_ROWS):
+        rows = (slice(None),) * inner + (slice(low, low + TILE_ROWS),)
+        to, from_ = target[rows], values[rows]
+        for at in range(0, last, TILE):
+            to[..., at : at + TILE] = from_[..., at : at + TILE].copy(order="K")  # steps of it would share cache lines
+
+
+def in_order(values: Array) -> Array:
+    """Return an array of the same elements that lie end to end."""
+    if values.flags.c_contiguous:
+        return values
+    found: Array = np.empty(values.shape, values.dtype)
+    place(found, values)
+    return found

@@ -21,7 +21,7 @@ from zckpt.state import ZEROS, itemsize
 from zckpt.state.boxes import SpanIndexes
 from zckpt.state.spans import reach_of
 from zckpt.storage.distant import ahead
-from zckpt.storage.files import check_nbytes
+from zckpt.storage.files import opened, too_short
 
 Batch = TypeVar("Batch")
 
@@ -90,7 +90,9 @@ def check_reads(holes: Iterable[Hole]) -> None:
             if before != after:
                 cast(np.empty(0, numpy_dtype(before)), after)
     for path, nbytes in needed.items():
-        check_nbytes(path, nbytes)
+        with opened(path) as file:
+            if file.nbytes < nbytes:
+                raise too_short(path, nbytes, file.nbytes)
     watched_by().expect(needed)
 
 

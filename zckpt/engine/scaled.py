@@ -46,12 +46,6 @@ class Part:
     start: int = 0
     end: int = sys.maxsize
 
-    def input(self, first: int, end: int) -> Input:
-        """Return what units need."""
-        low = self.start + first // self.per * self.width
-        high = min(self.start + -(-end // self.per) * self.width, self.end, self.slot.numel)
-        return Input(self.slot, self.slot.flat(low, high - low), self.dtype)
-
     def of(self, array: Array, begin: int, first: int, end: int) -> Array:
         """Return what some units need, of what those from `begin` on need."""
         low, high = first // self.per, -(-end // self.per)
@@ -116,7 +110,13 @@ class Scaled:
 
     def inputs(self, start: int, numel: int) -> list[Input]:
         """Return what the units need of each part."""
-        return [part.input(*units) for one, _, *units in self._within(start, numel) for part in one.parts]
+        found = []
+        for one, _, first, end in self._within(start, numel):
+            for part in one.parts:
+                low = part.start + first // part.per * part.width
+                high = min(part.start + -(-end // part.per) * part.width, part.end, part.slot.numel)
+                found.append(Input(part.slot, part.slot.flat(low, high - low), part.dtype))
+        return found
 
     def compute(self, inputs: Inputs, start: int, numel: int, dtype: str) -> Array:
         """Return the elements of whole units."""
@@ -215,26 +215,22 @@ def by_grid(values: Array, change: np.ufunc, grid: Array, block: tuple[int, int]
 
     Buffers of ufuncs are made so small that none is used: what is needed in several rows would be copied into them.
     """
-    before = np.setbufsize(16)
-    try:
-        _by_grid(values, change, grid, block, first)
-    finally:
-        np.setbufsize(before)
-
-
-def _by_grid(values: Array, change: np.ufunc, grid: Array, block: tuple[int, int], first: int) -> None:
     columns = values.shape[1]
     grid = grid.reshape(-1, -(-columns // block[1]))
     if grid.shape[1] > 1 and block[1] > 1:
         grid = np.repeat(grid, block[1], axis=1)[:, :columns]
-    if block[0] == 1 or len(grid) == 1:
-        change(values, grid, out=values)
-        return
-    at = 0
-    for row in grid:
-        end = at + block[0] - (first + at) % block[0]
-        change(values[at:end], row, out=values[at:end])
-        at = end
+    before = np.setbufsize(16)
+    try:
+        if block[0] == 1 or len(grid) == 1:
+            change(values, grid, out=values)
+            return
+        at = 0
+        for row in grid:
+            end = at + block[0] - (first + at) % block[0]
+            change(values[at:end], row, out=values[at:end])
+            at = end
+    finally:
+        np.setbufsize(before)
 
 
 def multiplied(

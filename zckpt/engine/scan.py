@@ -282,7 +282,10 @@ def stored_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:
 
     The elements of each are in the order in which they come first.
     """
-    strides = [_strides_of(slot) for slot in slots]
+    strides: list[Shape] = []  # of each that is one span with such
+    for slot in slots:
+        is_one = len(slot.spans) == 1 and not slot.replicas and slot.numel and slot.spans[0].extent == slot.whole
+        strides.append((slot.spans[0].strides or ()) if is_one else ())
     alike = [not any(steps) for steps in zip(*strides, strict=True)] if all(strides) else []
     if not any(alike):
         return tuple(slots)
@@ -306,10 +309,3 @@ def refuse_endless(slot: Slot, name: str) -> None:
             found=slot.nbytes,
             advice="save it again after .contiguous(), or omit it",
         )
-
-
-def _strides_of(slot: Slot) -> Shape:
-    """Return the strides of a slot that is one span with such; of another nothing."""
-    if len(slot.spans) != 1 or slot.replicas or not slot.numel or slot.spans[0].extent != slot.whole:
-        return ()
-    return slot.spans[0].strides or ()

@@ -186,7 +186,14 @@ def whole(one: FilePlan) -> bytes:
 
 def parts(one: FilePlan, step: int, checks: Checks) -> Iterator[Part]:
     """Cut a file into parts of `step` bytes; an empty file is one empty part."""
-    items = _items(one, checks)
+    fills = sorted(one.fills, key=lambda fill: fill.hole.offset)
+    of_fills = (
+        piece
+        for fill in fills
+        for piece in sorted(checks.cut(pieces(fill, PIECE_NBYTES, LEAST_PART_NBYTES)), key=start_of)
+    )
+    literals = iter(sorted(one.file.literals, key=start_of))
+    items: Iterator[Item] = heapq.merge(literals, of_fills, *(pack.pieces() for pack in one.file.packs), key=start_of)
     following = next(items, None)
     within: list[Item] = []
     for number, low in enumerate(range(0, max(one.file.nbytes, 1), step)):
@@ -196,19 +203,6 @@ def parts(one: FilePlan, step: int, checks: Checks) -> Iterator[Part]:
             within.append(following)
             following = next(items, None)
         yield Part(number, low, high - low, tuple(within))
-
-
-def _items(one: FilePlan, checks: Checks) -> Iterator[Item]:
-    """Yield what fills a file, from its beginning to its end."""
-    fills = sorted(one.fills, key=lambda fill: fill.hole.offset)
-    of_fills = (
-        piece
-        for fill in fills
-        for piece in sorted(checks.cut(pieces(fill, PIECE_NBYTES, LEAST_PART_NBYTES)), key=start_of)
-    )
-    literals = iter(sorted(one.file.literals, key=start_of))
-    packed = [pack.pieces() for pack in one.file.packs]
-    return heapq.merge(literals, of_fills, *packed, key=start_of)
 
 
 def make(part: Part, sources: WatchedSources) -> bytearray:

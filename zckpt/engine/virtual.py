@@ -65,12 +65,7 @@ class VirtualFile(io.RawIOBase):
         into = memoryview(buffer).cast("B")
         start = self._at
         end = max(min(start + len(into), self._nbytes), start)
-        self._fill(into[: end - start], start, end)
-        self._at = end
-        return end - start
-
-    def _fill(self, into: memoryview, start: int, end: int) -> None:
-        """Fill memory with bytes [start, end) of the file."""
+        into = into[: end - start]
         reads: list[tuple[Hole, memoryview]] = []
         packed: list[tuple[Pack, int, memoryview]] = []
         late: list[tuple[memoryview, memoryview]] = []
@@ -109,6 +104,8 @@ class VirtualFile(io.RawIOBase):
             run_watched(partial(_unpack, checks.watched), batches, checks, threads=self._threads)
         for view, whole in late:
             view[:] = whole
+        self._at = end
+        return end - start
 
 
 def _clear(view: memoryview) -> None:

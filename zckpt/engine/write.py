@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -166,7 +166,13 @@ def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
 
 def run_task(work: Callable[[Batch], Ranges], task: Sequence[Batch]) -> list[Ranges]:
     """Write batches with `work`, but for what an earlier run wrote and is there. May run in another process."""
-    kept = {at: one.done for at, one in enumerate(task) if one.done and _is_there(one)}
+    kept: dict[int, Ranges] = {}
+    for at, one in enumerate(task):
+        if not one.done:
+            continue
+        with suppress(SourceError), Sources() as sources:
+            if all(each.crc32 == crc_of(one.path, each.offset, end_of(each), (), sources) for each in one.done[0]):
+                kept[at] = one.done
     left, read = _gathered([one for at, one in enumerate(task) if at not in kept])
     made: list[Ranges] = []
     for batch in left:
@@ -213,16 +219,6 @@ def _gathered(batches: Sequence[Batch]) -> tuple[list[Batch], list[Seen]]:
         return filled, sources.seen
 
 
-def _is_there(batch: Batch) -> bool:
-    """Tell whether what an earlier run wrote of a batch is in the file."""
-    written = batch.done[0] if batch.done else ()
-    try:
-        with Sources() as sources:
-            return all(one.crc32 == crc_of(batch.path, one.offset, end_of(one), (), sources) for one in written)
-    except SourceError:
-        return False
-
-
 class _Files:
     """Makes the files as they are come to, and states the checksums of each once all of it is written."""
 
@@ -237,7 +233,19 @@ class _Files:
     def __iter__(self) -> Iterator[tuple[Path, FilePlan]]:
         for path, one in self._files:
             small = [literal for literal in one.file.literals if literal.nbytes < self._large]
-            self._make(path, one.file.nbytes, small)
+            with path.open("r+b" if self._resumes and path.exists() else "wb") as file:
+                found = os.fstat(file.fileno())
+                if (found.st_dev, found.st_ino) in self._known:
+                    raise TargetError(
+                        "the file system treats two names as the same",
+                        path=path,
+                        advice="use a file system that distinguishes upper and lower case",
+                    )
+                self._known.add((found.st_dev, found.st_ino))
+                os.ftruncate(file.fileno(), one.file.nbytes)  # which goes on after a signal
+                for literal in small:
+                    file.seek(literal.offset)
+                    file.write(literal.data)
             if one.file.checksums:
                 seen = [Seen(str(path), literal.offset, literal.nbytes, crc32(literal.data)) for literal in small]
                 self._open[str(path)] = one.file.checksums, seen
@@ -245,36 +253,18 @@ class _Files:
                 self._left[str(path)] = sum(each.nbytes for each in filled) - sum(each.nbytes for each in small)
             yield path, one
 
-    def _make(self, path: Path, nbytes: int, literals: Sequence[Literal]) -> None:
-        with path.open("r+b" if self._resumes and path.exists() else "wb") as file:
-            found = os.fstat(file.fileno())
-            if (found.st_dev, found.st_ino) in self._known:
-                raise TargetError(
-                    "the file system treats two names as the same",
-                    path=path,
-                    advice="use a file system that distinguishes upper and lower case",
-                )
-            self._known.add((found.st_dev, found.st_ino))
-            os.ftruncate(file.fileno(), nbytes)  # which goes on after a signal
-            for literal in literals:
-                file.seek(literal.offset)
-                file.write(literal.data)
-
     def note(self, batch: Batch, seen: Sequence[Seen]) -> None:
         """Note what was written."""
         if batch.path in self._open:
             self._open[batch.path][1].extend(seen)
             self._left[batch.path] -= sum(one.nbytes for one in seen)
             if not self._left[batch.path]:
-                self._patch(batch.path)
+                patch_checksums(Path(batch.path), *self._open.pop(batch.path))
 
     def finish(self) -> None:
         """State the checksums of what is left."""
         for path in list(self._open):
-            self._patch(path)
-
-    def _patch(self, name: str) -> None:
-        patch_checksums(Path(name), *self._open.pop(name))
+            patch_checksums(Path(path), *self._open.pop(path))
 
 
 def _task_nbytes(task: Sequence[Batch]) -> int:

@@ -3,15 +3,14 @@
 Formats bring what their files show: candidates with shapes, groups in their order, names that someone gave or that a
 program wrote down, rules of their own. It is known here when that is certain, and what to ask for where it is not.
 
-solver      which tensors may be trained, names in an order of which some may be left out, what is said of the rest
+solver      which tensors may be trained, names in an order of which some may be left out, or that fill a flat tensor,
+            and what is said of the rest
 modules     names whose order follows from the modules that they are in
-filling     names that fill a flat tensor
 order       the model's order, where someone says it
 """
 
 from __future__ import annotations
 
-from zckpt.evidence.filling import ways
 from zckpt.evidence.solver import (
     NAMES_ADVICE,
     NAMES_BY_STAGE_ADVICE,
@@ -29,4 +28,5 @@ from zckpt.evidence.solver import (
     refuse_ungrouped,
     refuse_unnamed,
     shown_shape,
+    ways,
 )

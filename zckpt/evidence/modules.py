@@ -175,8 +175,13 @@ class Search:
             following: dict[int, None] = {}
             for done in level:
                 for number, item in enumerate(items):
-                    is_next = not done >> number & 1 and not item.before & ~done
-                    if is_next and self._may_stand(item, at[done]):
+                    may_stand = not done >> number & 1 and not item.before & ~done
+                    if may_stand and item.name is not None:
+                        group = self._group_of[item.name]
+                        may_stand = self._fits(item.name, group, at[done][group])
+                    elif may_stand:
+                        may_stand = item.module is not None and self._orders(item.module, at[done]) is not None
+                    if may_stand:
                         after = done | 1 << number
                         edges.append((done, after, number))
                         following[after] = None
@@ -193,12 +198,6 @@ class Search:
                 found.append((items[number], at[done]))
         return found
 
-    def _may_stand(self, item: _Item, offsets: Offsets) -> bool:
-        if item.name is not None:
-            group = self._group_of[item.name]
-            return self._fits(item.name, group, offsets[group])
-        return item.module is not None and self._orders(item.module, offsets) is not None
-
     def _with_order(self, module: Module) -> list[_Item]:
         """Return what is in a module, with what has to come before it."""
         if len(module.own) + len(module.children) > MOST_SIBLINGS:
@@ -214,7 +213,8 @@ class Search:
             for j, other in enumerate(names):
                 is_before = (j < own <= i) or (is_number(other) and is_number(name) and int(other) < int(name))
                 is_before = is_before or (other in known and name in known and known[other] < known[name])
-                is_before = is_before or (i != j and _placed_before(reaches[j], reaches[i]))
+                (first, last), end = reaches[j], reaches[i][1]  # it cannot be after this one as a whole
+                is_before = is_before or (i != j and last >= 0 and end >= 0 and first < end)
                 before |= is_before << j
             if i < own:
                 whole = module.own[name]
@@ -224,8 +224,3 @@ class Search:
                 child = module.children[name]
                 found.append(_Item(None, child, tuple(child.widths), before))
         return found
-
-
-def _placed_before(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Tell whether the places of one have to come before those of another: it cannot be after it as a whole."""
-    return one[0] < other[1] if one[1] >= 0 <= other[1] else False

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from zckpt.errors import UsageError, listed
 from zckpt.state.checkpoint import Checkpoint
+from zckpt.state.mappings import are_distinct
 from zckpt.state.names import aligned
-from zckpt.state.series import are_distinct
 
 GIVEN = "parameter order"
 """Which of a checkpoint's details says that its parameters are in the order that was given."""

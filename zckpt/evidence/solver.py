@@ -2,6 +2,8 @@
 
 A name is certain where every reading that the evidence leaves gives the number this name. Each param group lists its
 parameters in the model's order, or sorted by name, or as a format says; it need not have all.
+
+Names that follow each other may also have to fill what has a known size: a flat tensor, or several in turn.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from zckpt.state.dtypes import is_complex, is_floating
 from zckpt.state.names import aligned
 
 Number = TypeVar("Number", bound=Hashable)
+State = TypeVar("State", bound=Hashable)
+Step = TypeVar("Step")
 
 FACTORED = (("exp_avg_sq_row", "exp_avg_sq_col", 0), ("row_var", "col_var", 1))
 """Slots of Adafactor, transformers' and torch's: the shape of the parameter without its last dimension, and without the
@@ -141,7 +145,15 @@ class Evidence(Generic[Number]):
             for index, group in enumerate(self.groups):
                 own = {certain[number] for number in group if number in certain}
                 free = [name for name in self.candidates if name not in taken or name in own]
-                found |= self._of_group(group, orders(index, free))
+                readings = []  # in each order, what is the same of the first and the last place of each number
+                for order in orders(index, free):
+                    first = self._leftmost(group, order)
+                    if first is not None:
+                        last = self._leftmost(group[::-1], order[::-1]) or []
+                        readings.append([a if a == b else None for a, b in zip(first, last[::-1], strict=True)])
+                for number, *names in zip(group, *readings, strict=True):
+                    if names and names[0] is not None and len(set(names)) == 1:
+                        found[number] = names[0]
             uses = Counter(found.values())
             if len(uses) < len(found):  # two groups have some
                 return {number: name for number, name in found.items() if uses[name] == 1}
@@ -154,20 +166,6 @@ class Evidence(Generic[Number]):
         fitting = {number: [name for name in self.candidates if self.fits(number, name)] for number in self.numbers}
         uses = Counter(name for names in fitting.values() for name in names)
         return {number: names[0] for number, names in fitting.items() if len(names) == 1 == uses[names[0]]}
-
-    def _of_group(self, group: Sequence[Number], orders: Iterable[Sequence[str]]) -> dict[Number, str]:
-        """Return what is the same in all orders, of the first and the last places that each number can have."""
-        readings = []
-        for order in orders:
-            first = self._leftmost(group, order)
-            if first is not None:
-                last = self._leftmost(group[::-1], order[::-1]) or []
-                readings.append([a if a == b else None for a, b in zip(first, last[::-1], strict=True)])
-        return {
-            number: names[0]
-            for number, *names in zip(group, *readings, strict=True)
-            if names and names[0] is not None and len(set(names)) == 1
-        }
 
     def _leftmost(self, group: Sequence[Number], order: Sequence[str]) -> list[str] | None:
         """Return the first names in order as which the group can be read; None if it cannot."""
@@ -279,3 +277,33 @@ def note_not_used(checkpoint: Checkpoint, names: GivenNames, whose: str = "the d
     """Warn of names that were given where a file has them all."""
     if names is not None:
         checkpoint.warnings.append(f"--names is ignored: {whose} the names of the parameters")
+
+
+def ways(
+    count: int, start: State, end: State, steps: Callable[[int, State], Iterable[tuple[Step, State]]]
+) -> tuple[int, list[Step]]:
+    """Return in how many ways so many steps lead from a state to another, 2 if in more, and one of them.
+
+    Parameters
+    ----------
+    count : int
+    start, end : State
+    steps : callable
+        Yields what can be done in the n-th step in a state, and the state after it.
+    """
+    numbers = {start: 1}
+    before: list[dict[State, tuple[Step, State]]] = []
+    for number in range(count):
+        after: dict[State, int] = {}
+        before.append({})
+        for state, leading in numbers.items():
+            for step, to in steps(number, state):
+                after[to] = min(after.get(to, 0) + leading, 2)
+                before[-1][to] = step, state
+        numbers = after
+    found: list[Step] = []
+    at = end
+    for known in reversed(before) if end in numbers else ():
+        step, at = known[at]
+        found.append(step)
+    return numbers.get(end, 0), found[::-1]

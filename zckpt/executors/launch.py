@@ -27,7 +27,14 @@ def launched(arguments: Sequence[str]) -> Iterator[bool]:
     The first rank drives the others within this context, and what it runs there runs on them. Every other rank works
     until the first has left it. `arguments`: of the command line, which are the same on all ranks.
     """
-    name = _chosen(arguments)
+    name = None
+    for at, one in enumerate(arguments):  # the last --executor counts
+        if one == "--":
+            break
+        if one == "--executor" and at + 1 < len(arguments):
+            name = arguments[at + 1]
+        elif one.startswith("--executor="):
+            name = one.partition("=")[2]
     if name == TORCHRUN or (name is None and _is_torchrun_child()):
         from zckpt.executors.on_ranks import ranks as enter
 
@@ -46,19 +53,6 @@ def launched(arguments: Sequence[str]) -> Iterator[bool]:
 
         with during(DRIVEN, (name, executor)), running_on(executor):
             yield False
-
-
-def _chosen(arguments: Sequence[str]) -> str | None:
-    """Return the value of `--executor`, the last one if there are several."""
-    found = None
-    for at, one in enumerate(arguments):
-        if one == "--":
-            break
-        if one == "--executor" and at + 1 < len(arguments):
-            found = arguments[at + 1]
-        elif one.startswith("--executor="):
-            found = one.partition("=")[2]
-    return found
 
 
 def _is_torchrun_child() -> bool:

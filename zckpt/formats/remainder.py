@@ -43,12 +43,6 @@ from zckpt.torchfile.plain import LIMIT
 KEY = "zckpt"
 """Under which the tree is kept in a dict that others read too."""
 
-OPTIMIZERS = "optimizers"
-"""Under which optimizer metadata have those of several optimizers, by name."""
-
-BESIDE = "beside_state"
-"""Under which optimizer metadata have what its state dict has beside state of parameters; `optim/states/beside`."""
-
 VERSION = 1
 
 RANDOM = "random_states"

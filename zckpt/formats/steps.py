@@ -1,6 +1,7 @@
 """Which checkpoint of a run was saved last, where a program keeps one beside the other and names them by their step.
 
 RUN/step-N/                           torchtitan: a DCP directory for each step; it goes on from the last that is whole
+RUN/stepN/                            OLMo-core: the same, of DCP in a folder below
 RUN/epE-baB/                          Composer, sharded: the same, by epoch and batch
 RUN/epE-baB-rank0.pt                  Composer, whole: a file of torch.save
 RUN/latest-rank0.pt -> epE-baB...     Composer's link to the one that it saved last
@@ -22,6 +23,7 @@ from zckpt.storage.files import entries_of
 LINK = "latest-rank0.pt"
 
 _TITAN = re.compile(r"step-([0-9]{1,18})")
+_OLMO = re.compile(r"step([0-9]{1,18})")
 _COMPOSER = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})")
 _COMPOSER_FILE = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})-rank0\.pt")
 
@@ -63,18 +65,18 @@ def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearM
     names = [entry.name for entry in entries_of(run)]
     by_program = [
         {name: _order(match) for name in names if (match := pattern.fullmatch(name)) and (run / name).is_dir()}
-        for pattern in (_TITAN, _COMPOSER)
+        for pattern in (_TITAN, _COMPOSER, _OLMO)
     ]
     whole = [{name: at for name, at in found.items() if is_whole(run / name)} for found in by_program]
     if not any(whole):
         return None
-    if all(whole):
+    if sum(map(bool, whole)) > 1:
         return NearMiss(
-            f"holds steps of two programs: {listed([max(one, key=one.__getitem__) for one in whole])}",
+            f"holds steps of two programs: {listed([max(one, key=one.__getitem__) for one in whole if one])}",
             "give one of them",
         )
-    at = 0 if whole[0] else 1
-    if at and (run / LINK).is_symlink():
+    at = next(index for index, one in enumerate(whole) if one)
+    if at == 1 and (run / LINK).is_symlink():
         return _linked(run, whole[1])
     answer = _last(run, whole[at])
     if isinstance(answer, NearMiss):

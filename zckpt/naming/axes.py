@@ -18,7 +18,7 @@ from operator import add, floordiv, mul, sub
 
 from zckpt.errors import UsageError
 from zckpt.immutable import immutable
-from zckpt.state.series import are_distinct
+from zckpt.state.mappings import are_distinct
 
 _TOKEN = re.compile(r"\s*(?:([()])|([A-Za-z_]\w*)(?:\[([^\]]*)\])?|(1))")
 
@@ -82,7 +82,12 @@ def parse_axes(text: str) -> Axes:
                 axes.append(tuple(inside))
             inside = [] if inside is None else None
             continue
-        own = [] if name is None else [_factor(name, values)]
+        own: list[Factor] = []
+        if name is not None and values is None:
+            own = [Factor(name)]
+        elif name is not None:
+            low, colon, high = map(str.strip, values.partition(":"))
+            own = [Factor(name, low or None, high or None) if colon else Factor(name, low, f"({low})+1")]
         if inside is None:
             axes.append(tuple(own))
         else:
@@ -91,15 +96,6 @@ def parse_axes(text: str) -> Axes:
     if inside is not None or not are_distinct(names):
         raise malformed
     return tuple(axes)
-
-
-def _factor(name: str, values: str | None) -> Factor:
-    if values is None:
-        return Factor(name)
-    low, mark, high = values.partition(":")
-    if not mark:
-        return Factor(name, low.strip(), f"({low.strip()})+1")
-    return Factor(name, low.strip() or None, high.strip() or None)
 
 
 Known = Callable[[str], int | None]

@@ -297,7 +297,10 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
             _refuse(f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE, MORE, AGAIN})))
         about = str(document.get("about", ""))
         if "taken" in document:
-            taken = _taken(document)
+            said = _mapping(document, "taken")
+            if document.keys() - {"about", "taken"} or not said or not _is_texts([*said, *said.values()]):
+                _refuse("unusable taken", "layers and rows to take, in a map without other keys")
+            taken = [parse_taken(front, template(front).pattern, str(text)) for front, text in said.items()]
             names = ["before", "after"]
             return Map(name, about, (_side({}, 0, names), _side({}, 1, names)), {}, (), {}, document, taken)
         found = document.get("sides")
@@ -317,13 +320,6 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
             with within(f"rule {number}"):
                 rules.append(_rule(one, found))
         return Map(name, about, sides, sizes, tuple(rules), settings, document)
-
-
-def _taken(document: Mapping[str, object]) -> list[Taken]:
-    said = _mapping(document, "taken")
-    if document.keys() - {"about", "taken"} or not said or not _is_texts([*said, *said.values()]):
-        _refuse("unusable taken", "layers and rows to take, in a map without other keys")
-    return [parse_taken(front, template(front).pattern, str(text)) for front, text in said.items()]
 
 
 def _rules_of(document: Mapping[str, object]) -> list[object]:

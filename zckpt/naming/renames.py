@@ -21,12 +21,21 @@ def new_names(
     """
     names = {name: name for name in names_of(checkpoint)}
     options = [(f"--strip-prefix {strip_prefix}", rf"\A{re.escape(strip_prefix)}", "")] if strip_prefix else []
-    options += [(f"--rename {old}={new}", *(_of_glob(old, new) if "*" in new else (old, new))) for old, new in rename]
+    for old, new in rename:
+        pattern, becomes = old, new
+        if "*" in new:
+            if old.count("*") != new.count("*"):
+                raise UsageError("--rename needs as many `*` in OLD as in NEW", found=f"{old}={new}")
+            pieces = new.replace("\\", r"\\").split("*")
+            groups = [rf"\g<{number}>" for number in range(1, len(pieces))]
+            pattern = rf"\A{'(.*?)'.join(map(re.escape, old.split('*')))}\Z"
+            becomes = "".join(map("".join, zip(pieces, [*groups, ""], strict=True)))
+        options.append((f"--rename {old}={new}", pattern, becomes))
     for option, old, new in options:
         try:
-            pattern = re.compile(old)
-            found = any(pattern.search(one) for one in names.values())
-            after = {name: pattern.sub(new, one) for name, one in names.items()} if found else names
+            compiled = re.compile(old)
+            found = any(compiled.search(one) for one in names.values())
+            after = {name: compiled.sub(new, one) for name, one in names.items()} if found else names
         except (re.error, IndexError) as error:
             said = option.removeprefix("--rename ")
             raise UsageError(
@@ -51,16 +60,6 @@ def names_of(checkpoint: Checkpoint) -> list[str]:
     groups = checkpoint.grouped
     every = dict.fromkeys([*checkpoint.parameters, *checkpoint.buffers, *checkpoint.unnamed, *groups])
     return [name for name in every if not (name.isdecimal() and name not in checkpoint.parameters)]
-
-
-def _of_glob(old: str, new: str) -> tuple[str, str]:
-    """Return a glob of whole names, and names with as many `*`, as a regular expression and what it becomes."""
-    if old.count("*") != new.count("*"):
-        raise UsageError("--rename needs as many `*` in OLD as in NEW", found=f"{old}={new}")
-    pieces = new.replace("\\", r"\\").split("*")
-    groups = [rf"\g<{number}>" for number in range(1, len(pieces))]
-    pattern = "(.*?)".join(map(re.escape, old.split("*")))
-    return rf"\A{pattern}\Z", "".join(map("".join, zip(pieces, [*groups, ""], strict=True)))
 
 
 def check_different(names: dict[str, str], option: str) -> None:

@@ -112,7 +112,24 @@ class Sizes:
             for name in names if known else ():
                 self._solved.setdefault(name, self._configured(name) or max(known))
         self._solve()
-        self._check(rule, is_padded=bool(padded))
+        for factor in rule.factors:
+            low, high = self.bounds(factor)
+            most = self.value(factor.name)
+            if not 0 <= low <= high <= most:
+                raise UsageError(
+                    f"{self._map.name}: there are not that many {factor.name}",
+                    expected=f"at most {most}",
+                    found=f"{low} to {high}",
+                    advice="the configuration belongs to another model" if padded else None,
+                )
+        for one in tensors:
+            expected = tuple(
+                math.prod(high - low for low, high in map(self.bounds, axis)) for axis in one.template.axes or ()
+            )
+            if one.shape != expected:
+                letters = sorted({factor.name for factor in one.template.factors})
+                sizes = ", ".join(f"{name}={self.of(name)}" for name in letters)
+                raise self._misshapen(one, f"{expected} with {sizes}")
 
     def of(self, name: str) -> int | None:
         """Return the size of a letter or name; None if it is not known."""
@@ -181,23 +198,3 @@ class Sizes:
             found=of.shape,
             advice="check that the configuration is this model's",
         )
-
-    def _check(self, rule: Rule, *, is_padded: bool) -> None:
-        for factor in rule.factors:
-            low, high = self.bounds(factor)
-            most = self.value(factor.name)
-            if not 0 <= low <= high <= most:
-                raise UsageError(
-                    f"{self._map.name}: there are not that many {factor.name}",
-                    expected=f"at most {most}",
-                    found=f"{low} to {high}",
-                    advice="the configuration belongs to another model" if is_padded else None,
-                )
-        for one in self._tensors:
-            expected = tuple(
-                math.prod(high - low for low, high in map(self.bounds, axis)) for axis in one.template.axes or ()
-            )
-            if one.shape != expected:
-                letters = sorted({factor.name for factor in one.template.factors})
-                sizes = ", ".join(f"{name}={self.of(name)}" for name in letters)
-                raise self._misshapen(one, f"{expected} with {sizes}")

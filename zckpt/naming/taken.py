@@ -15,7 +15,7 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.immutable import immutable
 from zckpt.naming.axes import within
-from zckpt.state import Checkpoint, Parameter, Slot, by_key
+from zckpt.state import Checkpoint, Parameter, by_key
 from zckpt.state.views import concat, narrow, zeros
 
 _ITEM = re.compile(r"(zero|[0-9]{1,9})(-(?P<last>[0-9]{0,9}))?(\*(?P<times>[1-9][0-9]{0,8}))?")
@@ -138,11 +138,15 @@ def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
         ranges = taken.ranges(own.shape[0])
     if name in codes_in(checkpoint) or any(isinstance(slot, Computed) for slot in own.slots.values()):
         raise UnsupportedError(f"{name} is quantised, so it has no rows", advice="dequantize it first")
+    slots = dict(own.slots)
     for key, slot in own.slots.items():
         if slot.shape not in (own.shape, ()) or holds_tensors(own.state.get(key)):
             raise UnsupportedError(f"{key} of {name} does not have one number per element, so it has no rows",
                                    expected=own.shape, found=slot.shape)  # fmt: skip
-    slots = {key: _of_rows(slot, ranges) if slot.shape else slot for key, slot in own.slots.items()}
+        if slot.shape:
+            rest = slot.shape[1:]
+            rows = [zeros(slot, (n, *rest)) if at is None else narrow(slot, 0, at, n) for at, n in ranges]
+            slots[key] = concat(rows, 0)
     shape = (sum(size for _, size in ranges), *own.shape[1:])
 
     def section(some: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -156,8 +160,3 @@ def _rows(checkpoint: Checkpoint, taken: Taken, where: str) -> Checkpoint:
     kept = [one for one in checkpoint.duplicates if name not in (one.name, one.of)]
     return replace(checkpoint, parameters=section(checkpoint.parameters), buffers=section(checkpoint.buffers),
                    duplicates=kept)  # fmt: skip
-
-
-def _of_rows(slot: Slot, ranges: Ranges) -> Slot:
-    rest = slot.shape[1:]
-    return concat([zeros(slot, (n, *rest)) if at is None else narrow(slot, 0, at, n) for at, n in ranges], 0)

@@ -10,7 +10,7 @@ from os.path import commonprefix
 
 from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
 from zckpt.formats.account import take_inventory
-from zckpt.formats.remainder import BESIDE, OPTIMIZERS
+from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.state import Checkpoint
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.inventory import FILE

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from zckpt.engine.tensors import TensorRead, dtype_name, memory_of, read_tensors
 from zckpt.errors import UnsupportedError
 from zckpt.formats.low_bit import refuse_casts
-from zckpt.formats.torch_files.tensors import holds_tensors, slot_of
+from zckpt.formats.torch_files.tensors import description, holds_tensors, slot_of
 from zckpt.state import Checkpoint, Extent, Parameter, Scalar, Slot
 from zckpt.torchfile import (
     MAX_DEPTH,
@@ -35,6 +35,9 @@ from zckpt.torchfile import (
     Size,
     Storage,
     Tensor,
+    brief,
+    each,
+    node_of,
 )
 
 PLAIN = (type(None), bool, int, float, str, bytes, complex, range, slice)
@@ -223,18 +226,31 @@ _RULES: dict[type, Callable[[Any], Any]] = {
 # --- values of an optimizer that are no tensors of elements
 
 
-def like(value: object, current: object) -> Any:
+def like(value: Value, current: object) -> Value:
     """Return a hyperparameter as the optimizer keeps it: in a tensor of its own, where it has one."""
-    if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
-        return torch.full_like(current, value)
-    return value
+    if not isinstance(current, torch.Tensor):
+        return value
+    return value.to(current.device) if isinstance(value, torch.Tensor) else torch.full_like(current, value)
+
+
+def is_made(value: Value) -> bool:
+    """Tell whether nothing in what `value_of` returned is a node still."""
+    return not any(type(one).__module__.startswith("zckpt.torchfile") for one in each(value, inside))
+
+
+def are_tensors(value: object) -> bool:
+    """Tell whether a value is a list or a dict of plain tensors, or of lists and dicts of them."""
+    node = node_of(value)
+    plain = (Tensor, list, tuple, dict, Scalar, *PLAIN)
+    is_container = isinstance(node, (list, tuple, dict)) and description(value) is None
+    return is_container and all(isinstance(one, plain) for one in each(node, inside))
 
 
 def as_torch(value: object, what: str) -> object:
     """Return a value that is no tensor of elements as an optimizer keeps it: a Scalar was a tensor, and is one.
 
     `what`: for messages. Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes
-    and scales.
+    and scales; or an object of any class.
     """
     if holds_tensors(value):
         raise UnsupportedError(
@@ -243,7 +259,10 @@ def as_torch(value: object, what: str) -> object:
         )
     if isinstance(value, Scalar):
         return torch.tensor(value.value, dtype=getattr(torch, value.dtype))
-    return value
+    found = value_of(value)
+    if not is_made(found):
+        raise UnsupportedError(f"{what} is an object that only a pickle can make", found=brief(value))
+    return found
 
 
 def as_stored(value: object, key: str = "") -> object:

@@ -1,8 +1,8 @@
-"""Mappings: what may be one and what not; without some keys, or what says nothing; of lists by key."""
+"""Mappings without some keys, without what says nothing, or of lists by key; and what several values are. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Key = TypeVar("Key")
@@ -36,3 +36,23 @@ def dict_of(node: object) -> dict[Any, Any]:
 def list_of(node: object) -> list[Any]:
     """Return what a node that is a list or a tuple has; of anything else nothing."""
     return list(node) if isinstance(node, (list, tuple)) else []
+
+
+def are_texts(values: Iterable[object]) -> bool:
+    """Tell whether all are texts."""
+    return all(isinstance(one, str) for one in values)
+
+
+def are_sizes(values: Iterable[object]) -> bool:
+    """Tell whether all are whole numbers from 0 on, as those of a shape."""
+    return all(type(one) is int and one >= 0 for one in values)
+
+
+def are_distinct(values: Sequence[Hashable]) -> bool:
+    """Tell whether each is another one."""
+    return len(set(values)) == len(values)
+
+
+def differ(values: Sequence[object]) -> bool:
+    """Tell whether not all are the same."""
+    return any(one != values[0] for one in values)

@@ -222,8 +222,12 @@ def renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     new = {name: changed.get(name, name) for name in dict.fromkeys([*_names_of(checkpoint), *changed])}
     filed = {new[name]: checkpoint.wrapped.get(name, name) for name in new}
     for section in ("parameters", "buffers", "unnamed"):  # which the adapter may have kept for itself, too
-        tensors = [_renamed(one, new) for one in getattr(checkpoint, section).values()]
-        setattr(checkpoint, section, {one.name: one for one in tensors})
+        tensors: dict[str, Parameter] = {}
+        for one in getattr(checkpoint, section).values():
+            name = new.get(one.name, one.name)
+            tied_to = None if one.tied_to is None else new.get(one.tied_to, one.tied_to)
+            tensors[name] = replace(one, name=name, tied_to=tied_to)
+        setattr(checkpoint, section, tensors)
     checkpoint.param_groups = [
         replace(group, parameters=[new.get(name, name) for name in group.parameters])
         for group in checkpoint.param_groups
@@ -233,11 +237,6 @@ def renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     ]
     checkpoint.wrapped = {name: its for name, its in filed.items() if name != its}
     return checkpoint
-
-
-def _renamed(parameter: Parameter, new: Mapping[str, str]) -> Parameter:
-    tied_to = None if parameter.tied_to is None else new.get(parameter.tied_to, parameter.tied_to)
-    return replace(parameter, name=new.get(parameter.name, parameter.name), tied_to=tied_to)
 
 
 def _names_of(checkpoint: Checkpoint) -> list[str]:

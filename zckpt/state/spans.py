@@ -17,17 +17,18 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, overload, runtime_checkable
 
 from zckpt.errors import LayoutError
 from zckpt.immutable import immutable
 from zckpt.state.dtypes import itemsize
-from zckpt.state.numbered import Numbered
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+
+Item = TypeVar("Item")
 
 Shape = tuple[int, ...]
 
@@ -119,6 +120,31 @@ class Span:
     def is_contiguous(self) -> bool:
         """Whether the elements are contiguous and unchanged, except for byte order."""
         return self.strides is None and not self.unresolved
+
+
+class Numbered(Sequence[Item]):
+    """A sequence that says how many items it has, and computes the one of a number when it is asked for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def numbered(self, index: int) -> Item:
+        """Return one of them, counted from the first."""
+
+    @overload
+    def __getitem__(self, index: int) -> Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Item, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Item | tuple[Item, ...]:
+        """Return an item, or some, in their order."""
+        every = range(len(self))
+        return tuple(map(self.numbered, every[index])) if isinstance(index, slice) else self.numbered(every[index])
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield the items in their order."""
+        return map(self.numbered, range(len(self)))
 
 
 class Spans(Numbered[Span]):

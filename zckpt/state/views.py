@@ -33,7 +33,7 @@ from zckpt.state.boxes import (
     row_major,
 )
 from zckpt.state.dtypes import itemsize
-from zckpt.state.series import differ
+from zckpt.state.mappings import differ
 from zckpt.state.spans import ZEROS, CutSpans, Extent, Shape, Slot, Span, Spans, position, reach_of
 
 
@@ -241,9 +241,10 @@ def reshape(slot: Slot, shape: Shape) -> Slot:
     if len(every) == len(flat):
         return replace(slot, shape=shape, spans=every[0], replicas=tuple(every[1:]))
     grain = _joined(_grain(slot))
-    fine = _fine(grain, shape)
-    if fine is None:
+    steps = sorted({*accumulate(reversed(grain), mul, initial=1), *accumulate(reversed(shape), mul, initial=1)})
+    if any(after % before for before, after in pairwise(steps)):
         return reshape(plain(reshape(slot, (slot.numel,))), shape)
+    fine = tuple(after // before for before, after in reversed(list(pairwise(steps))))  # both shapes are products of it
     numbers = iter(range(len(fine)))
     order: list[int | None] = []
     for axis in factors_by_axis(shape, fine):
@@ -269,14 +270,6 @@ def _flat(slot: Slot, spans: Sequence[Span], shape: Shape) -> Sequence[Span] | N
         if numel > 0:
             found.append(replace(span, extent=Extent.flat(shape, start, numel)))
     return tuple(found)
-
-
-def _fine(one: Sequence[int], other: Sequence[int]) -> Shape | None:
-    """Return sizes above one, products of which both shapes are; None if there are none."""
-    steps = sorted({*accumulate(reversed(one), mul, initial=1), *accumulate(reversed(other), mul, initial=1)})
-    if any(after % before for before, after in pairwise(steps)):
-        return None
-    return tuple(after // before for before, after in reversed(list(pairwise(steps))))
 
 
 def plain(slot: Slot) -> Slot:

@@ -322,22 +322,13 @@ def _name_files(partials: Sequence[Path], targets: Sequence[Path], *, overwrite:
     last = targets[-1]
     if len(targets) == 1 and overwrite:
         partials[0].replace(last)
-    elif len(targets) == 1:
+        return
+    if len(targets) == 1:
         try:
             rename_new(partials[0], last)
         except FileExistsError as error:
             raise TargetExistsError("already exists", path=last, advice="choose another name") from error
-    else:
-        _name_together(partials, targets)
-
-
-def _list_of(last: Path) -> AbstractContextManager[int]:
-    """Hold the list of files that are being named together; those are named first that a killed run left in it."""
-    return claimed(_naming_name(last), directory=False, left=lambda found: _go_on(found, last.parent))
-
-
-def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
-    last = targets[-1]
+        return
     if {target.parent for target in targets} != {last.parent}:
         raise TargetError("files in several directories cannot be renamed together", path=last)
     found = [partial.lstat() for partial in partials]
@@ -364,6 +355,11 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
             _naming_name(last).unlink()
             raise
         _naming_name(last).unlink()
+
+
+def _list_of(last: Path) -> AbstractContextManager[int]:
+    """Hold the list of files that are being named together; those are named first that a killed run left in it."""
+    return claimed(_naming_name(last), directory=False, left=lambda found: _go_on(found, last.parent))
 
 
 def _go_on(listed: int, directory: Path) -> None:

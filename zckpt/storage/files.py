@@ -185,16 +185,6 @@ def real_path(path: str, folders: dict[str, str]) -> str:
     return os.path.realpath(path) if os.path.islink(path) else os.path.join(folders[folder], name)  # noqa: PTH114,PTH118
 
 
-def check_nbytes(path: str, nbytes: int) -> None:
-    """Raise unless a file can be opened for reading and has so many bytes.
-
-    Raises DamagedFileError: it is shorter; SourceError: it cannot be opened.
-    """
-    with opened(path) as file:
-        if file.nbytes < nbytes:
-            raise too_short(path, nbytes, file.nbytes)
-
-
 def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) -> None:
     """Fill `buffer` with the bytes at byte `offset`.
 

@@ -106,7 +106,14 @@ class Purpose:
         """
         nbytes, *others = sizes
         digest = blake2b(json.dumps([list(files), nbytes, *others]).encode("utf-8", "surrogatepass"), digest_size=16)
-        said = {key: _said(value) for key, value in options.items() if value not in (None, False, "", (), [], {})}
+        said: dict[str, str] = {}
+        for key, value in options.items():
+            if value in (None, False, "", (), [], {}):
+                continue
+            text = said[key] = shown(str(value))
+            if len(text) > SAID_CHARACTERS:
+                its = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
+                said[key] = f"{text[: SAID_CHARACTERS // 2]}... ({its})"
         identities = {shown(os.path.abspath(path)): identity(path) for path in sorted(sources)}  # noqa: PTH100  # links stay
         return Purpose(__version__, verb, said, digest.hexdigest(), nbytes, identities, list(beside))
 
@@ -142,14 +149,6 @@ def identity(path: str) -> Identity:
     except OSError as error:
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
     return found.st_size, found.st_mtime_ns, found.st_ino
-
-
-def _said(value: object) -> str:
-    text = shown(str(value))
-    if len(text) <= SAID_CHARACTERS:
-        return text
-    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).hexdigest()
-    return f"{text[: SAID_CHARACTERS // 2]}... ({digest})"
 
 
 @immutable

@@ -110,7 +110,26 @@ def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, i
     mapped = _fields(proc / "self" / "statm").get("")
     if most is not None and mapped is not None:
         yield "RLIMIT_AS (ulimit -v)", most - mapped * os.sysconf("SC_PAGE_SIZE")
-    yield from _of_groups(proc, groups)
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        is_second = number == "0" and not controllers
+        if not is_second and "memory" not in controllers.split(","):
+            continue
+        steps = [step for step in path.split("/") if step not in ("", "..")]
+        for count in range(len(steps), -1, -1):  # in a container, the outermost that it sees is its own
+            name = "/".join(steps[:count])
+            group = (groups if is_second else groups / "memory") / name
+            about = _fields(group / "memory.stat")
+            limit, used = (_fields(group / f"memory.{which}").get("") for which in ("max", "current"))
+            if is_second and limit is not None and used is not None:
+                kept = used - about.get("active_file", 0) - about.get("inactive_file", 0)
+                yield f"memory.max of cgroup /{name}", limit - max(kept, 0)
+            first = about.get("hierarchical_memory_limit")
+            if not is_second and first is not None:  # it counts those that the group is in
+                if first < _UNLIMITED:
+                    kept = about.get("total_rss", 0) + about.get("total_shmem", 0)
+                    yield f"memory.limit_in_bytes of cgroup /{name}", first - kept
+                break
     about = _fields(proc / "meminfo")
     if "MemAvailable" in about:
         yield "the machine's available memory", (about["MemAvailable"] + about.get("SwapFree", 0)) << 10
@@ -134,23 +153,18 @@ def confine_threads() -> None:
     most functions do with it.
     """
     if address_space() is None:
-        _keep_freed()
+        if sys.platform == "linux":  # glibc keeps what is freed, up to the size of a mapping that was freed
+            import ctypes
+
+            library = ctypes.CDLL(None)
+            library.malloc.restype = ctypes.c_void_p
+            library.free(ctypes.c_void_p(library.malloc(ctypes.c_size_t(KEPT_NBYTES))))
         return
     before = threading.stack_size(STACK_NBYTES)
     if before not in (0, STACK_NBYTES):  # somebody has chosen
         threading.stack_size(before)
     _call("mallopt", _ARENA_MAX, 1)
     _call("mallopt", _MMAP_THRESHOLD, MAPPED_NBYTES)
-
-
-def _keep_freed() -> None:
-    """Let glibc keep what is freed, up to a size, as it does by itself from when a mapping of that size was freed."""
-    if sys.platform == "linux":
-        import ctypes
-
-        library = ctypes.CDLL(None)
-        library.malloc.restype = ctypes.c_void_p
-        library.free(ctypes.c_void_p(library.malloc(ctypes.c_size_t(KEPT_NBYTES))))
 
 
 def give_back() -> None:
@@ -166,30 +180,6 @@ def _call(name: str, *arguments: int) -> None:
         function = getattr(ctypes.CDLL(None), name, None)
         if function is not None:
             function(*arguments)
-
-
-def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
-    """Yield the limits of a group and of those it is in; in a container, the outermost that it sees is its own."""
-    for line in _lines(proc / "self" / "cgroup"):
-        number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        is_second = number == "0" and not controllers
-        if not is_second and "memory" not in controllers.split(","):
-            continue
-        steps = [step for step in path.split("/") if step not in ("", "..")]
-        for count in range(len(steps), -1, -1):
-            name = "/".join(steps[:count])
-            group = (groups if is_second else groups / "memory") / name
-            about = _fields(group / "memory.stat")
-            most, used = (_fields(group / f"memory.{which}").get("") for which in ("max", "current"))
-            if is_second and most is not None and used is not None:
-                kept = used - about.get("active_file", 0) - about.get("inactive_file", 0)
-                yield f"memory.max of cgroup /{name}", most - max(kept, 0)
-            first = about.get("hierarchical_memory_limit")
-            if not is_second and first is not None:  # it counts those that the group is in
-                if first < _UNLIMITED:
-                    kept = about.get("total_rss", 0) + about.get("total_shmem", 0)
-                    yield f"memory.limit_in_bytes of cgroup /{name}", first - kept
-                break
 
 
 def _lines(path: Path) -> list[str]:

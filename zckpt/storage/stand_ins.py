@@ -67,16 +67,6 @@ _BASE: list[tuple[int, Path]] = []
 """The process that made it, and the directory that has all trees of it."""
 
 
-def base_of_trees() -> Path:
-    """Return the directory that has all trees of this process, which goes with it."""
-    pid = os.getpid()
-    if not _BASE or _BASE[0][0] != pid:
-        made = new_base()
-        _BASE[:] = [(pid, made)]
-        atexit.register(remove_base, pid, made)
-    return _BASE[0][1]
-
-
 def remove_base(pid: int, base: Path) -> None:
     """Remove a directory of trees, if this is the process that made it."""
     if os.getpid() == pid:  # a process that was forked leaves it to its parent
@@ -90,7 +80,12 @@ def is_of_this_process(base: Path) -> bool:
 
 def tree() -> tuple[Path, Path]:
     """Return the path of a new tree, which does not exist, and the directory that it is to be in."""
-    base = base_of_trees()
+    pid = os.getpid()
+    if not _BASE or _BASE[0][0] != pid:  # the directory of all trees of this process, which goes with it
+        made = new_base()
+        _BASE[:] = [(pid, made)]
+        atexit.register(remove_base, pid, made)
+    base = _BASE[0][1]
     return base / str(next(_NUMBERS)), base
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.immutable import immutable
-from zckpt.state.numbered import Numbered
+from zckpt.state.spans import Numbered
 from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import FileRange, opened
 
@@ -184,7 +184,33 @@ def read_entries(source: FileRange) -> Listed:
     count, directory, size = find_directory(source)
     if size > MAX_DIRECTORY:
         raise UnsupportedError("its directory is too large", found=f"{size} bytes")
-    return directory, read_directory(source.read(directory, size), count)
+    data = source.read(directory, size)
+    entries: list[Entry] = []
+    names: set[bytes] = set()
+    at = 0
+    while at < len(data):
+        if at + CENTRAL.size > len(data):
+            raise damaged("its central directory is malformed")
+        magic, _, _, flags, method, _, _, crc, packed, nbytes, name_size, extra_size, comment, *_, header = (
+            CENTRAL.unpack_from(data, at)
+        )
+        begin, start = at, at + CENTRAL.size
+        at = start + name_size + extra_size + comment
+        if magic != b"PK\1\2" or at > len(data):
+            raise damaged("its central directory is malformed")
+        raw = data[start : start + name_size]
+        name = raw.decode("utf-8", "surrogateescape")
+        if MAX_32 in (nbytes, packed, header):
+            extra = data[start + name_size : start + name_size + extra_size]
+            nbytes, packed, header = zip64_sizes(name, extra, (nbytes, packed, header))
+        if raw in names:
+            raise damaged(f"record {name!r} appears twice")
+        stored = not flags & ENCRYPTED and method == 0 and packed == nbytes
+        names.add(raw)
+        entries.append(Entry(begin, raw, name, header, nbytes, crc, stored=stored))
+    if len(entries) != count:
+        raise damaged("its central directory", expected=f"{count} records", found=len(entries))
+    return directory, entries
 
 
 def read_archive(source: FileRange, listed: Listed | None = None) -> dict[str, Record]:
@@ -260,36 +286,6 @@ def find_directory(source: FileRange) -> tuple[int, int, int]:
     if offset + size != end:
         raise damaged("its central directory is not where it should be", expected=end - size, found=offset)
     return count, offset, size
-
-
-def read_directory(data: bytes, count: int) -> list[Entry]:
-    """Return what the central directory says of every record."""
-    entries: list[Entry] = []
-    names: set[bytes] = set()
-    at = 0
-    while at < len(data):
-        if at + CENTRAL.size > len(data):
-            raise damaged("its central directory is malformed")
-        magic, _, _, flags, method, _, _, crc, packed, nbytes, name_size, extra_size, comment, *_, header = (
-            CENTRAL.unpack_from(data, at)
-        )
-        begin, start = at, at + CENTRAL.size
-        at = start + name_size + extra_size + comment
-        if magic != b"PK\1\2" or at > len(data):
-            raise damaged("its central directory is malformed")
-        raw = data[start : start + name_size]
-        name = raw.decode("utf-8", "surrogateescape")
-        if MAX_32 in (nbytes, packed, header):
-            extra = data[start + name_size : start + name_size + extra_size]
-            nbytes, packed, header = zip64_sizes(name, extra, (nbytes, packed, header))
-        if raw in names:
-            raise damaged(f"record {name!r} appears twice")
-        stored = not flags & ENCRYPTED and method == 0 and packed == nbytes
-        names.add(raw)
-        entries.append(Entry(begin, raw, name, header, nbytes, crc, stored=stored))
-    if len(entries) != count:
-        raise damaged("its central directory", expected=f"{count} records", found=len(entries))
-    return entries
 
 
 def zip64_sizes(name: str, extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -374,54 +370,39 @@ def lay_out_archive(records: Sequence[NewRecord]) -> ArchiveLayout:
     starts: list[tuple[int, int]] = []
     at = 0
     for record in records:
-        header = _local_header(record, at)
+        name, is_large = record.name.encode(), record.nbytes >= MAX_32
+        size = MAX_32 if is_large else record.nbytes
+        sizes = pack("<HHQQ", ZIP64, 16, record.nbytes, record.nbytes) if is_large else b""
+        bare = at + LOCAL.size + len(name) + len(sizes)
+        fill = -(bare + 4) % ALIGNMENT if record.start is None else (record.start - bare - 4) % BLOCK_NBYTES
+        extra = sizes + pack("<HH", PADDING, fill) + b"Z" * fill
+        fixed = LOCAL.pack(b"PK\3\4", VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
+        header = fixed + name + extra
         starts.append((at, at + len(header)))
         literals.append((at, header + (record.data or b"")))
         at += len(header) + record.nbytes
     directory = at
     placed = []
     for record, (start, data) in zip(records, starts, strict=True):
-        header = _central_header(record, start)
+        name, is_large, is_far = record.name.encode(), record.nbytes >= MAX_32, start >= MAX_32
+        size = MAX_32 if is_large else record.nbytes
+        values = ([record.nbytes, record.nbytes] if is_large else []) + ([start] if is_far else [])
+        extra = pack(f"<HH{len(values)}Q", ZIP64, 8 * len(values), *values) if values else b""
+        fields = (VERSION, VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
+        fixed = CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, 0, MAX_32 if is_far else start)
+        header = fixed + name + extra
         literals.append((at, header))
         placed.append(Placed(record, data, (start + LOCAL_CRC, at + CENTRAL_CRC)))
         at += len(header)
-    end = _end(len(records), directory, at - directory, at)
+    count, nbytes, end = len(records), at - directory, b""
+    if count >= MAX_16 or directory >= MAX_32 or nbytes >= MAX_32:
+        end = ZIP64_END.pack(b"PK\6\6", ZIP64_END.size - 12, VERSION, VERSION, 0, 0, count, count, nbytes, directory)
+        end += ZIP64_LOCATOR.pack(b"PK\6\7", 0, at, 1)
+    short = min(count, MAX_16)
+    end += END.pack(b"PK\5\6", 0, 0, short, short, min(nbytes, MAX_32), min(directory, MAX_32), 0)
     literals.append((at, end))
     return ArchiveLayout(at + len(end), literals, placed)
 
 
 def _crc(record: NewRecord) -> int:
     return 0 if record.data is None else zlib.crc32(record.data)
-
-
-def _local_header(record: NewRecord, at: int) -> bytes:
-    name = record.name.encode()
-    large = record.nbytes >= MAX_32
-    sizes = pack("<HHQQ", ZIP64, 16, record.nbytes, record.nbytes) if large else b""
-    bare = at + LOCAL.size + len(name) + len(sizes)
-    fill = -(bare + 4) % ALIGNMENT if record.start is None else (record.start - bare - 4) % BLOCK_NBYTES
-    extra = sizes + pack("<HH", PADDING, fill) + b"Z" * fill
-    size = MAX_32 if large else record.nbytes
-    fixed = LOCAL.pack(b"PK\3\4", VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
-    return fixed + name + extra
-
-
-def _central_header(record: NewRecord, start: int) -> bytes:
-    name = record.name.encode()
-    large, far = record.nbytes >= MAX_32, start >= MAX_32
-    values = ([record.nbytes, record.nbytes] if large else []) + ([start] if far else [])
-    extra = pack(f"<HH{len(values)}Q", ZIP64, 8 * len(values), *values) if values else b""
-    size = MAX_32 if large else record.nbytes
-    fields = (VERSION, VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
-    fixed = CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, 0, MAX_32 if far else start)
-    return fixed + name + extra
-
-
-def _end(count: int, directory: int, nbytes: int, at: int) -> bytes:
-    large = count >= MAX_16 or directory >= MAX_32 or nbytes >= MAX_32
-    before = b""
-    if large:
-        before = ZIP64_END.pack(b"PK\6\6", ZIP64_END.size - 12, VERSION, VERSION, 0, 0, count, count, nbytes, directory)
-        before += ZIP64_LOCATOR.pack(b"PK\6\7", 0, at, 1)
-    short = min(count, MAX_16)
-    return before + END.pack(b"PK\5\6", 0, 0, short, short, min(nbytes, MAX_32), min(directory, MAX_32), 0)

@@ -108,29 +108,24 @@ def dtype(writer: Writer, node: NumpyDType) -> Parts:
 
 @nested(NumpyScalar)
 def scalar(writer: Writer, node: NumpyScalar) -> Parts:
-    """Write a scalar."""
-    numpy_function(writer, "scalar")
-    yield from writer.call((dtype_of(node.dtype), node.data))
-    writer.keep(node)
-
-
-def dtype_of(text: str) -> NumpyDType:
-    """Return the dtype of a scalar, with the state that numpy gives it.
+    """Write a scalar, whose dtype has the state that numpy gives it.
 
     Notes
     -----
     Source: `dtype.__reduce__` of numpy 1.24 to 2.4: (version, order, subarray, names, fields, itemsize, alignment,
     flags); sizes are given for strings and bytes only.
     """
-    order, code = text[:1], text[1:]
-    node = NumpyDType(code, (False, True))
-    size = node.itemsize
+    order, code = node.dtype[:1], node.dtype[1:]
+    dtype = NumpyDType(code, (False, True))
+    size = dtype.itemsize
     if size is None:
-        raise UnsupportedError("a numpy scalar of this type cannot be written to a torch file", found=text)
-    sizes = {"U": (size, 4), "S": (size, 1), "V": (size, 1)}.get(code[0], (-1, -1))
+        raise UnsupportedError("a numpy scalar of this type cannot be written to a torch file", found=node.dtype)
     if order != "|" or size == 1 or code[0] in "SV":
-        node.state = (STATE_VERSION, "<" if code[0] == "U" and order == "|" else order, None, None, None, *sizes, 0)
-    return node
+        sizes = {"U": (size, 4), "S": (size, 1), "V": (size, 1)}.get(code[0], (-1, -1))
+        dtype.state = (STATE_VERSION, "<" if code[0] == "U" and order == "|" else order, None, None, None, *sizes, 0)
+    numpy_function(writer, "scalar")
+    yield from writer.call((dtype, node.data))
+    writer.keep(node)
 
 
 @nested(NumpyArray)

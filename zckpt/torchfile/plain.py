@@ -69,8 +69,17 @@ class Renderer:
         self.left -= 1
         if self.left < 0:
             return CUT
-        render = self._container(node)
-        if render is None:
+        kinds: dict[type, Callable[[Any], object]]
+        kinds = {nodes.Object: self.render_object, NumpyArray: self.render_array, nodes.Tensor: self.render_tensor}
+        if isinstance(node, dict):
+            render: Callable[[Any], object] = self.render_dict
+        elif isinstance(node, (set, frozenset)):
+            render = self.render_set
+        elif isinstance(node, (list, tuple)):
+            render = self.render_list
+        elif type(node) in kinds or type(node) in PARTS:
+            render = kinds.get(type(node), self.render_parts)
+        else:
             return render_scalar(node)
         if id(node) in self.inside:
             return CYCLE
@@ -81,18 +90,6 @@ class Renderer:
             return render(node)
         finally:
             self.inside.discard(id(node))
-
-    def _container(self, node: object) -> Callable[[Any], object] | None:
-        """Return what renders a container or a node with parts; None of a scalar."""
-        if isinstance(node, dict):
-            return self.render_dict
-        if isinstance(node, (set, frozenset)):
-            return lambda members: sorted(self.render_list(members), key=lambda one: (type(one).__name__, str(one)))
-        if isinstance(node, (list, tuple)):
-            return self.render_list
-        kinds: dict[type, Callable[[Any], object]]
-        kinds = {nodes.Object: self.render_object, NumpyArray: self.render_array, nodes.Tensor: self.render_tensor}
-        return kinds.get(type(node)) or (self.render_parts if type(node) in PARTS else None)
 
     def render_parts(self, node: object) -> object:
         """Return some fields of a node under its name."""
@@ -121,9 +118,14 @@ class Renderer:
                 break
         return result if len(result) == len(pairs) else {"pairs": pairs}
 
+    def render_set(self, members: Iterable[object]) -> object:
+        """Return the members of a set, in an order that is the same in every run."""
+        return sorted(self.render_list(members), key=lambda one: (type(one).__name__, str(one)))
+
     def render_object(self, node: nodes.Object) -> object:
         """Return an object of an unknown class."""
-        if is_enum_like(node):
+        is_scalar = len(node.args) == 1 and isinstance(node.args[0], SCALARS) and isinstance(node.cls, nodes.Global)
+        if is_scalar and not (node.has_state or node.kwargs or node.items or node.entries):  # a member of an enum
             return self.render(node.args[0])
         name = node.qualified
         if name == "collections.Counter" and len(node.args) == 1 and isinstance(node.args[0], dict):
@@ -171,16 +173,6 @@ PARTS: dict[type, tuple[str, tuple[str, ...]]] = {
 """How nodes with parts are shown: a name, and the fields shown under it."""
 
 
-def is_enum_like(node: nodes.Object) -> bool:
-    """Tell whether an object is a class called with one scalar and nothing else: an enum member."""
-    return (
-        len(node.args) == 1
-        and isinstance(node.args[0], SCALARS)
-        and isinstance(node.cls, nodes.Global)
-        and not (node.has_state or node.kwargs or node.items or node.entries)
-    )
-
-
 def render_scalar(node: object) -> object:
     """Return a value that has nothing below it as JSON-able data."""
     if isinstance(node, NumpyScalar):
@@ -193,17 +185,13 @@ def render_scalar(node: object) -> object:
         return {"bytes": len(node), "hex": bytes(node[:SHOWN_BYTES]).hex()}
     if isinstance(node, nodes.Storage):
         return {"storage": node.dtype, "nbytes": node.nbytes}  # its key is its file's own
-    return scalar_text(node)
-
-
-def scalar_text(node: object) -> str:
-    """Return the text that stands for a value JSON has no type for."""
+    text = f"<{type(node).__name__}>"
     if isinstance(node, NumpyDType):
-        return node.text
-    if isinstance(node, (nodes.DType, nodes.MemoryFormat)):
-        return f"torch.{node.name}"
-    if isinstance(node, nodes.Layout):
-        return node.name
-    if isinstance(node, (nodes.Global, nodes.Device, complex, range, slice)):
-        return str(node)
-    return f"<{type(node).__name__}>"
+        text = node.text
+    elif isinstance(node, (nodes.DType, nodes.MemoryFormat)):
+        text = f"torch.{node.name}"
+    elif isinstance(node, nodes.Layout):
+        text = node.name
+    elif isinstance(node, (nodes.Global, nodes.Device, complex, range, slice)):
+        text = str(node)
+    return text

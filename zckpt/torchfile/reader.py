@@ -27,7 +27,7 @@ from hashlib import blake2b
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError, about
 from zckpt.state.dtypes import itemsize
-from zckpt.state.series import are_distinct
+from zckpt.state.mappings import are_distinct
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.files import FileRange, collector_paused, opened
 from zckpt.torchfile.archive import AlikeRecords, Listed, has_checksums, read_archive
@@ -118,33 +118,28 @@ def read_source(
     with collector_paused(), about(source.path):
         if head[:4] in (b"PK\3\4", b"PK\5\6"):
             return read_zip(source, known, blanks=blanks, listed=listed)
-        if is_legacy(source):
+        try:  # a legacy file begins with torch's magic number, in any pickle protocol
+            is_legacy = Machine(head[:128], record="pickle 1").run() == MAGIC_NUMBER
+        except ZckptError:
+            is_legacy = False
+        if is_legacy:
             return read_legacy(source)
-        raise what_else(source, head)
-
-
-def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:
-    """Return the error for a file that is neither kind, naming what it seems to be."""
-    expected = "a file that torch.save wrote"
-    if not head:
-        return DamagedFileError("is empty", expected=expected, code=TRUNCATED)
-    if not head.strip(b"\0"):
-        return DamagedFileError("begins with zeros", expected=expected)
-    if head[257:262] == b"ustar" or head[:9].rstrip(b"\0") in (
-        b"sys_info",
-        b"storages",
-        b"pickle",
-        b"tensors",
-    ):
-        return UnsupportedError("is a tar file from torch before 2016", advice=RESAVE)
-    found, code = "something else", None
-    if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
-        found = "a safetensors file"
-    elif head[0] == 0x80 and len(head) > 1 and head[1] <= 5:
-        found, code = "a pickle that torch.save did not write", UNSUPPORTED  # torch.load runs it all the same
-    elif head.isascii() and head.decode("ascii").replace("\n", "").replace("\t", "").replace("\r", "").isprintable():
-        found = "text"
-    return UnknownFormatError("is not a torch file", expected=expected, found=found, code=code)
+        expected = "a file that torch.save wrote"
+        if not head:
+            raise DamagedFileError("is empty", expected=expected, code=TRUNCATED)
+        if not head.strip(b"\0"):
+            raise DamagedFileError("begins with zeros", expected=expected)
+        if head[257:262] == b"ustar" or head[:9].rstrip(b"\0") in (b"sys_info", b"storages", b"pickle", b"tensors"):
+            raise UnsupportedError("is a tar file from torch before 2016", advice=RESAVE)
+        text = head.translate(None, b"\n\t\r")
+        found, code = "something else", None
+        if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
+            found = "a safetensors file"
+        elif head[0] == 0x80 and len(head) > 1 and head[1] <= 5:
+            found, code = "a pickle that torch.save did not write", UNSUPPORTED  # torch.load runs it all the same
+        elif text.isascii() and text.decode("ascii").isprintable():
+            found = "text"
+        raise UnknownFormatError("is not a torch file", expected=expected, found=found, code=code)
 
 
 def pickle_of(source: FileRange, offset: int, nbytes: int, record: str) -> bytes:
@@ -251,15 +246,6 @@ def alike_file(
     """Return a file with the tree of another, whose records have the same places; for the rest see `AlikeRecords`."""
     records = AlikeRecords(file.records, filled, len(file.archive), archive, crc)
     return replace(file, path=source.path, nbytes=source.nbytes, records=records, archive=archive, numbers=numbers)
-
-
-def is_legacy(source: FileRange) -> bool:
-    """Tell whether the range begins with torch's magic number, in any pickle protocol."""
-    head = source.read(0, min(source.nbytes, 128))
-    try:
-        return Machine(head, record="pickle 1").run() == MAGIC_NUMBER
-    except ZckptError:
-        return False
 
 
 def read_legacy(source: FileRange) -> TorchFile:

@@ -291,22 +291,21 @@ class Globals:
     def find(self, module: str, name: str) -> object:
         """Return the node for a global: always the same one, never the thing itself."""
         node = self._nodes.get((module, name))
-        if node is None:
-            node = self._nodes[module, name] = self._new(module, name)
-        return node
-
-    def _new(self, module: str, name: str) -> object:
+        if node is not None:
+            return node
         if len(self._nodes) >= MAX_GLOBALS or len(module) + len(name) > MAX_NAME:
             raise PickleError(
                 "too many globals, or too long a name",
                 expected=f"at most {MAX_GLOBALS} globals of {MAX_NAME} characters",
             )
         if module == "torch" and name in DTYPES:
-            return nodes.DType(name)
-        if module == "torch" and name in MEMORY_FORMATS:
-            return nodes.MemoryFormat(name)
-        node = nodes.Global(module, name)
-        builder = ALL_BUILDERS.get((MODULES.get(module, module), name))
-        if builder is not None:
-            self.builders[id(node)] = builder  # the node is kept here, so its id stays its own
+            node = nodes.DType(name)
+        elif module == "torch" and name in MEMORY_FORMATS:
+            node = nodes.MemoryFormat(name)
+        else:
+            node = nodes.Global(module, name)
+            builder = ALL_BUILDERS.get((MODULES.get(module, module), name))
+            if builder is not None:
+                self.builders[id(node)] = builder  # the node is kept here, so its id stays its own
+        self._nodes[module, name] = node
         return node

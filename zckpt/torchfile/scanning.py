@@ -210,7 +210,8 @@ class Scanner:
             is_pickle = within.lower().endswith(".pkl")
             is_data = within.startswith("data/") and not is_pickle
             self.look(part, _within(record, within), is_data=is_data, is_pickle=is_pickle, depth=depth + 1)
-            if has_sums and len(self.pickles) > before and not is_data and not _is_whole(part, one):
+            is_followed = len(self.pickles) > before and not is_data and part.nbytes <= MAX_PICKLE
+            if has_sums and is_followed and crc32(part.read(0, part.nbytes)) != one.crc32:
                 self.odd(_within(record, within), DANGEROUS, "its checksum is another's: some readers stop there")
 
     def _other_archives(self, source: FileRange, head: bytes, record: str, depth: int) -> None:
@@ -252,7 +253,16 @@ class Scanner:
             self.odd(record, DANGEROUS, f"more than {MAX_SEQUENCE} pickles follow each other")
         for number, (witness, error) in enumerate(found, 1):
             name = f"{record} pickle {number}".strip() if number > 1 or is_legacy else record
-            self._note(name, witness, error)
+            self.pickles.append(name)
+            for trick in witness.globals.tricks:
+                self.odd(name, DANGEROUS, trick)
+            if error is not None:
+                self.odd(name, DANGEROUS, f"it cannot be followed to its end: {error.message}")
+            for (module, what), (named, called) in witness.globals.mentions().items():
+                new = Mention(name, module, what, *grade(module, what), 0, 0)
+                mention = self._mentions.setdefault((name, module, what), new)
+                mention.named += named
+                mention.called += called
             for blob in witness.globals.blobs:
                 self.look(InMemory(blob, source.path), _within(name, "bytes"), is_data=True, depth=depth + 1)
         if is_legacy:
@@ -261,25 +271,9 @@ class Scanner:
                     part = _part(source, one.offset - source.base, one.nbytes)
                     self.look(part, _within(record, key), is_data=True, depth=depth + 1)
 
-    def _note(self, record: str, witness: Witness, error: ZckptError | None) -> None:
-        self.pickles.append(record)
-        for trick in witness.globals.tricks:
-            self.odd(record, DANGEROUS, trick)
-        if error is not None:
-            self.odd(record, DANGEROUS, f"it cannot be followed to its end: {error.message}")
-        for (module, name), (named, called) in witness.globals.mentions().items():
-            found, program = grade(module, name)
-            one = self._mentions.setdefault((record, module, name), Mention(record, module, name, found, program, 0, 0))
-            one.named += named
-            one.called += called
-
 
 def _within(record: str, name: str) -> str:
     return f"{record}: {name}" if record else name
-
-
-def _is_whole(part: FileRange, record: Record) -> bool:
-    return part.nbytes > MAX_PICKLE or crc32(part.read(0, part.nbytes)) == record.crc32
 
 
 def _is_evident(witness: Witness, error: ZckptError | None) -> bool:

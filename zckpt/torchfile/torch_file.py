@@ -67,9 +67,20 @@ class StorageTable:
         if dtype is None:
             raise PickleError("unknown storage class", found=f"{cls.qualified:.100}")
         storage = self._storage(key, dtype, numel * DTYPES[dtype].itemsize, location)
-        if self.legacy and pid[5] is not None:
-            return self._view(storage, pid[5])
-        return storage
+        if not self.legacy or pid[5] is None:
+            return storage
+        match pid[5]:  # a view of it: a range with a key of its own
+            case tuple((str(key), int(start), int(numel))) if len(key) <= MAX_NAME and min(start, numel) >= 0:
+                size = DTYPES[dtype].itemsize
+            case _:
+                raise PickleError(f"view of storage {storage.key!r}", expected="(key, offset, size)")
+        if (start + numel) * size > storage.nbytes:
+            raise PickleError(f"a view exceeds storage {storage.key!r}", expected=f"at most {storage.nbytes} bytes")
+        view = Storage(key, dtype, numel * size, location, storage.offset + start * size)
+        known = self._by_id.setdefault((key, dtype, location), view)
+        if known != view or (known is view and self.storages.setdefault(key, view) is not view):
+            raise PickleError(f"storage {key!r} is described in two ways")
+        return known
 
     def _storage(self, key: str, dtype: str, nbytes: int, location: str) -> Storage:
         """Return the storage of a key; one of no bytes may be mentioned with several dtypes."""
@@ -88,21 +99,6 @@ class StorageTable:
         self._by_id[(key, dtype, location)] = storage
         self.storages.setdefault(key, storage)
         return storage
-
-    def _view(self, root: Storage, metadata: object) -> Storage:
-        """Return the view of a legacy storage: a range of `root` with a key of its own."""
-        match metadata:
-            case tuple((str(key), int(start), int(numel))) if len(key) <= MAX_NAME and min(start, numel) >= 0:
-                size = DTYPES[root.dtype].itemsize
-            case _:
-                raise PickleError(f"view of storage {root.key!r}", expected="(key, offset, size)")
-        if (start + numel) * size > root.nbytes:
-            raise PickleError(f"a view exceeds storage {root.key!r}", expected=f"at most {root.nbytes} bytes")
-        view = Storage(key, root.dtype, numel * size, root.location, root.offset + start * size)
-        known = self._by_id.setdefault((key, root.dtype, root.location), view)
-        if known != view or (known is view and self.storages.setdefault(key, view) is not view):
-            raise PickleError(f"storage {key!r} is described in two ways")
-        return known
 
 
 PLAIN = frozenset({type(None), bool, int, float, str})

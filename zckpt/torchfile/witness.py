@@ -54,10 +54,7 @@ class Named(Globals):
     def find(self, module: str, name: str) -> object:
         """Return the node for a global."""
         self.named[module, name] += 1
-        return super().find(module, name)
-
-    def _new(self, module: str, name: str) -> object:
-        node = super()._new(module, name)
+        node = super().find(module, name)
         self.builders[id(node)] = partial(self._call, (module, name))
         return node
 

@@ -24,7 +24,8 @@ from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, listed, slo
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, describe, lay_out_document, place
-from zckpt.formats.remainder import BESIDE, RANDOM
+from zckpt.formats.remainder import RANDOM
+from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.immutable import immutable
 from zckpt.operations.shared_target import SHARED
 from zckpt.operations.target import write_target

@@ -18,7 +18,8 @@ import torch
 from zckpt.engine.tensors import TensorRead, read_tensors
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
-from zckpt.formats.remainder import BESIDE, OPTIMIZERS, RANDOM, are_of_save, of_modules
+from zckpt.formats.remainder import RANDOM, are_of_save, of_modules
+from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS
 from zckpt.optim.tensors import Model, ModelState, Stateful, parts_of, set_extra
 from zckpt.optim.values import Values, value_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, without

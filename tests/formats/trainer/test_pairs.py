@@ -29,6 +29,7 @@ def trained(folder, model_name, optimizer_name):
     [
         ("model.pt", "optimizer.pt"),
         ("weights.pth", "optim.pth"),
+        ("model.ckpt", "optimizer.ckpt"),
         ("model.bin", "optimizer.bin"),
         ("model.safetensors", "optim.pt"),
     ],

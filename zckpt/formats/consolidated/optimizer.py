@@ -23,11 +23,12 @@ from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.safetensors import layout as safetensors_layout
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
-from zckpt.torchfile import Renderer
+from zckpt.torchfile import FromFile, Renderer, node_of
 
 GROUPS = "param_groups"
 """Under which the header's metadata have the param groups, as JSON."""
@@ -211,6 +212,13 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
         named = {} if numbered else {"param_names": list(group.parameters)}
         hyperparameters = {key: torch_writer.value_node(value) for key, value in group.hyperparameters.items()}
         groups.append({**hyperparameters, **named, "params": list(range(first, number))})
+    kept = checkpoint.optimizer_metadata.get(BESIDE)
+    beside = dict_of(node_of(kept))
+    if isinstance(kept, FromFile) and beside.get("at") == [] and not in_pieces:  # at the top, as these two are
+        rest = dict_of(beside.get("rest"))
+        state |= {key: replace(kept, node=one) for key, one in dict_of(rest.get("state")).items()}
+        others = {key: replace(kept, node=one) for key, one in without(rest, "state").items()}
+        return {"state": state, "param_groups": groups, **others}
     return {"state": state, "param_groups": groups}
 
 

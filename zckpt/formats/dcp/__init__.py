@@ -3,7 +3,7 @@
 DIR/.metadata                      a pickle: which tensors and objects there are, in which pieces, and where each lies
 DIR/__<rank>_<n>.distcp            items one after the other, each a whole file of `torch.save`
 DIR/zckpt.pt                       where zckpt wrote it: what such a directory has no place for
-RUN/step-N/, RUN/epE-baB/          torchtitan's and Composer's runs: the last of these is read, see `formats.steps`
+RUN/step-N/, stepN/, epE-baB/      runs of torchtitan, OLMo-core and Composer: the last is read, see `formats.steps`
 
 Models, optimizers and anything else are under whatever keys the program chose. Every chunk is a box of its tensor, so
 that FSDP, tensor parallelism and both are read in the same way.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import listed
-from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
+from zckpt.formats.dcp.directory import Directory, find, is_own, lacks_metadata, rank_of
 from zckpt.formats.format import TAG, Found, Job, NearMiss, Search, Strippable, Survey, TargetFiles
 from zckpt.formats.latest import is_tag
 from zckpt.formats.options import dtype_option, option
@@ -48,7 +48,7 @@ def _find(path: Path, tag: str | None) -> Directory | NearMiss | None:
     if not path.is_dir() or not (tag is None or is_tag(tag)):
         return None
     directory = find(path if tag is None else path / tag)
-    last = last_folder(path, is_whole) if directory is None and tag is None else None
+    last = last_folder(path, lambda one: find(one) is not None) if directory is None and tag is None else None
     if not isinstance(last, LastStep):
         return directory or last
     directory = find(last.path)
@@ -70,6 +70,7 @@ class Dcp(Strippable):
             "transformers' distributed save, NeMo Automodel",
             "a model in shards of safetensors or of DCP, with the optimizer's DCP folder in it or beside it",
         ),
+        ("OLMo-core", "its step directories: DCP in `model_and_optim`, what ranks keep in `train`"),
     )
     writes = "torch.distributed.checkpoint"
     options = Options

@@ -174,7 +174,11 @@ class ChunkSpans(Spans):
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that may have some of elements [low, high) of the flattened tensor."""
-        lows, highs = self._sorted()
+        if self._bounds is None:  # where each begins, and where it or one before it ends
+            every = [bounds(span.extent, self._entry.shape) for span in self]
+            ends = accumulate((end for _, end in every), max)
+            self._bounds = array("q", [begin for begin, _ in every]), array("q", ends)
+        lows, highs = self._bounds
         return self[bisect_right(highs, low) : bisect_left(lows, high)]
 
     def within(self, paths: Collection[str]) -> tuple[Span, ...]:
@@ -182,14 +186,6 @@ class ChunkSpans(Spans):
         chunks = self._chunks
         files = {file for file, path in enumerate(chunks.paths) if path in paths}
         return tuple(chunks.span(number) for number in self._entry.numbers if chunks.file[number] in files)
-
-    def _sorted(self) -> tuple[array[int], array[int]]:
-        """Return where each begins, and where it or one before it ends, in the flattened tensor."""
-        if self._bounds is None:
-            every = [bounds(span.extent, self._entry.shape) for span in self]
-            lows, highs = array("q", [low for low, _ in every]), array("q", accumulate((h for _, h in every), max))
-            self._bounds = lows, highs
-        return self._bounds
 
 
 @immutable

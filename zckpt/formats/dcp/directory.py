@@ -6,6 +6,7 @@ DIR/.metadata, __R_N.distcp, zckpt.pt                     zckpt: what the dict h
 DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, and the rest;
                                                           further models have further numbers
 DIR/shard-R-model-N-of-M.safetensors, optimizer/.metadata transformers: its model, and `save_optimizer_distributed`
+DIR/model_and_optim/.metadata ..., train/rankR.pt         OLMo-core: one folder holds all, and what its trainer keeps
 DIR/{model,weights,...}/, {optim,optimizer}/.metadata     NeMo Automodel, NeMo RL and loops of one's own: a folder for
                                                           each, or below it, the model's of DCP or safetensors
 """
@@ -31,10 +32,13 @@ MEGATRON_MARK = b'"sharded_backend"'
 
 HEAD_NBYTES = 4096
 
+OLMO_NAME = "model_and_optim"
+
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 _OPTIMIZER = re.compile(".*optim.*")
+_OLMO_RANK = re.compile(r"rank([0-9]{1,9})\.pt")
 
 
 @immutable
@@ -43,7 +47,7 @@ class Directory:
 
     One of several may have a model in safetensors.
 
-    `unfinished`: names of later ones of the same run that are not whole.
+    `unfinished`: names of later ones of the same run that are not whole; `ranks`: what ranks keep besides, in order.
     """
 
     path: Path
@@ -51,6 +55,7 @@ class Directory:
     own: Path | None = None
     lightning: Path | None = None
     unfinished: tuple[str, ...] = ()
+    ranks: tuple[Path, ...] = ()
 
     def by_number(self) -> list[list[str]]:
         """Return the names of Accelerate's folders, those of a model and its optimizer together, by their numbers."""
@@ -68,6 +73,10 @@ def find(path: Path) -> Directory | None:
     """
     if not path.is_dir():
         return None
+    if not is_whole(path) and is_whole(path / OLMO_NAME):
+        beside = {entry.name: Path(entry.path) for entry in entries_of(path / "train", lenient=True)}
+        ranks = {int(match[1]): one for name, one in beside.items() if (match := _OLMO_RANK.fullmatch(name))}
+        return Directory(path, {"": path / OLMO_NAME}, ranks=tuple(ranks[rank] for rank in sorted(ranks)))
     folders = {"": path} if is_whole(path) else {
         one.name: Path(one.path) for one in entries_of(path) if _FOLDER.fullmatch(one.name) and is_whole(Path(one.path))
     } or _pair(path)  # fmt: skip

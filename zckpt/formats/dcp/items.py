@@ -230,11 +230,13 @@ class ItemFile:
         for number in numbers:
             if chunks.entry(number).dtype == OBJECT:
                 yield number, self._torch_file(self._range(descriptor, number), number)
+        unused = [number for number in numbers if chunks.entry(number).dtype == UNUSED]
         numbers = [number for number in numbers if chunks.entry(number).dtype not in (OBJECT, UNUSED)]
         first, blob = place[numbers[0]] if numbers else 0, None
         if numbers and all(place[number] == first for number in numbers):
             blob = read_blob(FileRange(descriptor, self.path, first, self.nbytes - first))
         self.is_safetensors = blob is not None
+        self.archives.numbers.extend(unused if blob is None else ())  # a rank may have no others
         for key, one in (blob or {}).items():
             self.add_chunk(key, one.offsets, one.tensor)
         for number in numbers:

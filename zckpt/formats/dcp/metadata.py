@@ -36,6 +36,9 @@ MAXIMUM_NUMEL = (1 << 63) - 1
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
 """Where Megatron-Core 0.15 has a class derived from `Metadata`, MCoreMetadata."""
 
+OLMO = "olmo_core.distributed.checkpoint."
+"""Where OLMo-core 3.0 has a `_StorageInfo` of its own, with the same fields."""
+
 Keys = tuple[str | int, ...]
 """Keys of dicts and indices of lists that lead to a value."""
 
@@ -117,7 +120,7 @@ def _unexpected(expected: str, found: object) -> DamagedFileError:
 
 
 def _object(node: object, name: str) -> Object:
-    if not isinstance(node, Object) or not node.qualified.startswith(("torch.distributed.", MEGATRON)):
+    if not isinstance(node, Object) or not node.qualified.startswith(("torch.distributed.", MEGATRON, OLMO)):
         raise _unexpected(f"torch.distributed.checkpoint's {name}", node)
     if not node.qualified.endswith((f".{name}", f".MCore{name}")):
         raise _unexpected(name, node)
@@ -152,19 +155,18 @@ def _tensor(key: str, node: Object, chunks: Chunks) -> Entry:
     listed = node.get("chunks")
     if math.prod(shape) > MAXIMUM_NUMEL or not isinstance(listed, list):
         raise _unexpected(f"a tensor's size and chunks of {key}", (shape, listed))
-    found = {_box(key, one, shape) for one in listed}  # replicas may be there twice
-    return chunks.add(key, dtype.name, shape, sorted(box for box in found if math.prod(box[1])))
-
-
-def _box(key: str, node: object, shape: Shape) -> Box:
-    one = _object(node, "ChunkStorageMetadata")
-    offsets = _integers(one.get("offsets"), f"offsets of {key}")
-    sizes = _integers(one.get("sizes"), f"sizes of {key}")
-    if not is_within((offsets, sizes), shape):
-        raise DamagedFileError(
-            f"a chunk of {key} lies outside the tensor", expected=f"within {shape}", found=f"{sizes} at {offsets}"
-        )
-    return offsets, sizes
+    found = set[Box]()  # replicas may be there twice
+    for chunk in listed:
+        one = _object(chunk, "ChunkStorageMetadata")
+        offsets = _integers(one.get("offsets"), f"offsets of {key}")
+        sizes = _integers(one.get("sizes"), f"sizes of {key}")
+        if not is_within((offsets, sizes), shape):
+            raise DamagedFileError(
+                f"a chunk of {key} lies outside the tensor", expected=f"within {shape}", found=f"{sizes} at {offsets}"
+            )
+        if math.prod(sizes):
+            found.add((offsets, sizes))
+    return chunks.add(key, dtype.name, shape, sorted(found))
 
 
 def _place(

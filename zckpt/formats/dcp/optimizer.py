@@ -76,25 +76,18 @@ def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str, warni
                 state[str(label)] = {str(key): _leaf(f"{key} of {label}", one, STATE) for key, one in slots.items()}
             tree = {STATE: state, GROUPS: groups}
             others = {str(key): node for key, node in part.node.items() if key not in (STATE, GROUPS)}
-        _complete(tree, warnings)
+        # Pipeline stages each list their own parameters under the same key, of which torch saves one rank's list only:
+        # parameters that have state and are in no group are put into the only group that there is.
+        members = [one for group in tree[GROUPS] for one in (group[PARAMS] if isinstance(group[PARAMS], list) else ())]
+        known = set(map(str, members))
+        absent = [label for label in tree[STATE] if label not in known]
+        if absent:
+            shown = listed(absent, most=8)
+            if len(tree[GROUPS]) != 1 or any(type(one) is int for one in members):
+                raise UnsupportedError(f"state of parameters that are in no param group: {shown}")
+            tree[GROUPS][0][PARAMS] = [*members, *absent]
+            warnings.append(f"no param group lists {shown}, which have state; they are added to the only group")
         return Optimizer(where, parse(tree, where), others)
-
-
-def _complete(tree: Mapping[str, Any], warnings: list[str]) -> None:
-    """Put parameters that have state and are in no group into the only group that there is.
-
-    Pipeline stages each list their own parameters under the same key, of which torch saves one rank's list only.
-    """
-    members = [one for group in tree[GROUPS] for one in (group[PARAMS] if isinstance(group[PARAMS], list) else ())]
-    known = set(map(str, members))
-    others = [label for label in tree[STATE] if label not in known]
-    if not others:
-        return
-    shown = listed(others, most=8)
-    if len(tree[GROUPS]) != 1 or any(type(one) is int for one in members):
-        raise UnsupportedError(f"state of parameters that are in no param group: {shown}")
-    tree[GROUPS][0][PARAMS] = [*members, *others]
-    warnings.append(f"no param group lists {shown}, which have state; they are added to the only group")
 
 
 def hyperparameters(content: Mapping[str | int, Node]) -> dict[str, object]:

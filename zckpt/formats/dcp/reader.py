@@ -98,6 +98,10 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
             checkpoint.metadata.setdefault(str(key), carried(file, value))
         counted = (content[key] for key in STEP_KEYS if type(content.get(key)) is int)
         checkpoint.step = next(counted, checkpoint.step)
+    for beside in directory.ranks:
+        file = read_torchfile(beside)
+        checkpoint.files.append(describe(file, "metadata"))
+        checkpoint.metadata[f"train/{beside.stem}"] = carried(file, file.root)
     if lost:
         checkpoint.warnings.append(
             f"not carried, because they are split and belong to neither model nor optimizer: {listed(lost)}"
@@ -136,7 +140,15 @@ def fill(
     if not models and not optimizers:
         found = listed(list(map(str, root)))
         raise UnsupportedError("holds neither a model nor an optimizer", path=checkpoint.source, found=found)
-    _place(checkpoint, models)
+    # As in any state dict, integers and bools are buffers and so are the running statistics of a batch norm; the rest
+    # are taken for parameters. A tied parameter is there twice, and nothing says that it is tied.
+    for model in models:
+        dtypes = {bare: item.dtype for bare, item in model.tensors.items()}
+        for bare, item in model.tensors.items():
+            name = model.prefix + bare
+            checkpoint.place(name, item.slot(WEIGHT), trained=may_be_trained(bare, dtypes))
+            if (filed := model.prefix + model.filed.get(bare, bare)) != name:
+                checkpoint.wrapped[name] = filed
     attach(checkpoint, states, names if own is None else prepare(checkpoint, states, own, names))
     model_paths, optimizer_paths = [part.path for part in models], [part.path for part in optimizers]
     checkpoint.step = _step(checkpoint, root, [*model_paths, *optimizer_paths])
@@ -313,21 +325,6 @@ def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, fil
         checkpoint.leftovers |= {str(folder / name): said for name in stray}
 
 
-def _place(checkpoint: Checkpoint, models: Sequence[ModelPart]) -> None:
-    """Turn the tensors of models into parameters and buffers.
-
-    As in any state dict, integers and bools are buffers and so are the running statistics of a batch norm; the rest
-    are taken for parameters. A tied parameter is there twice, and nothing says that it is tied.
-    """
-    for model in models:
-        dtypes = {bare: item.dtype for bare, item in model.tensors.items()}
-        for bare, item in model.tensors.items():
-            name = model.prefix + bare
-            checkpoint.place(name, item.slot(WEIGHT), trained=may_be_trained(bare, dtypes))
-            if (filed := model.prefix + model.filed.get(bare, bare)) != name:
-                checkpoint.wrapped[name] = filed
-
-
 def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) -> Iterator[tuple[Keys, Node]]:
     """Yield the largest parts of a tree that hold no model and no optimizer."""
     if path in optimizers:
@@ -348,13 +345,9 @@ def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | 
     near = [one for place in places if isinstance(place, dict) for one in (place, *map(place.get, STEP_PLACES))]
     for ways in ([(key,) for key in STEP_KEYS], [COMPOSERS_STEP]):
         for place, way in product(near, ways):
-            found = _whole_number(value_at(place, way))
-            if found is not None:
-                return found
+            node = value_at(place, way)
+            number = scalars_in({"": node}, "").get("")
+            value = number.value if number is not None else node.node if isinstance(node, ObjectItem) else None
+            if type(value) is int:
+                return value
     return checkpoint.most_steps
-
-
-def _whole_number(node: Node) -> int | None:
-    number = scalars_in({"": node}, "").get("")
-    value = number.value if number is not None else node.node if isinstance(node, ObjectItem) else None
-    return value if type(value) is int else None

@@ -236,8 +236,14 @@ def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[st
     candidates = list(_dicts_of_tensors(root, (), {part.path for part in optimizers}))
     found = owners(optimizers, candidates)
     chosen = [one for one in candidates if any(one is best for best in found)]
-    if not chosen and candidates:
-        chosen = _usual(candidates, warnings)
+    if not chosen and candidates:  # the one that is called as models are; or else all with more than single numbers
+        usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
+        large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
+        chosen = [min(usual, key=_unusual)] if usual else large
+        if len(usual) > 1:
+            shown = ", ".join(joined(one.path) for one in usual)
+            used = joined(chosen[0].path)
+            warnings.append(f"there are several dicts of tensors ({shown}); {used} is used as the model")
     for at, one in enumerate(chosen):
         names = bare_names(one.tensors, front=front)
         tensors = {names[name]: tensor for name, tensor in one.tensors.items()}
@@ -310,16 +316,3 @@ def _unusual(part: ModelPart) -> tuple[int, int]:
     """Sort dicts that are called as models are before others, and those near the root before those deep in it."""
     last = part.path[-1] if part.path else None
     return (STATE_DICT_KEYS.index(last) if last in STATE_DICT_KEYS else len(STATE_DICT_KEYS), len(part.path))
-
-
-def _usual(candidates: list[ModelPart], warnings: list[str]) -> list[ModelPart]:
-    """Return the dict that is called as models are; or else every one that has more than single numbers."""
-    usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
-    large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
-    if not usual:
-        return large
-    chosen = min(usual, key=_unusual)
-    if len(usual) > 1:
-        shown = ", ".join(joined(one.path) for one in usual)
-        warnings.append(f"there are several dicts of tensors ({shown}); {joined(chosen.path)} is used as the model")
-    return [chosen]

@@ -78,8 +78,13 @@ def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> li
     if checkpoint.param_groups:
         if "optimizer" in root:
             raise UnsupportedError("a tensor of the model has the optimizer's key")
-        optimizer = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
-        root["optimizer"] = optimizer if keys == NESTED else _flattened(optimizer)
+        optimizer: dict[str, Any] = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
+        for group in optimizer["param_groups"] if keys != NESTED else ():
+            nested = [key for key, value in group.items() if isinstance(value, MAPPINGS)]
+            if nested or not group["params"]:
+                what = f"{nested[0]} of a param group" if nested else "a param group without parameters"
+                raise UnsupportedError(f"flat keys cannot hold {what}", advice="use nested keys")
+        root["optimizer"] = optimizer if keys == NESTED else flattened(optimizer)
     found = {item.key: item for item in items_of(root)}
     others: dict[str, object] = {} if checkpoint.step is None else {"step": checkpoint.step}
     modules, of_modules_alone = of_modules(checkpoint)
@@ -111,34 +116,20 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
     Raises UnsupportedError: state that no single parameter can hold, or more values than a file should have.
     """
     tree: dict[object, Any] = optimizer_tree(checkpoint, slots, in_pieces=True)
-    _check_size([*tree["state"].values(), *tree["param_groups"]])
-    return with_names(tree, checkpoint.grouped)
-
-
-def _flattened(optimizer: Mapping[str, Any]) -> dict[str, object]:
-    """Return an optimizer's state dict with joined keys. Raises UnsupportedError: these have no place for something."""
-    for group in optimizer["param_groups"]:
-        nested = [key for key, value in group.items() if isinstance(value, MAPPINGS)]
-        if nested or not group["params"]:
-            what = f"{nested[0]} of a param group" if nested else "a param group without parameters"
-            raise UnsupportedError(f"flat keys cannot hold {what}", advice="use nested keys")
-    return flattened(optimizer)
-
-
-def _check_size(dicts: list[dict[object, object]]) -> None:
-    """Refuse values besides the optimizer's tensors that torch would store leaf by leaf and that have no end."""
-    budget = 2 * MAXIMUM_NODES
-    waiting = [value for one in dicts for value in one.values() if isinstance(value, MAPPINGS) or type(value) is list]
+    budget = 2 * MAXIMUM_NODES  # of values that torch would store leaf by leaf, and that may have no end
+    waiting = [value for one in (*tree["state"].values(), *tree["param_groups"]) for value in one.values()]
     while waiting:
         node = waiting.pop()
-        below = list(node.values() if isinstance(node, MAPPINGS) else node)
-        budget -= len(below) + 1
+        if isinstance(node, MAPPINGS) or type(node) is list:
+            below = list(node.values() if isinstance(node, MAPPINGS) else node)
+            budget -= len(below) + 1
+            waiting += below
         if budget < 0:
             raise UnsupportedError(
                 "the optimizer has too many values in addition to its tensors",
                 expected=f"at most {2 * MAXIMUM_NODES}",
             )
-        waiting += [one for one in below if isinstance(one, MAPPINGS) or type(one) is list]
+    return with_names(tree, checkpoint.grouped)
 
 
 def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
@@ -156,21 +147,17 @@ def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
             yield from _opened((*path, index), value, file)
     else:
         key = ".".join(map(str, path))
-        yield Item(key, path, _leaf(key, node, file))
+        if file is not None and isinstance(node, Tensor):
+            node = SlotTensor(slot_of(key, node, file.path), node.dtype, key)
+        elif file is not None and not isinstance(node, (bool, int, float, str)):
+            node = replace(file, node=node)
+        yield Item(key, path, node)
 
 
 def _is_opened(values: list[object]) -> bool:
     """Tell whether torch stores the members of a list one by one."""
     below = each(values, lambda node: node if type(node) is list else ())
     return any(isinstance(value, (*MAPPINGS, *TENSORS)) for value in below)
-
-
-def _leaf(key: str, node: object, file: FromFile | None) -> object:
-    if file is None or isinstance(node, (bool, int, float, str)):
-        return node
-    if isinstance(node, Tensor):
-        return SlotTensor(slot_of(key, node, file.path), node.dtype, key)
-    return replace(file, node=node)
 
 
 def _is_exact(value: object) -> bool:

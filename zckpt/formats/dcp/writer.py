@@ -98,8 +98,25 @@ def lay_out_items(found: Sequence[Item], world_size: int) -> list[TargetFile]:
 
 
 def _spread(found: Sequence[Item], world_size: int, archives: Archives) -> list[list[Piece]]:
-    """Return the pieces of each item: large tensors cut for all ranks, the rest given to the rank with the least."""
-    cut = [_cut(item.value, 1 if item.whole_of is not None else world_size) for item in found]
+    """Return the pieces of each item: large tensors cut for all ranks, the rest given to the rank with the least.
+
+    Source: torch.chunk, with which FSDP2 shards dimension 0: pieces of ceil(n / world size) rows.
+    """
+    cut: list[list[object]] = []
+    for item in found:
+        value = item.value
+        if not isinstance(value, SlotTensor):
+            cut.append([value])
+            continue
+        shape, is_cut = value.slot.shape, world_size > 1 and item.whole_of is None
+        if not is_cut or not shape or value.slot.nbytes <= CUT_NBYTES:
+            cut.append([TensorPiece(value, (0,) * len(shape), shape)])
+            continue
+        step = -(-shape[0] // world_size)
+        boxes = [
+            ((at, *(0 for _ in shape[1:])), (min(step, shape[0] - at), *shape[1:])) for at in range(0, shape[0], step)
+        ]
+        cut.append([TensorPiece(value, *box) for box in boxes])
     sizes = [[archives.nbytes(value) for value in pieces] for pieces in cut]
     loads = [0] * world_size
     for nbytes in sizes:
@@ -116,24 +133,6 @@ def _spread(found: Sequence[Item], world_size: int, archives: Archives) -> list[
     return [
         list(enumerate(pieces)) if len(pieces) > 1 else [(rank, pieces[0])]
         for rank, pieces in zip(ranks, cut, strict=True)
-    ]
-
-
-def _cut(value: object, world_size: int) -> list[object]:
-    """Return an item's value in pieces: the first is rank 0's, or there is only one.
-
-    Source: torch.chunk, with which FSDP2 shards dimension 0: pieces of ceil(n / world size) rows.
-    """
-    if not isinstance(value, SlotTensor):
-        return [value]
-    slot = value.slot
-    if world_size == 1 or not slot.shape or slot.nbytes <= CUT_NBYTES:
-        return [TensorPiece(value, (0,) * len(slot.shape), slot.shape)]
-    rows, rest = slot.shape[0], slot.shape[1:]
-    step = -(-rows // world_size)
-    return [
-        TensorPiece(value, (start, *(0 for _ in rest)), (min(step, rows - start), *rest))
-        for start in range(0, rows, step)
     ]
 
 
@@ -177,7 +176,12 @@ class Archives:
     def put(self, file: TargetFile, value: object) -> tuple[int, int]:
         """Append an item to a file; return its offset and length in bytes."""
         at = file.nbytes
-        archive = self._archive(value, self._start(value, at))
+        start = None  # where the archive's data begin in it, modulo a block, so that most can be clones
+        if isinstance(value, TensorPiece):
+            wanted = Hole(0, value.tensor.label, value.tensor.slot, value.extent, value.tensor.dtype)
+            found = residue([wanted], itemsize(value.tensor.dtype), self._indexes)
+            start = None if found is None else (found - at) % BLOCK_NBYTES
+        archive = self._archive(value, start)
         for literal in archive.literals:
             file.literals.append(Literal(at + literal.offset, literal.data) if at else literal)
         for hole in archive.holes:
@@ -193,20 +197,26 @@ class Archives:
         file.nbytes = at + archive.nbytes + -archive.nbytes % ALIGNMENT
         return at, archive.nbytes
 
-    def _start(self, value: object, at: int) -> int | None:
-        """Return where the data of an archive at `at` begins in it, modulo a block, so that most can be clones."""
-        if not isinstance(value, TensorPiece):
-            return None
-        tensor = value.tensor
-        hole = Hole(0, tensor.label, tensor.slot, value.extent, tensor.dtype)
-        found = residue([hole], itemsize(tensor.dtype), self._indexes)
-        return None if found is None else (found - at) % BLOCK_NBYTES
-
     def _archive(self, value: object, start: int | None = None) -> TargetFile:
         kind = _kind(value), start
         archive = self._known.get(kind)
-        if archive is None:
-            archive = self._known[kind] = _joined(torch_writer.lay_out(STEM, _node(value, start)))
+        if archive is not None:
+            return archive
+        node = value
+        if isinstance(value, TensorPiece):
+            dtype, stand_in = value.tensor.dtype, Slot("", value.tensor.dtype, value.sizes, ())
+            storage = torch_writer.new_storage(dtype, stand_in.numel, [SlotContent(0, stand_in, "")], start=start)
+            node = torch_writer.view(storage, value.sizes)
+        archive = torch_writer.lay_out(STEM, node)
+        joined: list[tuple[int, bytearray]] = []  # literals that follow each other become one
+        for literal in sorted(archive.literals, key=lambda one: one.offset):
+            if joined and joined[-1][0] + len(joined[-1][1]) == literal.offset:
+                joined[-1][1].extend(literal.data)
+            else:
+                joined.append((literal.offset, bytearray(literal.data)))
+        literals = [Literal(offset, bytes(data)) for offset, data in joined]
+        archive = TargetFile(archive.name, archive.nbytes, literals, archive.holes, archive.checksums)
+        self._known[kind] = archive
         return archive
 
 
@@ -219,23 +229,3 @@ def _kind(value: object) -> object:
     if type(value) in SCALARS:
         return type(value), repr(value)  # 0.0 and -0.0 are equal, and are not the same
     return id(value)
-
-
-def _node(value: object, start: int | None) -> object:
-    if not isinstance(value, TensorPiece):
-        return value
-    stand_in = Slot("", value.tensor.dtype, value.sizes, ())
-    storage = torch_writer.new_storage(value.tensor.dtype, stand_in.numel, [SlotContent(0, stand_in, "")], start=start)
-    return torch_writer.view(storage, value.sizes)
-
-
-def _joined(archive: TargetFile) -> TargetFile:
-    """Return an archive with literals that follow each other joined."""
-    joined: list[tuple[int, bytearray]] = []
-    for literal in sorted(archive.literals, key=lambda one: one.offset):
-        if joined and joined[-1][0] + len(joined[-1][1]) == literal.offset:
-            joined[-1][1].extend(literal.data)
-        else:
-            joined.append((literal.offset, bytearray(literal.data)))
-    literals = [Literal(offset, bytes(data)) for offset, data in joined]
-    return TargetFile(archive.name, archive.nbytes, literals, archive.holes, archive.checksums)

@@ -55,18 +55,18 @@ _MARK = b',\n"crc32":"'
 
 def encode(members: Mapping[str, object]) -> bytes:
     """Return the text of a document. Raises UnsupportedError: a name that UTF-8 does not have."""
-    lines = ",\n".join(f"{json.dumps(key)}:{_lines(value)}" for key, value in members.items())
+    lines = []
+    for key, value in members.items():
+        if isinstance(value, list) and value:
+            said = "[\n" + ",\n".join(map(_compact, value)) + "\n]"
+        else:
+            said = _compact(value)
+        lines.append(f"{json.dumps(key)}:{said}")
     try:
-        text = f"{{\n{lines}".encode()
+        text = ("{\n" + ",\n".join(lines)).encode()
     except UnicodeEncodeError as error:
         raise UnsupportedError("a name has a lone surrogate", found=ascii(error.object[error.start])) from None
     return text + _END % zlib.crc32(text)
-
-
-def _lines(value: object) -> str:
-    if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(map(_compact, value)) + "\n]"
-    return _compact(value)
 
 
 def _compact(value: object) -> str:
@@ -110,15 +110,8 @@ def read_document(directory: Path) -> tuple[dict[str, Json], int]:
             found=version,
             advice="use a newer zckpt",
         )
-    _check_sum(path, text, document)
-    return document, len(text)
-
-
-def _check_sum(path: Path, text: bytes, document: dict[str, Json]) -> None:
-    if "crc32" not in document:
-        return
     body, _, _ = text.rpartition(_MARK)
-    if text != body + _END % zlib.crc32(body):
+    if "crc32" in document and text != body + _END % zlib.crc32(body):
         raise DamagedFileError(
             "changed since it was written",
             path=path,
@@ -127,6 +120,7 @@ def _check_sum(path: Path, text: bytes, document: dict[str, Json]) -> None:
             advice="copy it again; if you changed it on purpose, remove the crc32",
             code=CHECKSUM,
         )
+    return document, len(text)
 
 
 def _integer(text: str) -> int:

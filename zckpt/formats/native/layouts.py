@@ -11,7 +11,6 @@ so that a table of slots by kinds, and one of kinds by files, hold all offsets, 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from zckpt.errors import DamagedFileError, UnsupportedError
@@ -87,34 +86,30 @@ class Layouts:
         if layout >= len(self._layouts):
             raise wrong(f"layout of {key}", f"a number below {len(self._layouts)}", layout)
         found = self._checked.get((layout, shape))
-        if found is None:
-            found = [(piece["file"], _extent(piece, key, shape)) for piece in self._layouts[layout]]
-            numel = sum(extent.numel for _, extent in found)
-            if numel != math.prod(shape):
-                raise DamagedFileError(
-                    f"layout {layout} does not fit {key}", expected=f"{math.prod(shape)} elements", found=numel
-                )
-            self._checked[layout, shape] = found
+        if found is not None:
+            return found
+        found = []
+        for piece in self._layouts[layout]:
+            offsets, sizes, start, numel = (piece[name] for name in PIECE)
+            if (offsets is None) != (sizes is None) or (start is None) != (numel is None):
+                raise wrong(f"piece of {key}", "offsets and sizes, start and numel", piece)
+            if offsets is None:
+                offsets, sizes = (0,) * len(shape), shape
+            if start is None:
+                start, numel = 0, math.prod(sizes)
+            if not is_within((offsets, sizes), shape):
+                raise wrong(f"box of {key}", f"within {shape}", (offsets, sizes))
+            if start + numel > math.prod(sizes):
+                raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
+            found.append((piece["file"], Extent(offsets, sizes, start, numel)))
+        total = sum(extent.numel for _, extent in found)
+        if total != math.prod(shape):
+            raise DamagedFileError(
+                f"layout {layout} does not fit {key}", expected=f"{math.prod(shape)} elements", found=total
+            )
+        self._checked[layout, shape] = found
         return found
 
-
-def _extent(piece: Mapping[str, Json], key: str, shape: Shape) -> Extent:
-    offsets, sizes, start, numel = (piece[name] for name in PIECE)
-    if (offsets is None) != (sizes is None) or (start is None) != (numel is None):
-        raise wrong(f"piece of {key}", "offsets and sizes, start and numel", piece)
-    if offsets is None:
-        offsets, sizes = (0,) * len(shape), shape
-    if start is None:
-        start, numel = 0, math.prod(sizes)
-    if not is_within((offsets, sizes), shape):
-        raise wrong(f"box of {key}", f"within {shape}", (offsets, sizes))
-    if start + numel > math.prod(sizes):
-        raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
-    return Extent(offsets, sizes, start, numel)
-
-
-LARGE = 1 << 16
-"""Pieces that are summed up one by one, and whose headers are held against the document."""
 
 MAX_CELLS = 1 << 24
 """Of the table of slots by kinds: 64 MiB."""
@@ -186,7 +181,8 @@ class Table:
             len(self.rows) == len(ordered)
             and len(kinds) * len(ordered) <= MAX_CELLS
             and max(one.nbytes for one in files) <= MAX_NBYTES
-            and all(_fits(pieces, files) for pieces in layouts.values())
+            and all(len({file for file, _ in pieces}) == len(pieces) for pieces in layouts.values())
+            and all(one.numel <= files[file].nbytes for pieces in layouts.values() for file, one in pieces)
         )
         if not self.is_proven:
             return
@@ -212,12 +208,6 @@ class Table:
     def offset(self, key: str, file: int) -> int:
         """Return where the tensor of a slot is in one file."""
         return int(self._starts[file] + self._before[self.rows[key]] @ self._sizes[:, file])
-
-
-def _fits(pieces: Pieces, files: Sequence[Listed]) -> bool:
-    """Tell whether no file has two pieces, and each may have its own."""
-    counts = Counter(file for file, _ in pieces)
-    return len(counts) == len(pieces) and all(extent.numel <= files[file].nbytes for file, extent in pieces)
 
 
 class Held:
@@ -279,17 +269,3 @@ def spans_of(cut: Cut, where: Offsets | Table, paths: Sequence[str]) -> Sequence
         for (file, extent), offset in zip(cut.pieces, where[cut.key], strict=True)
         if extent.numel
     )
-
-
-def where_it_follows(
-    files: Sequence[Listed], identity: str, cuts: Sequence[Cut], *, is_as_written: bool
-) -> Offsets | Table | None:
-    """Return where the tensors of all slots are, as it follows from a document; None where it does not.
-
-    A product of slots and files goes unproven only where `is_as_written`: where the document has a checksum of its own.
-    """
-    count = sum(len(cut.pieces) for cut in cuts)
-    if is_as_written and count > LARGE and count > 4 * (len(cuts) + len(files)):
-        table = Table(files, cuts)
-        return table if table.is_proven else None
-    return summed(files, identity, cuts)

@@ -66,29 +66,26 @@ class NodeWriter:
         self._roots.append(root)
         found = self._value(root, 0, None)
         while self._waiting:
-            self._fill(*self._waiting.popleft())
+            node, shell, level, source = self._waiting.popleft()
+            if type(shell) is list:
+                shell.extend(self._values(node, level, source))
+            elif TAG in shell:
+                self._fields(shell, BY_CLASS[type(node)], node, level, source)
+            else:
+                shell.update((key, self._value(value, level + 1, source)) for key, value in node.items())
         return found
 
     def _value(self, node: Node, level: int, source: FromFile | None) -> object:
-        kind = type(node)
-        if kind in PLAIN:
+        cls = type(node)
+        if cls in PLAIN:
             return write_plain(node)
-        if kind is Storage:
+        if cls is Storage:
             return {TAG: "storage", "id": self._storage(node, source, None)}
         number = self._numbers.get(id(node))
         if number is not None:
             return {TAG: "ref", "id": number}
-        numbered = id(node) in self._shared or (level >= INLINE_LEVELS and kind in NESTED)
-        found = self._object(node, 0 if numbered else level, source)
-        if not numbered:
-            return found
-        self._numbers[id(node)] = number = len(self.objects)
-        self.objects.append(found)
-        return {TAG: "ref", "id": number}
-
-    def _object(self, node: Node, level: int, source: FromFile | None) -> object:
-        """Return an object's JSON: of an immutable one whole, of a mutable one to be filled later."""
-        cls = type(node)
+        numbered = id(node) in self._shared or (level >= INLINE_LEVELS and cls in NESTED)
+        level = 0 if numbered else level
         if cls is slice and not all(type(one) in (int, type(None)) for one in (node.start, node.stop, node.step)):
             raise UnsupportedError("a slice that does not consist of integers cannot be written to a zckpt checkpoint")
         kind = BY_CLASS.get(cls)
@@ -98,19 +95,15 @@ class NodeWriter:
             found[TAG] = kind.tag
         elif cls is not list and cls is not dict:
             raise UnsupportedError(f"a value of type {cls.__name__} cannot be written to a zckpt checkpoint")
-        if kind is None or kind.mutable:
+        if kind is None or kind.mutable:  # which is filled later
             self._waiting.append((node, found, level, source))
         else:
             self._fields(found, kind, node, level, node if cls is FromFile else source)
-        return found
-
-    def _fill(self, node: Node, found: Json, level: int, source: FromFile | None) -> None:
-        if type(found) is list:
-            found.extend(self._values(node, level, source))
-        elif TAG in found:
-            self._fields(found, BY_CLASS[type(node)], node, level, source)
-        else:
-            found.update((key, self._value(value, level + 1, source)) for key, value in node.items())
+        if not numbered:
+            return found
+        self._numbers[id(node)] = number = len(self.objects)
+        self.objects.append(found)
+        return {TAG: "ref", "id": number}
 
     def _values(self, nodes: Iterable[object], level: int, source: FromFile | None) -> list[object]:
         return [self._value(node, level + 1, source) for node in nodes]
@@ -118,7 +111,11 @@ class NodeWriter:
     def _fields(self, found: dict[str, object], kind: Kind, node: Node, level: int, source: FromFile | None) -> None:
         for field in kind.fields:
             value = field.of(node)
-            if not _is_default(field, value):
+            if field.default in ((), b""):
+                is_default = not value
+            else:
+                is_default = type(value) is type(field.default) and value == field.default
+            if not is_default:
                 found[field.name] = self._field(field, value, node, level, source)
 
     def _field(self, field: Field, value: Node, node: object, level: int, source: FromFile | None) -> object:
@@ -206,12 +203,6 @@ def _refusing() -> Iterator[None]:
         yield
     except PickleError as error:
         raise UnsupportedError(f"a value cannot be written: {error.message}", expected=error.expected) from None
-
-
-def _is_default(field: Field, value: object) -> bool:
-    if field.default in ((), b""):
-        return not value
-    return value is field.default or (type(value) is type(field.default) and value == field.default)
 
 
 def write_plain(node: Node) -> object:

@@ -24,7 +24,6 @@ from zckpt.formats.native.layouts import (
     offsets_in,
     spans_of,
     summed,
-    where_it_follows,
 )
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.rank_file import (
@@ -62,6 +61,9 @@ SLOT = {"name": Form.TEXT, "dtype": Form.DTYPE, "layout": Form.INTEGER}
 SLOT_MAY_HAVE = {"shape": Form.SIZES, "key": Form.TEXT}
 
 _CRC32 = re.compile("[0-9a-f]{8}")
+
+LARGE = 1 << 16
+"""Pieces that are summed up one by one, and whose headers are held against the document."""
 
 
 def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
@@ -161,7 +163,16 @@ class Reading:
         self.document = document = record(document, "document", DOCUMENT, MAY_HAVE)
         self.nbytes = nbytes
         self.version, self.identity = document["version"], document["id"]
-        self.listed = self._listed()
+        members = FILE if self.version == 1 else {**FILE, **HEADER}
+        files = [record(one, "file", members) for one in document["files"]]
+        names = [one["name"] for one in files]
+        if not names or names != [rank_name(rank, len(names)) for rank in range(len(names))]:
+            raise wrong("files", f"{rank_name(0, len(names))} and so on", names)
+        for one in files if self.version > 1 else ():
+            if not _CRC32.fullmatch(one["header_crc32"]):
+                raise wrong("header_crc32 of file", "eight hexadecimal digits", one["header_crc32"])
+            one["header_crc32"] = int(one["header_crc32"], 16)
+        self.listed = [Listed(**one) for one in files]
         self.layouts = Layouts(document["layouts"], len(self.listed))
         stored = [record(one, "storage", STORAGE) for one in document["storages"]]
         described = {section: [self._described(one) for one in document[section]] for section in SECTIONS}
@@ -192,7 +203,13 @@ class Reading:
         """Return the checkpoint."""
         document, nodes = self.document, self.nodes
         checkpoint = Checkpoint(str(self.path), FORMAT, str(self.version))
-        checkpoint.param_groups = [self._group(one) for one in document["param_groups"]]
+        for found in document["param_groups"]:
+            one = record(found, "param group", GROUP, {"optimizer": Form.TEXT})
+            names = one["parameters"]
+            if not all(type(name) is str for name in names) or not are_distinct(names):
+                raise wrong("parameters of a param group", "names, each once", names)
+            hyperparameters, state = (nodes.mapping(one[key]) for key in ("hyperparameters", "state"))
+            checkpoint.param_groups.append(ParamGroup(hyperparameters, names, state, one["optimizer"]))
         for section, every in self.described.items():
             found = {one["name"]: self._parameter(one, cuts) for one, cuts in every}
             setattr(checkpoint, section, found)
@@ -208,28 +225,36 @@ class Reading:
         checkpoint.loss_scale = nodes.read(document["loss_scale"])  # type: ignore[assignment]  # a number
         if type(checkpoint.loss_scale) not in (int, float, type(None)):
             raise wrong("loss_scale", "a number", checkpoint.loss_scale)
-        _check(checkpoint)
+        # Groups, ties and sections have to agree.
+        members = [set(group.parameters) for group in checkpoint.param_groups]
+        for parameter in checkpoint.holders():
+            group, owner = parameter.group, parameter.tied_to
+            if group is not None and (group >= len(members) or parameter.name not in members[group]):
+                raise wrong(f"group of {parameter.name}", "the param group that lists it", group)
+            if owner is not None and (
+                parameter.slots
+                or owner not in checkpoint.parameters
+                or checkpoint.parameters[owner].tied_to is not None
+            ):
+                raise wrong(f"tied_to of {parameter.name}", "a parameter that is not tied itself", owner)
+        both = checkpoint.parameters.keys() & checkpoint.buffers.keys()
+        if both:
+            raise wrong("buffers", "no names of parameters", sorted(both))
         checkpoint.files = list(self._sources())
         return checkpoint
-
-    def _listed(self) -> list[Listed]:
-        members = FILE if self.version == 1 else {**FILE, **HEADER}
-        files = [record(one, "file", members) for one in self.document["files"]]
-        names = [one["name"] for one in files]
-        if not names or names != [rank_name(rank, len(names)) for rank in range(len(names))]:
-            raise wrong("files", f"{rank_name(0, len(names))} and so on", names)
-        for one in files if self.version > 1 else ():
-            if not _CRC32.fullmatch(one["header_crc32"]):
-                raise wrong("header_crc32 of file", "eight hexadecimal digits", one["header_crc32"])
-            one["header_crc32"] = int(one["header_crc32"], 16)
-        return [Listed(**one) for one in files]
 
     def _where(self) -> Offsets | Table | None:
         """Return where tensors are as it follows from the document, if that is sure, and the files are as it lists."""
         if self.version == 1:
             return None
         is_as_written = self.document["crc32"] is not None
-        where = where_it_follows(self.listed, self.identity, self.cuts, is_as_written=is_as_written)
+        count = sum(len(cut.pieces) for cut in self.cuts)
+        where: Offsets | Table | None
+        if is_as_written and count > LARGE and count > 4 * (len(self.cuts) + len(self.listed)):
+            table = Table(self.listed, self.cuts)  # its product goes unproven: the document has a checksum of its own
+            where = table if table.is_proven else None
+        else:
+            where = summed(self.listed, self.identity, self.cuts)
         if where is None:
             return None
         rank, world_size = share = SHARE.get() or (0, 1)
@@ -246,14 +271,6 @@ class Reading:
                         raise
                     self.paths[number] = stand_in(error, path)
         return where
-
-    def _group(self, found: Json) -> ParamGroup:
-        one = record(found, "param group", GROUP, {"optimizer": Form.TEXT})
-        names = one["parameters"]
-        if not all(type(name) is str for name in names) or not are_distinct(names):
-            raise wrong("parameters of a param group", "names, each once", names)
-        hyperparameters, state = (self.nodes.mapping(one[key]) for key in ("hyperparameters", "state"))
-        return ParamGroup(hyperparameters, names, state, one["optimizer"])
 
     def _described(self, found: Json) -> tuple[dict[str, Json], list[Cut]]:
         """Return a parameter as the document has it, and its slots."""
@@ -291,19 +308,3 @@ class Reading:
             header = None if self.files else (one.header_nbytes, one.header_crc32)
             yield SourceFile(self.paths[rank], one.nbytes, "rank", rank, tensor_nbytes=used, header=header)
         yield SourceFile(str(self.path / DOCUMENT_NAME), self.nbytes, "document")
-
-
-def _check(checkpoint: Checkpoint) -> None:
-    """Hold param groups, tied names and sections against each other."""
-    members = [set(group.parameters) for group in checkpoint.param_groups]
-    for parameter in checkpoint.holders():
-        group, owner = parameter.group, parameter.tied_to
-        if group is not None and (group >= len(members) or parameter.name not in members[group]):
-            raise wrong(f"group of {parameter.name}", "the param group that lists it", group)
-        if owner is not None and (
-            parameter.slots or owner not in checkpoint.parameters or checkpoint.parameters[owner].tied_to is not None
-        ):
-            raise wrong(f"tied_to of {parameter.name}", "a parameter that is not tied itself", owner)
-    both = checkpoint.parameters.keys() & checkpoint.buffers.keys()
-    if both:
-        raise wrong("buffers", "no names of parameters", sorted(both))

@@ -8,15 +8,14 @@ it starts afresh.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.formats.latest import LATEST
 from zckpt.formats.native.files import RANK_ROLE, SECTIONS
 from zckpt.formats.native.writer import lay_out_as_cut
-from zckpt.formats.remainder import BESIDE
 from zckpt.formats.stripping import Request, Stripping, as_it_is, completed, replaced
+from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.formats.torch_files.strip import shaped_slots
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, without
 from zckpt.state.dtypes import itemsize
@@ -54,9 +53,20 @@ def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:
     emptied: set[str] = set()
     for section in SECTIONS:
         every: dict[str, Parameter] = getattr(checkpoint, section)
-        found = {name: _thinned(parameter, request, shaped) for name, parameter in every.items()}
-        emptied |= {name for name, (_, is_empty) in found.items() if is_empty}
-        setattr(thin, section, {name: parameter for name, (parameter, _) in found.items()})
+        found: dict[str, Parameter] = {}
+        for name, parameter in every.items():
+            gone, state_goes = request.of({key for key in parameter.slots if key in shaped})
+            kept = {
+                key: slot
+                for key, slot in parameter.slots.items()
+                if key == WEIGHT
+                or (key == MASTER and not (request.optimizer and parameter.weight))
+                or (key != MASTER and not state_goes and key not in gone)
+            }
+            found[name] = replace(parameter, slots=kept, state={} if state_goes else parameter.state)
+            if state_goes:
+                emptied.add(name)
+        setattr(thin, section, found)
     thin.param_groups = [
         replace(group, state={}) if request.optimizer or not emptied.isdisjoint(group.parameters) else group
         for group in checkpoint.param_groups
@@ -64,20 +74,6 @@ def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:
     if request.optimizer or emptied:
         thin.optimizer_metadata = without(checkpoint.optimizer_metadata, BESIDE)
     return thin
-
-
-def _thinned(parameter: Parameter, request: Request, shaped: Collection[str]) -> tuple[Parameter, bool]:
-    """Return a parameter without the slots that go, and whether what it has besides goes with them."""
-    present = {key for key in parameter.slots if key in shaped}
-    gone, state = request.of(present)
-    kept = {
-        key: slot
-        for key, slot in parameter.slots.items()
-        if key == WEIGHT
-        or (key == MASTER and not (request.optimizer and parameter.weight))
-        or (key != MASTER and not state and key not in gone)
-    }
-    return replace(parameter, slots=kept, state={} if state else parameter.state), state
 
 
 def _dropped(checkpoint: Checkpoint, thin: Checkpoint) -> dict[str, Counter[str]]:

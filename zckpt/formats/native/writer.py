@@ -20,7 +20,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files.tensors import slot_of_storage
 from zckpt.immutable import immutable
-from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Shape, Slot, Span, stated
+from zckpt.state import ZEROS, Checkpoint, Extent, Parameter, Slot, Span, stated
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned
@@ -185,25 +185,18 @@ def describe(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[Mentioned]]:
     }
     inert = {name: nodes.write(getattr(checkpoint, name)) for name in ("metadata", "optimizer_metadata")}
     for section in SECTIONS:
-        members[section] = [_parameter(one, nodes) for one in getattr(checkpoint, section).values()]
+        members[section] = []
+        for one in getattr(checkpoint, section).values():
+            about = {
+                "group": one.group,
+                "frozen": one.frozen or None,
+                "tied_to": one.tied_to,
+                "state": nodes.write(one.state) if one.state else None,
+            }
+            said = {"name": one.name, "shape": list(one.shape), "dtype": one.dtype, "slots": [], **stated(about)}
+            members[section].append(said)
     storages = [{key: getattr(one.storage, key) for key in ("dtype", "nbytes", "location")} for one in nodes.storages]
     return members | {"layouts": [], **inert, "objects": nodes.objects, "storages": storages}, nodes.storages
-
-
-def _parameter(parameter: Parameter, nodes: NodeWriter) -> dict[str, object]:
-    about = {
-        "group": parameter.group,
-        "frozen": parameter.frozen or None,
-        "tied_to": parameter.tied_to,
-        "state": nodes.write(parameter.state) if parameter.state else None,
-    }
-    return {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "dtype": parameter.dtype,
-        "slots": [],
-        **stated(about),
-    }
 
 
 def place(checkpoint: Checkpoint, members: dict[str, Any], placed: Iterable[Cut]) -> dict[str, Any]:
@@ -219,8 +212,15 @@ def place(checkpoint: Checkpoint, members: dict[str, Any], placed: Iterable[Cut]
                 said["shape"] = list(at.shape)
             if at.key != f"{at.name}/{parameter.name}":
                 said["key"] = at.key
-            layout = tuple(_piece(file, extent, at.shape) for file, extent in at.pieces)
-            one["slots"].append(said | {"layout": layouts.setdefault(layout, len(layouts))})
+            layout: list[tuple[tuple[str, object], ...]] = []  # slots of any shape that are cut alike have one
+            for file, extent in at.pieces:
+                piece: list[tuple[str, object]] = [("file", file)]
+                if extent.sizes != at.shape:
+                    piece += [("offsets", extent.offsets), ("sizes", extent.sizes)]
+                if extent.numel != math.prod(extent.sizes):
+                    piece += [("start", extent.start), ("numel", extent.numel)]
+                layout.append(tuple(piece))
+            one["slots"].append(said | {"layout": layouts.setdefault(tuple(layout), len(layouts))})
     members["layouts"] = [[dict(piece) for piece in layout] for layout in layouts]
     return members
 
@@ -240,13 +240,3 @@ def lay_out_document(members: Mapping[str, object], identity: str, files: Sequen
 def _parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:
     yield from checkpoint.tensors()
     yield from checkpoint.unnamed.values()
-
-
-def _piece(file: int, extent: Extent, shape: Shape) -> tuple[tuple[str, object], ...]:
-    """Return what a piece is: slots of any shape that are cut alike have one layout."""
-    found: list[tuple[str, object]] = [("file", file)]
-    if extent.sizes != shape:
-        found += [("offsets", extent.offsets), ("sizes", extent.sizes)]
-    if extent.numel != math.prod(extent.sizes):
-        found += [("start", extent.start), ("numel", extent.numel)]
-    return tuple(found)

@@ -31,12 +31,13 @@ from zckpt.formats.torch_files.optimizer import (
     looks_like_optimizer,
     optimizer_rules,
     parse_either,
+    with_rest,
 )
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.state import Shape, are_texts, dict_of
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
-from zckpt.torchfile import Place, Tensor, is_tensor
+from zckpt.torchfile import Place, Tensor, is_tensor, value_at
 
 STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 """Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
@@ -68,7 +69,9 @@ class Held:
     def rules(self) -> tuple[Rule, ...]:
         """What is known of the values in it."""
         place = tuple(str(step) for step in self.path)
-        return (Rule((*place, "**"), STATE, "hyperparameters"),) if self.is_flat else optimizer_rules(*place)
+        if self.is_flat:
+            return (Rule((*place, "**"), STATE, "hyperparameters"),)
+        return optimizer_rules(*place, rest=self.state.rest)
 
 
 @dataclass(slots=True)
@@ -156,6 +159,9 @@ def content_of(root: Node, path: Path) -> Content:
     shapes = {key: shapes_of(model) for key, model in models.items()}
     _choose_optimizers(found, optimizers, shapes)
     _choose_models(found, models, shapes)
+    for held in found.optimizers:
+        its = value_at(root, held.path)
+        held.state = with_rest(held.state, its, *(found.keys if its is found.base else ()))
     return found
 
 
@@ -233,7 +239,7 @@ def _is_optimizer(node: object) -> bool:
 
 def _held(node: object, place: Place, path: Path, name: str = "") -> Held:
     with about(path):
-        return Held(place, parse_either(node, str(path)), looks_flattened(node), name)
+        return Held(place, parse_either(node, str(path), carries=True), looks_flattened(node), name)
 
 
 # --- what belongs together

@@ -31,7 +31,7 @@ from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_num
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
 from zckpt.immutable import immutable
 from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, are_distinct, are_texts, number_of, without
-from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
 from zckpt.torchfile import Digests, FromFile, MetaTensor, Tensor, alike, brief, walk_tensors
@@ -43,6 +43,17 @@ STATE_KEY, GROUPS_KEY = "state", "param_groups"
 
 FORM_KEY = "_optimizer_state_format_version"
 """Of torch-checkpointing, where groups have `param_names` and no `params`."""
+
+OPTIMIZERS = "optimizers"
+"""Under which optimizer metadata have those of several optimizers, by name."""
+
+BESIDE = "beside_state"
+"""Under which optimizer metadata have what its state dict has beside state of parameters; `optim/states/beside`."""
+
+
+LBFGS = frozenset({"old_dirs", "old_stps", "prev_flat_grad"})
+
+EMPTY: Mapping[Any, Any] = {}
 
 
 @immutable
@@ -61,6 +72,8 @@ class OptimizerState:
         Of the parameters that the file has by name. They are numbered here in the order of the groups.
     scopes : dict of int to str
         What the names of parameters that are numbered are known to begin with.
+    rest : dict
+        What else the state dict has, also under `state`; of several optimizers by their names.
     """
 
     state: dict[int, dict[str, object]]
@@ -68,6 +81,7 @@ class OptimizerState:
     masters: dict[int, Tensor] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     scopes: dict[int, str] = field(default_factory=dict)
+    rest: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -119,7 +133,12 @@ def _shapes(value: object) -> Iterator[Shape]:
 
 
 def _elementwise(state: Mapping[Any, object]) -> Mapping[Any, object]:
-    """Return of bitsandbytes' state what has a value for each element: its maps of 256 may be larger."""
+    """Return of bitsandbytes' state what has a value for each element: its maps of 256 may be larger.
+
+    Of torch's LBFGS nothing: its first parameter has the state of all, end to end.
+    """
+    if state.keys() >= LBFGS:
+        return {}
     own = next((key for key in ("state2", "state1") if key in state), None)  # AdEMAMix has two for each in state1
     return state if own is None else {own: state[own]}
 
@@ -130,9 +149,23 @@ def shared_values(present: Sequence[Mapping[str, object]]) -> dict[str, object]:
     return {key: value for key, value in first.items() if all(key in one and one[key] == value for one in present)}
 
 
-def optimizer_rules(*path: str) -> tuple[Rule, ...]:
-    """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree."""
+def with_rest(optimizer: OptimizerState, node: object, *others: object) -> OptimizerState:
+    """Return an optimizer with what its state dict has beside param groups and state; nothing of `others`."""
+    found = without(node, STATE_KEY, GROUPS_KEY, FORM_KEY, *others) if looks_like_optimizer(node) else {}
+    return replace(optimizer, rest={**found, **optimizer.rest})
+
+
+def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY) -> tuple[Rule, ...]:
+    """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree.
+
+    `rest`: what of it is carried as it is.
+    """
+    carried = [
+        *([str(key)] for key in rest if key != STATE_KEY),
+        *([STATE_KEY, str(key)] for key in rest.get(STATE_KEY, ())),
+    ]
     return (
+        *(Rule((*path, *keys, "**"), CARRIED, BESIDE) for keys in carried),
         Rule((*path, STATE_KEY, "*", "*"), STATE, "single values of a parameter"),
         Rule((*path, GROUPS_KEY, "*", "params", "**"), IMPLIED, "numbers or names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
@@ -154,12 +187,12 @@ def looks_flattened(node: object) -> TypeGuard[dict[str, Any]]:
     return kinds <= {STATE_KEY, GROUPS_KEY} and GROUPS_KEY in kinds and all(key.count(".") > 1 for key in node)
 
 
-def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerState:
+def parse(node: object, path: str, masters: Sequence[Tensor] = (), *, carries: bool = False) -> OptimizerState:
     """Bring a state dict to one form.
 
     `node`: the state dict; `masters`: one for each parameter, in order; empty where there are none. Raises
     DamagedFileError: it is not the state dict of a torch optimizer; UnsupportedError: state under a text, which torch
-    allows, where parameters have numbers.
+    allows, where parameters have numbers, unless the caller `carries` it.
     """
     with about(path):
         if not looks_like_optimizer(node):
@@ -175,10 +208,13 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
         by_label = by_label or {label: label for label in labels}
         for group in groups:
             group["params"] = [by_label[label] for label in group["params"]]
-        state = {}
+        state, others = {}, {}
         for key, slots in node[STATE_KEY].items():
             digits = isinstance(key, str) and is_number(key) and not names  # as `dcp_to_torch_save` leaves them
             number = by_label.get(int(key) if digits else key)
+            if isinstance(key, str) and not digits and not names and carries:
+                others[key] = slots
+                continue
             if isinstance(key, str) and not digits and not names:
                 raise UnsupportedError(
                     f"the optimizer has state under {brief(key)}, which is not a parameter's: zckpt cannot store it",
@@ -193,12 +229,12 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
                 "masters and param groups disagree", expected=f"{len(labels)} parameters", found=len(masters)
             )
         found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
-        return OptimizerState(state, groups, found, names)
+        return OptimizerState(state, groups, found, names, rest={STATE_KEY: others} if others else {})
 
 
-def parse_either(node: object, path: str) -> OptimizerState:
+def parse_either(node: object, path: str, *, carries: bool = False) -> OptimizerState:
     """Bring a state dict to one form, whether or not its keys are joined; errors are those of `parse`."""
-    return parse(unflattened(node, path) if looks_flattened(node) else node, path)
+    return parse(unflattened(node, path) if looks_flattened(node) else node, path, carries=carries)
 
 
 def check_hyperparameters(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
@@ -300,6 +336,8 @@ def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> Optimiz
             if scope and isinstance(group.get("param_names"), (list, tuple)):
                 its["param_names"] = [f"{scope}{name}" for name in group["param_names"]]
             found.groups.append(its)
+        if one.rest:
+            found.rest.update(one.rest if optimizer is None else {optimizer: one.rest})
     return found
 
 
@@ -381,6 +419,7 @@ def attach(
         hyperparameters = {key: FromFile(one, path) if holds_tensors(one) else one for key, one in own.items()}
         common = _common(optimizer, numbers, path)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
+    _attach_rest(checkpoint, optimizer, path)
     foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and not is_number(name)]
     if foreign and checkpoint.parameters:
         checkpoint.warnings.append(
@@ -389,6 +428,22 @@ def attach(
     lost = lost_in_gathering(optimizer, path) if optimizer.names else None
     checkpoint.warnings += [lost] if lost else []
     note_numbers(checkpoint, unnamed)
+
+
+def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -> None:
+    """Carry what else a state dict has as `zckpt.save` does, but for the optimizer's class, which no file says."""
+    groups = checkpoint.param_groups[-len(optimizer.groups) :]
+    keys = list(dict.fromkeys(key for slots in optimizer.state.values() for key in slots))
+
+    def tree(rest: object, of: str | None) -> dict[str, object]:
+        names = [list(group.parameters) for group in groups if of in (None, group.optimizer)]
+        return {"class": "", "at": [], "keys": keys, "names": names, "parameters": {}, "groups": [], "rest": rest}
+
+    if optimizer.rest and any(group.optimizer for group in groups):
+        each = {name: {BESIDE: tree(rest, name)} for name, rest in optimizer.rest.items()}
+        checkpoint.optimizer_metadata[OPTIMIZERS] = FromFile(each, path)
+    elif optimizer.rest:
+        checkpoint.optimizer_metadata[BESIDE] = FromFile(tree(optimizer.rest, None), path)
 
 
 def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
@@ -445,6 +500,9 @@ def names_of(
 
     said = replace(said, factored=False, rules=(is_of, rounds))
     found = said.certain(orders)
+    is_all = len(optimizer.groups) == 1 and len(numbers) == len(said.candidates)
+    if is_all and not optimizer.masters and not any(optimizer.state.values()):
+        return dict(zip(numbers, said.candidates, strict=True))  # any order is right of what has no state
     pairs = sum(count**2 for count in Counter(shapes.values()).values())
     has_masters = sample is not None and optimizer.masters.keys() >= {*numbers}
     if len(found) < len(numbers) and has_masters and pairs <= MOST_PAIRS:

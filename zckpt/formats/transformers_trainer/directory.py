@@ -36,7 +36,7 @@ _STEMS = (
 """What programs call the file of a model, that which is read first."""
 
 _BESIDE_OPTIMIZER = tuple(
-    (stem, end) for stem in ("model", "weights") for end in (".safetensors", ".pt", ".pth", ".bin")
+    (stem, end) for stem in ("model", "weights") for end in (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 )
 """What loops of their own call it, where the optimizer's file is beside it."""
 
@@ -48,7 +48,7 @@ _MODULE = re.compile(r"([0-9]+)_\w+")
 """A folder of what sentence-transformers puts behind a model, which lies in the directory itself: `2_Dense`."""
 
 _OPTIMIZER = re.compile(r"optimizer(?:_([1-9][0-9]{0,3}))?\.(pt|bin)")
-_OF_A_LOOP = re.compile(r"optim(?:izer)?\.(?:pt|pth|bin)")
+_OF_A_LOOP = re.compile(r"optim(?:izer)?\.(?:pt|pth|bin|ckpt)")
 _FURTHER = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)_([1-9][0-9]{0,3})\.(safetensors|bin)")
 _DCP_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
 

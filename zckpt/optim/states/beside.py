@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError, listed
-from zckpt.formats.remainder import BESIDE
+from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
-from zckpt.state import without
-from zckpt.torchfile import each
+from zckpt.state import dict_of, without
+from zckpt.torchfile import each, node_of
 
 STATE, GROUPS = "state", "param_groups"
 
@@ -104,11 +104,11 @@ class Declared:
         if not _is_tree(tree):
             raise DamagedFileError(f"unreadable {BESIDE}", expected="what zckpt.save writes under this key")
         found = Beside(tree["at"], tree["keys"], tree["parameters"], tree["groups"], tree["rest"])
-        strange = [] if tree["class"] == cls else [key for key in found.rest if key not in self.beside.rest]
+        strange = [] if tree["class"] in (cls, "") else [key for key in found.rest if key not in self.beside.rest]
         if strange or (tree["class"] != cls and list(self.beside.at or ()) != found.at):
             raise UsageError(
-                f"{cls} has no place for {listed(list(map(str, found.rest)))}, which {tree['class']} kept in "
-                "addition to its state",
+                f"{cls} has no place for {listed(list(map(str, found.rest)))}, which {tree['class'] or 'another'} kept "
+                "in addition to its state",
                 advice="give the saved optimizer, or strict=False",
             )
         if tree["names"] != names:
@@ -119,6 +119,11 @@ class Declared:
                 advice="create the optimizer as it was saved, or give strict=False",
             )
         return found
+
+
+def is_of_save(node: object) -> bool:
+    """Tell whether `zckpt.save` has written what is beside; else it was read from a state dict, in the same form."""
+    return bool(dict_of(node_of(node)).get("class"))
 
 
 def _is_tree(tree: object) -> bool:

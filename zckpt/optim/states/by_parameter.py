@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from zckpt.compare.logical import parameter_values
 from zckpt.engine.tensors import TensorRead, check_tensors, read_tensors
 from zckpt.errors import UnsupportedError, UsageError, about, listed
-from zckpt.formats.remainder import BESIDE
+from zckpt.formats.torch_files.optimizer import BESIDE
+from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.immutable import immutable
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
@@ -33,11 +34,12 @@ from zckpt.optim.param_groups import (
     parameters_of,
 )
 from zckpt.optim.ranks import Place
-from zckpt.optim.states.beside import Beside, Declared, declared
-from zckpt.optim.states.expected import STEP, check_keys, keep_types, makes_state, rehearse
+from zckpt.optim.states.beside import Beside, Declared, declared, is_of_save
+from zckpt.optim.states.expected import STEP, check_keys, keep_types, makes_state, rehearse, wanted
 from zckpt.optim.tensors import Share, room_like, share_of
-from zckpt.optim.values import as_stored, as_torch, like, value_of
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, number_of
+from zckpt.optim.values import are_tensors, as_stored, as_torch, is_made, like, value_of
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
+from zckpt.torchfile import brief
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -325,7 +327,7 @@ class OptimizerState:
         """
         self.source, self.settings, self.reads, self.notes = source, [], [], []
         with about(source.path):
-            if BESIDE in source.metadata and not self.keeps_beside:
+            if BESIDE in source.metadata and not self.keeps_beside and is_of_save(source.metadata[BESIDE]):
                 cls = type(self.optimizer).__name__
                 self.leave_out(
                     UsageError(
@@ -403,6 +405,9 @@ class OptimizerState:
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
         if not isinstance(value, Slot):
+            is_known = key == NESTED or wanted(self.holder, {}, 1) is not None
+            if not is_known and are_tensors(value) and not isinstance(parameter, DTensor):
+                return value_of(value)  # preconditioners, say; `rehearse` shows whether the class takes them
             return as_torch(value, f"{key} of {owner.name}")
         dtype = getattr(torch, value.dtype)
         if not isinstance(parameter, DTensor) or value.shape != owner.shape:
@@ -483,9 +488,23 @@ class OptimizerState:
             self.notes.append(f"hyperparameters are not changed: {error}")
             return [{} for _ in names]
         return [
-            {key: like(number_of(value), ours.get(key)) for key, value in hyperparameters(its.hyperparameters).items()}
+            {key: self._setting(key, one, ours) for key, one in hyperparameters(its.hyperparameters).items()}
             for its, ours in zip(self.source.param_groups, self.optimizer.param_groups, strict=True)
         ]
+
+    def _setting(self, key: str, node: object, ours: Group) -> object:
+        value = value_of(node)
+        if is_made(value):
+            return like(value, ours.get(key))
+        if key not in ours:
+            raise UnsupportedError(
+                f"{key} of a param group is an object that only a pickle can make",
+                found=brief(node),
+                advice="set it in the optimizer, or load only the model",
+            )
+        note = f"{key} of the param groups is left as it is here: the checkpoint has an object, {brief(node)}"
+        self.notes += [] if note in self.notes else [note]
+        return ours[key]
 
     def _check_groups(self, names: Names) -> None:
         """Refuse other param groups than the optimizer's; what has no state may be missing on either side."""

@@ -9,7 +9,7 @@ known. Any other class takes the state first in a copy of its object: with what 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import field
@@ -29,6 +29,7 @@ STEP = "step"
 """Which torch casts by rules of its own."""
 
 HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+"""Dicts as torch has them: `load_state_dict` may add a hook to its own object."""
 
 
 class Wanted(NamedTuple):
@@ -159,7 +160,7 @@ def rehearse(
     try:
         if of_torch:  # which changes nothing that it shares with this copy
             copy = object.__new__(cls)
-            vars(copy).update(vars(optimizer), **{hook: {} for hook in HOOKS}, state=defaultdict(dict))
+            vars(copy).update(vars(optimizer), **{hook: OrderedDict() for hook in HOOKS}, state=defaultdict(dict))
             copy.param_groups = [dict(group) for group in optimizer.param_groups]
         else:
             memo = {id(one): torch.nn.Parameter(one.detach().clone(), one.requires_grad) for one in numbers}
@@ -186,7 +187,7 @@ def _whole_copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         if isinstance(one, Optimizer) and id(one) not in memo:
             _whole_copy(one, memo)
     held = without(vars(optimizer), *HOOKS)
-    vars(made).update(deepcopy(held, memo), **{hook: {} for hook in HOOKS})
+    vars(made).update(deepcopy(held, memo), **{hook: OrderedDict() for hook in HOOKS})
     return made
 
 

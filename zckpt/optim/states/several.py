@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.remainder import OPTIMIZERS
+from zckpt.formats.torch_files.optimizer import OPTIMIZERS
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names

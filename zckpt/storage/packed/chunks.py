@@ -77,7 +77,9 @@ def decode(stored: bytes, way: Way, nbytes: int, prediction: Bytes | None) -> By
         return np.zeros(nbytes, np.uint8)
     if zstandard.frame_content_size(stored) != nbytes:
         raise ValueError("another size")
-    plain = np.frombuffer(_decompressor().decompress(stored, max_output_size=nbytes), np.uint8)
+    if not hasattr(_LOCAL, "decompressor"):
+        _LOCAL.decompressor = zstandard.ZstdDecompressor()
+    plain = np.frombuffer(_LOCAL.decompressor.decompress(stored, max_output_size=nbytes), np.uint8)
     if len(plain) != nbytes or nbytes % way.width:
         raise ValueError("another size")
     found = np.ascontiguousarray(plain.reshape(way.width, -1).T).reshape(-1) if way.width > 1 else plain
@@ -130,11 +132,4 @@ def _compressor() -> zstandard.ZstdCompressor:
     if not hasattr(_LOCAL, "compressor"):
         _LOCAL.compressor = zstandard.ZstdCompressor(level=LEVEL)
     found: zstandard.ZstdCompressor = _LOCAL.compressor
-    return found
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_LOCAL, "decompressor"):
-        _LOCAL.decompressor = zstandard.ZstdDecompressor()
-    found: zstandard.ZstdDecompressor = _LOCAL.decompressor
     return found

@@ -128,12 +128,9 @@ class RemoteFile:
             buffer[at - offset : at - offset + count] = memoryview(data)[at - start : at - start + count]
             at += count
 
-    def _fetch(self, offset: int, nbytes: int) -> bytes:
-        return self.store.fetch(self.listed, offset, nbytes, self.shown)
-
     def fetch_once(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by one request."""
-        buffer[:] = self._fetch(offset, len(buffer))
+        buffer[:] = self.store.fetch(self.listed, offset, len(buffer), self.shown)
 
     def hold(self, start: int, data: memoryview) -> None:
         """Hold what was fetched ahead, until it is released."""
@@ -158,7 +155,7 @@ class RemoteFile:
                     if at < start + len(data):
                         return start, data
                 start, stop = self._missing(at, end, index)
-            data = self._fetch(start, stop - start)
+            data = self.store.fetch(self.listed, start, stop - start, self.shown)
             with self._lock:
                 self._blocks[start] = data
                 self._starts.insert(bisect_right(self._starts, start), start)

@@ -291,7 +291,10 @@ class S3Sink:
             found = self._store.ask("head_object", self._store.place(self._key), self._shown)
         except TargetError:  # the first error says more
             return False
-        etag, own = found.get("ETag", "").strip('"'), self._etag()
+        etag, own = found.get("ETag", "").strip('"'), ""
+        each = [one.strip('"') for _, (one, _) in sorted(self.parts.items())]
+        if all(map(_MD5.fullmatch, each)):  # what S3 gives an object of these parts
+            own = f"{md5(b''.join(map(bytes.fromhex, each)), usedforsecurity=False).hexdigest()}-{len(each)}"
         is_encrypted = bool(found.get("SSEKMSKeyId") or found.get("SSECustomerAlgorithm"))  # then no ETag is an MD5
         is_told = etag == own or (_OF_PARTS.fullmatch(etag) is not None and not is_encrypted)
         same = etag == own if is_told else not surely or self._has_parts()
@@ -307,13 +310,6 @@ class S3Sink:
                 return False
             at += nbytes
         return True
-
-    def _etag(self) -> str:
-        """Return the ETag that S3 gives an object of these parts."""
-        each = [etag.strip('"') for _, (etag, _) in sorted(self.parts.items())]
-        if not all(map(_MD5.fullmatch, each)):
-            return ""
-        return f"{md5(b''.join(map(bytes.fromhex, each)), usedforsecurity=False).hexdigest()}-{len(each)}"
 
     def abort(self) -> bool:
         """Remove all parts; return whether the store has done so."""

@@ -26,8 +26,8 @@ from zckpt.formats.deepspeed.axes.pipeline import TIED, layer_names, layer_of, t
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.immutable import immutable
+from zckpt.state.mappings import are_distinct
 from zckpt.state.names import is_number
-from zckpt.state.series import are_distinct
 
 Numbers = tuple[int, ...]
 """Of layers: bounds of stages, or those that use a tied one."""
