@@ -152,33 +152,35 @@ class Adapter:
 
         Raises UsageError: the model has no such parameters; UnsupportedError: several that the factors fit.
         """
-        return [one for module in self.experts for one in self._of_module(module, shapes)]
-
-    def _of_module(self, module: str, shapes: Mapping[str, Shape]) -> list[Product]:
-        targets, factors = self.reading.settings["target_parameters"], self.experts[module]
-        names = [
-            name for name in shapes
-            if name.rpartition(".")[0] == module and any(name == one or name.endswith(f".{one}") for one in targets)
-        ]  # fmt: skip
-        fitting = []
-        if len(names) == len(factors) <= MOST_PARAMETERS:
-            for order in permutations(names):
-                pairs = zip(order, factors, strict=True)
-                every = [self.reading.of_parameter(name, *both, shapes[name]) for name, both in pairs]
-                fitting += [[one for one in every if one]] if all(every) else []
-        if len(fitting) == 1:
-            return fitting[0]
-        ends = "fit its parameters in several orders" if fitting else "do not fit the model's parameters"
-        raise (UnsupportedError if fitting else UsageError)(
-            f"adapters for {listed(targets)} in {module} {ends}",
-            path=self.checkpoint.source,
-            expected=listed([f"{name} {shapes[name]}" for name in names]) if names else "a base that has these names",
-            found=", ".join(f"A {a.shape}, B {b.shape}" for a, b in factors),
-            advice="merge it with PEFT's merge_and_unload"
-            if fitting
-            else "give the model that the adapter was trained on; if its experts have a tensor each, --map (for "
-            "example --map=transformers) makes them one, as they are in memory",
-        )
+        found: list[Product] = []
+        targets = self.reading.settings["target_parameters"] if self.experts else []
+        for module, factors in self.experts.items():
+            names = [
+                name for name in shapes if name.rpartition(".")[0] == module
+                and any(name == one or name.endswith(f".{one}") for one in targets)
+            ]  # fmt: skip
+            fitting = []
+            if len(names) == len(factors) <= MOST_PARAMETERS:
+                for order in permutations(names):
+                    pairs = zip(order, factors, strict=True)
+                    every = [self.reading.of_parameter(name, *both, shapes[name]) for name, both in pairs]
+                    fitting += [[one for one in every if one]] if all(every) else []
+            if len(fitting) != 1:
+                ends = "fit its parameters in several orders" if fitting else "do not fit the model's parameters"
+                raise (UnsupportedError if fitting else UsageError)(
+                    f"adapters for {listed(targets)} in {module} {ends}",
+                    path=self.checkpoint.source,
+                    expected=listed([f"{name} {shapes[name]}" for name in names])
+                    if names
+                    else "a base that has these names",
+                    found=", ".join(f"A {a.shape}, B {b.shape}" for a, b in factors),
+                    advice="merge it with PEFT's merge_and_unload"
+                    if fitting
+                    else "give the model that the adapter was trained on; if its experts have a tensor each, --map "
+                    "(for example --map=transformers) makes them one, as they are in memory",
+                )
+            found += fitting[0]
+        return found
 
 
 def holds_adapter(path: Path) -> bool:

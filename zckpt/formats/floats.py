@@ -37,8 +37,8 @@ def with_floats(*checkpoints: AnyCheckpoint, keeps_files: bool = False) -> list[
     found = []
     for one in checkpoints:
         path, own = one.source, weights_as_floats(with_float_slots(one, keeps_files=keeps_files))
-        parameters = {name: as_floats(each, path) for name, each in own.parameters.items()}
-        unnamed = {name: as_floats(each, path) for name, each in own.unnamed.items()}
+        parameters = {name: as_floats(its, path) for name, its in own.parameters.items()}
+        unnamed = {name: as_floats(its, path) for name, its in own.unnamed.items()}
         found.append(replace(own, parameters=parameters, unnamed=unnamed))
     every = [each for one in found for each in (*one.tensors(), *one.unnamed.values())]
     computed = any(isinstance(slot, Computed) for each in every for slot in each.slots.values())

@@ -25,12 +25,6 @@ def refuse_several(checkpoint: Checkpoint, what: str) -> None:
         )
 
 
-def numbers_in_slots(checkpoint: Checkpoint) -> set[str]:
-    """Return the optimizer's keys whose slots are one number for a whole parameter, in some parameter at least."""
-    every = checkpoint.parameters.values()
-    return {STEP, *(key for one in every for key, slot in one.slots.items() if one.shape and not slot.shape)}
-
-
 def group_values(checkpoint: Checkpoint, group: ParamGroup, keys: Collection[str]) -> dict[str, object]:
     """Return the single values that all parameters of a group with any have, and have alike.
 

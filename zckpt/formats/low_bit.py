@@ -41,8 +41,9 @@ def codes_in(checkpoint: Checkpoint) -> list[str]:
     every = list(checkpoint.tensors())
     beside = {found[1] for one in every if (found := _PACKED.fullmatch(one.name)) is not None}
     packed = {one.name for one in every if one.name in beside and one.shape[1:] == (1,)}
-    dtypes = {dtype for dtype in {one.dtype for one in every} if itemsize(dtype) == 1 or dtype == "int32"} - {"bool"}
-    low = [one for one in every if (len(one.shape) > 1 and one.dtype in dtypes) or one.name in packed]
+    matrices = {one.dtype for one in every if len(one.shape) > 1}
+    types = {one for one in matrices if (itemsize(one) == 1 and one != "bool") or one == "int32"}
+    low = [one for one in every if (len(one.shape) > 1 and one.dtype in types) or one.name in packed]
     if not low:
         return []
     settings = settings_of(checkpoint)[1]

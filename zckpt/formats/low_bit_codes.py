@@ -50,10 +50,8 @@ def in_block_fp8(tensors: Tensors, block: tuple[int, int], config: Mapping[str, 
     hidden = (config.get("text_config") or config).get("hidden_size")
     before = config.get("quantization_config")
     short = dict_of(before).get("quant_method") == "fp8"
-    units = {}  # the module that each is of; of experts that of all of a layer
-    for name in tensors:
-        experts = _EXPERTS.fullmatch(name)
-        units[name] = experts[1] if experts else name.removesuffix(".weight").removesuffix(".bias")
+    units = {name: name.removesuffix(".weight").removesuffix(".bias") for name in tensors}  # modules that they are of
+    units |= {name: match[1] for name in tensors if (match := _EXPERTS.fullmatch(name))}  # all experts of a layer
     fits = {name: _fits(name, slot.shape, dtype, block, hidden, short=short) for name, (slot, dtype) in tensors.items()}
     left = {unit for name, unit in units.items() if not fits[name] and name != f"{unit}.bias"}
     coded = {units[name] for name in tensors if fits[name]} - left

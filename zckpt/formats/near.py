@@ -161,7 +161,7 @@ def is_archive(path: Path) -> bool:
 
 def _of_others(path: Path) -> NearMiss | None:
     """Tell a directory of another program, by the names of what is in it and in its folders."""
-    names: list[str] = []
+    names: list[str] = []  # of files, and of folders' files
     for entry in _entries(path):
         names.append(entry.name)
         if entry.is_dir(follow_symlinks=False):

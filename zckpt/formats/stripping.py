@@ -338,11 +338,10 @@ def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritt
         return Rewritten(name, file.nbytes, None, _complete(saved, file.nbytes))
     if not edited.changed and not edited.dropped and not saved:
         return as_it_is(path, name)
-    root, count = edited.root, len(new)
-    if new:
-        root = replace_tensors(root, new)
+    root = edited.root
+    if new:  # none of the old storages may be left, for they would share no memory
+        count, root = len(new), replace_tensors(root, new)
         if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(root)) != count:
-            # one that still had an old storage would share no memory with the others
             raise UnsupportedError("some tensors are in places where they cannot be replaced", path=path)
     target = lay_out(name, FromFile.of(file, root))
     return replaced(name, file.nbytes, target, saved)
@@ -367,7 +366,16 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
         alignment = max([itemsize(storage.dtype), *(one.itemsize for one in views)])
         kept = kept_ranges((one.reach for one in views), storage.nbytes, alignment)
         if views and kept.nbytes < storage.nbytes:
-            new |= _moved(views, storage, kept, file)
+            size, parts = itemsize(storage.dtype), []
+            for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
+                shape, at = ((high - low) // size,), storage.offset + low
+                span = Span(Extent.whole(shape), file.path, at, storage.dtype, None, views[0].byteorder)
+                slot = Slot("storage", storage.dtype, shape, (span,))
+                parts.append(SlotContent(start // size, slot, f"storage {storage.key} of {file.path}"))
+            shrunk = new_storage(storage.dtype, kept.nbytes // size, parts, location=storage.location)
+            for one in views:
+                offset = kept.place(one.reach[0]) // one.itemsize if one.numel else 0
+                new[id(one)] = replace(one, storage=shrunk, storage_offset=offset, byteorder="little")
         removed = without([(0, storage.nbytes)], kept.ranges)
         of = shares(removed, dropped.get(key, ()))
         of[PADDING if trimmed else UNREFERENCED] = total(removed) - of.total()
@@ -379,23 +387,6 @@ def _complete(saved: dict[str, int], nbytes: int) -> dict[str, int]:
     """Return bytes by kind that add up to `nbytes`."""
     rest = nbytes - sum(saved.values())
     return {**saved, **({STRUCTURE: rest} if rest else {})}
-
-
-def _moved(views: Sequence[Tensor], storage: Storage, kept: Kept, file: TorchFile) -> dict[int, Tensor]:
-    """Return the tensors of a storage, by the id of each, as those of a new one of the bytes that are kept."""
-    size, dtype = itemsize(storage.dtype), storage.dtype
-    parts = []
-    for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
-        shape = ((high - low) // size,)
-        span = Span(Extent.whole(shape), file.path, storage.offset + low, dtype, None, views[0].byteorder)
-        label = f"storage {storage.key} of {file.path}"
-        parts.append(SlotContent(start // size, Slot("storage", dtype, shape, (span,)), label))
-    made = new_storage(dtype, kept.nbytes // size, parts, location=storage.location)
-    offsets = [kept.place(one.reach[0]) // one.itemsize if one.numel else 0 for one in views]
-    return {
-        id(one): replace(one, storage=made, storage_offset=offset, byteorder="little")
-        for one, offset in zip(views, offsets, strict=True)
-    }
 
 
 def completed(

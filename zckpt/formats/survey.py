@@ -20,7 +20,7 @@ from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.storage.files import entries_of, opened
-from zckpt.torchfile import AlikeRecords, read_archive, read_torchfile
+from zckpt.torchfile import AlikeRecords, Record, read_archive, read_torchfile
 
 SAFETENSORS_SUFFIX = ".safetensors"
 
@@ -72,7 +72,8 @@ def survey_files(source: Path) -> Survey:
             continue
         except SourceError as error:
             surveyed.errors.append(error)
-    known: set[str] = set()  # what formats see that is wrong with directories which none of them recognises
+    # What formats see that is wrong with directories which none of them recognises; each thing once.
+    known: set[str] = set()
     for directory in sorted({path.parent for path in paths} if source.is_dir() else ()):
         for one in formats():
             try:
@@ -106,29 +107,27 @@ def checksums(file: SourceFile, owner: Format | None) -> list[Sum]:
     states them is damaged.
     """
     found = None if owner is None else owner.checks(file)
-    return sorted(_archive_sums(file) if found is None else found, key=lambda one: one.offset)
+    if found is None:  # that of each record of the torch archives in it, or that it is
+        found = []
+        for records in [file.records] if file.records else _records(file):
+            filled = list(records.filled()) if isinstance(records, AlikeRecords) else records
+            if any(crc for *_, crc in filled):  # `torch.serialization.skip_data` leaves room for data, and states 0
+                found += [
+                    Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
+                    for name, offset, nbytes, crc in filled
+                    if crc or not nbytes
+                ]
+    return sorted(found, key=lambda one: one.offset)
 
 
-def _archive_sums(file: SourceFile) -> Iterator[Sum]:
-    """Yield the checksum of each record of the torch archives in a file, or that it is.
-
-    Where `torch.serialization.skip_data` (torch 2.6) leaves room for data that are written later, it states 0.
-    """
-    every: list[Sequence[tuple[str, int, int, int]]] = [file.records] if file.records else []
-    if not every:
-        archives = file.archives
-        if not archives and file.nbytes >= len(ZIP):
-            with opened(file.path) as source:
-                archives = [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
-        for offset, nbytes in archives:
-            with opened(file.path, offset, nbytes) as source:
-                every.append(list(read_archive(source).values()))
-    for records in every:
-        filled = list(records.filled()) if isinstance(records, AlikeRecords) else records
-        if any(crc for *_, crc in filled):
-            for name, offset, nbytes, crc in filled:
-                if crc or not nbytes:
-                    yield Sum(name, file.path, offset, nbytes, crc, nbytes <= ALWAYS_NBYTES)
+def _records(file: SourceFile) -> Iterator[Sequence[Record]]:
+    archives = file.archives
+    if not archives and file.nbytes >= len(ZIP):
+        with opened(file.path) as source:
+            archives = [(0, file.nbytes)] if source.at(0, len(ZIP)) == ZIP else []
+    for offset, nbytes in archives:
+        with opened(file.path, offset, nbytes) as source:
+            yield list(read_archive(source).values())
 
 
 def source_checks(checkpoints: Checkpoint | Sequence[Checkpoint], plan: Plan | None = None) -> Checks:

@@ -76,7 +76,32 @@ def units(run: Path, *, depth: int = DEPTH, files: bool = True) -> Iterator[Unit
 
     Links to directories are not followed. `files`: those that are one file, too.
     """
-    yield from _units(run, depth, files)
+    folders = _folders(run)
+    if (called(run.name) is not None or run.name.endswith(_WHOLE)) and _is_one(run, folders):
+        states = _states(run, depth)
+        alone = [] if states or not files else [*_files(run)]
+        if all(called(one.name) in (None, called(run.name)) for one in alone):
+            if states or alone:
+                yield Unit(run, tuple(states or alone))
+            return
+    seen = _seen(run)
+    is_here = seen == run or (isinstance(seen, Path) and seen.is_dir() and _with_training(run, [seen]))
+    own = _read_in(run) if is_here and folders else set()
+    folders = [one for one in folders if not any(f"{one}{os.sep}" in read for read in own)]
+    others = [unit for folder in folders if depth for unit in units(folder, depth=depth - 1, files=files)]
+    if is_here:
+        yield Unit(run, (run,))
+    elif files:
+        others += [Unit(one, (one,)) for one in _files(run)]
+    held = {above for one in others for above in (one.path, *one.path.parents)}
+    alike, said = {_pattern(one) for one in held if one.parent == run}, latest_of(run).values()
+    for one in folders:  # what is left of one, or is not read
+        is_alike = called(one.name) is not None and _pattern(one) in alike
+        if one not in held and (is_alike or any(is_named(one, run, text) for text in said)):
+            others.append(Unit(one, ()))
+    if not others and isinstance(seen, SourceError):
+        others = [Unit(run, (run,))]
+    yield from sorted(others, key=lambda one: (str(one.path.parent), numbered(one.path.name)))
 
 
 def latest_of(directory: Path) -> dict[str, str]:
@@ -90,35 +115,6 @@ def is_named(unit: Path, directory: Path, text: str) -> bool:
     return unit == named or unit in named.parents or (
         is_number(text) and unit.parent == directory and called(unit.name) == int(text)
     )  # fmt: skip
-
-
-def _units(path: Path, depth: int, files: bool) -> Iterator[Unit]:
-    folders = _folders(path)
-    if (called(path.name) is not None or path.name.endswith(_WHOLE)) and _is_one(path, folders):
-        states = _states(path, depth)
-        alone = [] if states or not files else [*_files(path)]
-        if all(called(one.name) in (None, called(path.name)) for one in alone):
-            if states or alone:
-                yield Unit(path, tuple(states or alone))
-            return
-    seen = _seen(path)
-    is_here = seen == path or (isinstance(seen, Path) and seen.is_dir() and _with_training(path, [seen]))
-    own = _read_in(path) if is_here and folders else set()
-    folders = [one for one in folders if not any(f"{one}{os.sep}" in read for read in own)]
-    others = [unit for folder in folders if depth for unit in _units(folder, depth - 1, files)]
-    if is_here:
-        yield Unit(path, (path,))
-    elif files:
-        others += [Unit(one, (one,)) for one in _files(path)]
-    held = {above for one in others for above in (one.path, *one.path.parents)}
-    alike, said = {_pattern(one) for one in held if one.parent == path}, latest_of(path).values()
-    for one in folders:  # what is left of one, or is not read
-        is_alike = called(one.name) is not None and _pattern(one) in alike
-        if one not in held and (is_alike or any(is_named(one, path, text) for text in said)):
-            others.append(Unit(one, ()))
-    if not others and isinstance(seen, SourceError):
-        others = [Unit(path, (path,))]
-    yield from sorted(others, key=lambda one: (str(one.path.parent), numbered(one.path.name)))
 
 
 def _pattern(path: Path) -> str:

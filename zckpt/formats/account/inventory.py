@@ -17,11 +17,11 @@ from pathlib import Path
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.account.ranges import MANY, Coverage, Known, shares, whole
-from zckpt.formats.account.trees import FileAccount, Taken, taken
+from zckpt.formats.account.ranges import MANY, Coverage, shares, whole
+from zckpt.formats.account.trees import FileAccount, taken
 from zckpt.formats.suffixes import MODELS
 from zckpt.immutable import immutable
-from zckpt.state import Checkpoint, SourceFile
+from zckpt.state import Checkpoint
 from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
 from zckpt.storage.files import collector_paused, entries_of, opened, read_head, real_path
 from zckpt.storage.ownership import REMOVED
@@ -69,30 +69,24 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             continue
         is_first = id(file.tree) not in trees
         trees.add(id(file.tree))
-        items, found.nbytes[name] = _account(file, name, known.of(file.path), values, before, is_first=is_first)
+        is_shared = isinstance(file.tree, (int, float, str))  # by files that have nothing else in common
+        is_alone = is_first or is_shared or file.path in values.paths
+        covered, key = known.of(file.path), None
+        if not is_alone and (len(file.records) >= MANY or not covered.is_long):  # else it is gone through as fast
+            key = id(file.tree), file.role, file.rules, covered.key
+        if key is not None and key in before:  # of a file that is alike
+            items, nbytes = before[key]
+            items = [Item(name, *_rest(item)) for item in items]
+        else:
+            account = FileAccount(file, name, covered, values, is_first=is_first)
+            items, nbytes = account.items(), shares(covered, account.elements, account.ranges)
+            if key is not None:
+                before[key] = items, nbytes
         found.items += items
+        found.nbytes[name] = whole(nbytes, file.nbytes)
     found.items += file_items(checkpoint, read, folders)
     found.items.sort(key=lambda item: item.fate == LEFT_OUT)  # which keeps the order of the others
     return found
-
-
-def _account(
-    file: SourceFile, name: str, known: Known, values: Taken, before: dict[object, _Account], *, is_first: bool
-) -> _Account:
-    """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
-    is_shared = isinstance(file.tree, (int, float, str))  # by files that have nothing else in common
-    key: object = None
-    is_alone = is_first or is_shared or file.path in values.paths
-    if not is_alone and (len(file.records) >= MANY or not known.is_long):  # else it is gone through as fast
-        key = id(file.tree), file.role, file.rules, known.key
-        if key in before:
-            items, taken = before[key]
-            return [Item(name, *_rest(item)) for item in items], whole(taken, file.nbytes)
-    account = FileAccount(file, name, known, values, is_first=is_first)
-    items, taken = account.items(), shares(known, account.elements, account.ranges)
-    if key is not None:
-        before[key] = items, taken
-    return items, whole(taken, file.nbytes)
 
 
 def shown(path: str, real: str, root: str) -> str:

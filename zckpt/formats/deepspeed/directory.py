@@ -157,7 +157,21 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
         return None
     shards: dict[object, Shard] = {}
     further: list[Shard] = []
-    directories = [directory, *(_root_directory(root, directory, source) for root in roots)]
+    directories = [directory]
+    for root in roots:
+        if not root.is_dir():
+            raise SourceError(
+                "is not a directory", path=root, advice="give the same directory from another node with --root"
+            )
+        candidate = root if directory == source else root / _tag_of(directory, source)
+        if candidate.is_dir() and _shards(candidate):
+            directories.append(candidate)
+        elif _shards(root):
+            directories.append(root)
+        else:
+            raise ShardError(
+                "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
+            )
     every = (shard for one in directories for shard in _shards(one))
     for shard in sorted(every, key=lambda shard: shard.writer or ()):
         known = shards.setdefault(shard.identity, shard)
@@ -230,19 +244,3 @@ def _tags(source: Path) -> list[str]:
 def _listed(source: Path) -> str:
     tags = _tags(source)
     return ", ".join(tags[:8]) + (f" and {len(tags) - 8} more" if len(tags) > 8 else "") or "no checkpoint"
-
-
-def _root_directory(root: Path, directory: Path, source: Path) -> Path:
-    """Return the directory in another root that corresponds to `directory` in `source`."""
-    if not root.is_dir():
-        raise SourceError(
-            "is not a directory", path=root, advice="give the same directory from another node with --root"
-        )
-    candidate = root if directory == source else root / _tag_of(directory, source)
-    if candidate.is_dir() and _shards(candidate):
-        return candidate
-    if _shards(root):
-        return root
-    raise ShardError(
-        "holds no files of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
-    )

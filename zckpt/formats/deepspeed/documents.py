@@ -38,8 +38,41 @@ class Document(NamedTuple):
 
 
 def documents(target: Target) -> list[Document]:
-    """Return the files of a target in the order in which they are written."""
-    return [*_models(target), *_experts(target), *_layers(target), *_empty_optimizers(target), *_optimizers(target)]
+    """Return the files of a target in the order in which they are written.
+
+    Under ZeRO-3 each data-parallel rank has a model file, with all names and shapes, and no elements but its own of
+    frozen parameters and buffers.
+    """
+    found: list[Document] = []
+    for mp in target.ranks:
+        name = f"mp_rank_{mp.mp_rank:02d}_model_states.pt"
+        if target.stage != 3:
+            found.append(Document(name, partial(model_tree, target, mp, 0)))
+            continue
+        alike = not mp.buffers and not any(p.frozen for p in mp.parameters.values())
+        for rank in range(target.world_size):
+            source = carried_from(mp, rank)
+            same = alike and not auto_experts(source)  # else each rank says which experts it has
+            kind = mp.mp_rank, id(source.file.root), rank == 0, source is mp.model
+            tree = partial(model_tree, target, mp, rank)
+            found.append(Document(f"zero_pp_rank_{rank}_{name}", tree, kind if same else None))
+    found += [*_experts(target), *_layers(target)]
+    empty = target.origin.expert_optimizers
+    if empty:  # DeepSpeed before 0.19 looks for these files of experts, which hold nothing
+        widest = max((group for mp in target.ranks for group in mp.groups), key=lambda group: len(group.experts))
+        for rank in range(len(widest.experts)):
+            _, file = empty[min(rank, len(empty) - 1)]
+            for first in range(0, len(target.ranks), target.tp):
+                for lane in _lanes_of_rank(target, rank, widest):
+                    name = f"expp_rank_{rank}_mp_rank_{first + lane:02d}_optim_states.pt"
+                    found.append(Document(name, partial(FromFile.of, file, file.root)))
+    if target.stage != 0:
+        prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
+        for mp in target.ranks:
+            for rank in range(target.world_size):
+                name = f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
+                found.append(Document(name, partial(optimizer_tree, target, mp, rank)))
+    return found
 
 
 def target_files(target: Target, folder: str) -> Lazily[TargetFile]:
@@ -58,50 +91,6 @@ def target_files(target: Target, folder: str) -> Lazily[TargetFile]:
             yield file
 
     return Lazily(laid_out, len(found))
-
-
-def _models(target: Target) -> Iterator[Document]:
-    """Yield the model files: under ZeRO-3 each data-parallel rank has one.
-
-    There it has all names and shapes, and no elements but its own of frozen parameters and buffers.
-    """
-    for mp in target.ranks:
-        name = f"mp_rank_{mp.mp_rank:02d}_model_states.pt"
-        if target.stage != 3:
-            yield Document(name, partial(model_tree, target, mp, 0))
-            continue
-        alike = not mp.buffers and not any(p.frozen for p in mp.parameters.values())
-        for rank in range(target.world_size):
-            source = carried_from(mp, rank)
-            same = alike and not auto_experts(source)  # else each rank says which experts it has
-            kind = mp.mp_rank, id(source.file.root), rank == 0, source is mp.model
-            tree = partial(model_tree, target, mp, rank)
-            yield Document(f"zero_pp_rank_{rank}_{name}", tree, kind if same else None)
-
-
-def _optimizers(target: Target) -> Iterator[Document]:
-    if target.stage == 0:
-        return
-    prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
-    for mp in target.ranks:
-        for rank in range(target.world_size):
-            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
-            yield Document(name, partial(optimizer_tree, target, mp, rank))
-
-
-def _empty_optimizers(target: Target) -> Iterator[Document]:
-    """Yield the files for the optimizer of experts, which hold nothing: DeepSpeed before 0.19 looks for them."""
-    known = target.origin.expert_optimizers
-    if not known:
-        return
-    every = [group for mp in target.ranks for group in mp.groups]
-    widest = max(every, key=lambda group: len(group.experts))
-    for rank in range(len(widest.experts)):
-        _, file = known[min(rank, len(known) - 1)]
-        for first in range(0, len(target.ranks), target.tp):
-            for lane in _lanes_of_rank(target, rank, widest):
-                name = f"expp_rank_{rank}_mp_rank_{first + lane:02d}_optim_states.pt"
-                yield Document(name, partial(FromFile.of, file, file.root))
 
 
 def _experts(target: Target) -> Iterator[Document]:

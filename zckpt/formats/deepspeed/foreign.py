@@ -30,7 +30,7 @@ from zckpt.formats.deepspeed.nested import ordered
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, model_of
 from zckpt.formats.deepspeed.values import weight_or_master
-from zckpt.formats.group_values import group_values, numbers_in_slots, refuse_several, same
+from zckpt.formats.group_values import STEP, group_values, refuse_several, same
 from zckpt.formats.latest import is_name
 from zckpt.formats.remainder import of_modules, origin
 from zckpt.formats.torch_files.writer import new_storage, view
@@ -68,8 +68,20 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     parameters = dict(checkpoint.parameters)
     groups: list[ParamGroup] = []
     totals = experts_per_rank(parameters)
+    # The optimizer's keys whose slots are one number for a whole parameter, in some parameter at least.
+    numbers = {STEP, *(key for p in parameters.values() for key, one in p.slots.items() if p.shape and not one.shape)}
     for index, group in enumerate(checkpoint.param_groups):
-        values = _common(checkpoint, group, index)
+        values = group_values(checkpoint, group, numbers)
+        for own in (parameters[name] for name in group.parameters):
+            single = {key for key, slot in own.slots.items() if key in numbers or slot.shape != own.shape}
+            single |= {key for key, one in own.state.items() if key not in values or not same(one, values[key])}
+            lost = sorted(single - set(values))
+            if lost:
+                raise UnsupportedError(
+                    f"{listed(lost)} of {own.name} is neither the same for all of param group {index}, nor one "
+                    "value per element",
+                    advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
+                )
         names = of_experts(group, totals)
         groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
@@ -81,7 +93,17 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int, staged: bool = False, bf
     check_split(groups)
     converted = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
     parameters |= {one.name: replace(one, frozen=True) for one in converted.owners if one.group is None}
-    converted.origin = _origin(converted, stage, layers, bf16=bf16)
+    # Files as DeepSpeed would have written them, of which the writer takes all but what is cut.
+    tag = origin(converted).get("tag")
+    tag = tag if isinstance(tag, str) and is_name(tag) else f"global_step{_steps(converted)}"
+    model = _model(converted, layers)
+    whole = Rank(
+        converted.source, converted.format, parameters=parameters, buffers=converted.buffers, param_groups=groups,
+        model_files=[model], members=[_optimizer(converted, stage, bf16=bf16)],
+    )  # fmt: skip
+    whole.degrees.extend(expert_degrees(whole))
+    rules = known_rules(model.content, {name: p.shape for name, p in parameters.items()}, model.path)
+    converted.origin = Origin(TagDirectory(Path(converted.source), tag, ()), [whole], rules=rules)
     return converted
 
 
@@ -145,37 +167,6 @@ def _refuse(checkpoint: Checkpoint, *, staged: bool) -> None:
             found=f"pp={checkpoint.topology.pp}, {listed(layers, most=4)}",
             advice="give --pipeline-parallel-size and --pipeline-layers; or --rename or --map for one model",
         )
-
-
-def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:
-    """Return the values that all parameters of a group have in common; whatever else is no tensor is refused."""
-    numbers = numbers_in_slots(checkpoint)
-    values = group_values(checkpoint, group, numbers)
-    for parameter in (checkpoint.parameters[name] for name in group.parameters):
-        single = {key for key, slot in parameter.slots.items() if key in numbers or slot.shape != parameter.shape}
-        single |= {key for key, value in parameter.state.items() if key not in values or not same(value, values[key])}
-        lost = sorted(single - set(values))
-        if lost:
-            raise UnsupportedError(
-                f"{listed(lost)} of {parameter.name} is neither the same for all of param group {index}, nor one "
-                "value per element",
-                advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
-            )
-    return values
-
-
-def _origin(checkpoint: Checkpoint, stage: int, layers: Sequence[object], *, bf16: bool) -> Origin:
-    """Return files as DeepSpeed would have written them, of which the writer takes all but what is cut."""
-    tag = origin(checkpoint).get("tag")
-    name = tag if isinstance(tag, str) and is_name(tag) else None
-    directory = TagDirectory(Path(checkpoint.source), name or f"global_step{_steps(checkpoint)}", ())
-    model = _model(checkpoint, layers)
-    whole = Rank(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters, buffers=checkpoint.buffers,
-                 param_groups=checkpoint.param_groups, model_files=[model],
-                 members=[_optimizer(checkpoint, stage, bf16=bf16)])  # fmt: skip
-    whole.degrees.extend(expert_degrees(whole))
-    shapes = {name: p.shape for name, p in checkpoint.parameters.items()}
-    return Origin(directory, [whole], rules=known_rules(model.content, shapes, model.path))
 
 
 def _steps(checkpoint: Checkpoint) -> int:

@@ -84,7 +84,16 @@ def in_run(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFi
 
 def with_others(written: TargetFiles, job: Job, tag: str, processes: int) -> TargetFiles:
     """Return the files of a run with what other programs keep in the directory that was opened."""
-    copies, notes = (_trainers if is_trainers(job.source) else _carried)(job, processes)
+    if is_trainers(job.source):
+        copies, notes = _trainers(job, processes)
+    else:
+        own = os.path.realpath(job.source)
+        carried = [Path(file.path) for file in job.checkpoint.files if file.role == METADATA_ROLE]
+        paths = [path for path in carried if os.path.realpath(path.parent) == own]
+        states = [path.name for path in paths if "rng" in path.name or "random" in path.name]
+        told = f"{', '.join(states[:4])}: as saved by {len(states)} processes"
+        copies = [copy_of(path, path.name) for path in paths]
+        notes = [told] if len(states) not in (0, processes) else []
     return replace(
         written,
         files=with_latest(written.files, tag, copies),
@@ -92,18 +101,6 @@ def with_others(written: TargetFiles, job: Job, tag: str, processes: int) -> Tar
         copied={*written.copied, *(one.name for one in copies)},
         replaceable=is_trainers_own if copies else written.replaceable,
     )
-
-
-def _carried(job: Job, processes: int) -> tuple[list[TargetFile], list[str]]:
-    """Return copies of what another program keeps in the directory that was opened, and what to tell of it."""
-    own = os.path.realpath(job.source)
-    carried = [Path(file.path) for file in job.checkpoint.files if file.role == METADATA_ROLE]
-    paths = [path for path in carried if os.path.realpath(path.parent) == own]
-    states = [path.name for path in paths if "rng" in path.name or "random" in path.name]
-    notes = (
-        [f"{', '.join(states[:4])}: as saved by {len(states)} processes"] if len(states) not in (0, processes) else []
-    )
-    return [copy_of(path, path.name) for path in paths], notes
 
 
 def is_trainers(source: Path) -> bool:

@@ -231,7 +231,13 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
             continue
         seen.update(found)
         ranks, first = sorted(found), found[min(found)]
-        told, other = _shown(usual, facts[first] or "")
+        texts, begin = [usual, facts[first] or ""], 0
+        if max(map(len, texts)) > SHOWN_CHARACTERS:  # where they first differ is shown, from the word before it on
+            pairs = enumerate(zip(*texts, strict=False))
+            at = next((i for i, (a, b) in pairs if a != b), min(map(len, texts)))
+            begin = max(usual.rfind(", '", 0, at), usual.rfind("{", 0, at), 0) + 1
+        texts = [text[begin:].strip() for text in texts]
+        told, other = (t if len(t) <= SHOWN_CHARACTERS else t[: SHOWN_CHARACTERS - 3] + "..." for t in texts)
         their = "differ" if what == PARAM_GROUPS else "differs"
         said = f"rank {listed_ranks(ranks)} is from another step or run: its {what} {their}"
         if facts.count(usual) == facts.count(facts[first]) and usual not in steps:  # nobody can tell which are right
@@ -246,17 +252,6 @@ def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> I
             code=_CODES.get(what, STEPS_DIFFER if what.startswith("step of") else VALUES_DIFFER),
             ranks=ranks,
         )
-
-
-def _shown(usual: str, odd: str) -> list[str]:
-    """Return where two long texts first differ, from the word before it on."""
-    begin = 0
-    if max(len(usual), len(odd)) > SHOWN_CHARACTERS:
-        shorter = min(len(usual), len(odd))
-        at = next((i for i, (a, b) in enumerate(zip(usual, odd, strict=False)) if a != b), shorter)
-        begin = max(usual.rfind(", '", 0, at), usual.rfind("{", 0, at), 0) + 1
-    texts = [text[begin:].strip() for text in (usual, odd)]
-    return [text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..." for text in texts]
 
 
 def _number(value: object) -> str:

@@ -279,8 +279,13 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
             "with torch.save",
         )
     content = as_mapping(file.root, expected="a dict of model states")
-    shared = content.get("shared_params")
-
+    owners: dict[str, str] = {}  # by alias
+    shared = content.get("shared_params")  # DeepSpeed 0.8 wrote a list of pairs
+    pairs = [] if shared is None else list(shared.items()) if isinstance(shared, dict) else shared
+    for pair in _items(pairs, "shared_params"):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not are_texts(pair):
+            raise DamagedFileError("unreadable shared_params", expected="pairs of names", found=brief(pair))
+        owners[str(pair[0])] = str(pair[1])
     frozen_shapes = content.get("frozen_param_shapes")
     names = content.get("buffer_names")
     buffers = {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set()
@@ -300,7 +305,7 @@ def model_of(shard: Shard, file: TorchFile) -> ModelShard:
         shapes,
         frozen_by_name,
         _tensors_by_name(dict_of(content.get("frozen_param_fragments"))),
-        _shared(shared),
+        owners,
         by_name(content),
         extra,
         content.get("ds_config"),
@@ -325,17 +330,6 @@ def _shapes(node: object) -> Shapes:
 
 def _tensors_by_name(node: dict[object, object]) -> dict[str, Tensor]:
     return by_name({key: value for key, value in node.items() if isinstance(value, Tensor)})
-
-
-def _shared(node: object) -> dict[str, str]:
-    """Return alias to owner; DeepSpeed 0.8 wrote a list of pairs."""
-    found = {}
-    pairs = [] if node is None else list(node.items()) if isinstance(node, dict) else node
-    for pair in _items(pairs, "shared_params"):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not are_texts(pair):
-            raise DamagedFileError("unreadable shared_params", expected="pairs of names", found=brief(pair))
-        found[str(pair[0])] = str(pair[1])
-    return found
 
 
 def read_optimizer(shard: Shard, read: Callable[[str], TorchFile] = read_torchfile) -> OptimizerShard:

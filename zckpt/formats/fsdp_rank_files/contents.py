@@ -266,7 +266,9 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
     for name, held in model.held.items():
         found = model.files.joined(WEIGHT, name, held)
         is_buffer = not held.first.is_parameter and (is_shown or not may_be_trained(name, dtypes))
-        key = _identity(held)
+        # Two names of one tensor have the storage in the first rank's file in common that has any of it.
+        key = next(((rank, one.shape, *(identity_of(box.tensor) for box in one.boxes))
+                    for rank, one in held if one.boxes), None)  # fmt: skip
         owner = name if is_buffer or key is None else owners.setdefault(key, name)
         parameter = Parameter(name, found[0][1].shape, found[0][1].dtype)
         (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = parameter
@@ -274,14 +276,6 @@ def _place(checkpoint: Checkpoint, model: Model) -> None:
             parameter.tied_to = owner
         else:
             add(checkpoint, parameter, WEIGHT, found, "buffer" if is_buffer else "parameter")
-
-
-def _identity(held: Across) -> tuple[object, ...] | None:
-    """Return what two names of one tensor have in common: the storage in the first rank's file that has any of it."""
-    for rank, one in held:
-        if one.boxes:
-            return (rank, one.shape, *(identity_of(box.tensor) for box in one.boxes))
-    return None
 
 
 Key = int | str
@@ -339,11 +333,22 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path], place: Place)
         first = rank == there[0]
         with about(file.path):
             node = value_at(file.root, place)
-            groups, state = _parsed(node, file.path)
+            parsed = parse_either(node, file.path)
+            label: dict[int, Key] = {number: parsed.names.get(number, number) for number in parsed.every_number}
+            groups = [{**group, "params": [label[number] for number in group["params"]]} for group in parsed.groups]
             if first:
                 found.groups = groups
             else:
-                _check_groups(found.groups, groups, rank)
+                mine, its = ([group["params"] for group in one] for one in (found.groups, groups))
+                if mine != its:
+                    raise LayoutError(
+                        "has other param groups than rank 0",
+                        expected=" + ".join(str(len(members)) for members in mine),
+                        found=" + ".join(str(len(members)) for members in its),
+                        ranks=[rank],
+                    )
+                check_hyperparameters(found.groups, groups, rank)
+            state = {label[number]: slots for number, slots in parsed.state.items()}
             single = _add(found, rank, file, state, reader)
         root, rules = as_mapping(node, file.path), _rules(single, first=first)
         if looks_flattened(node):
@@ -370,24 +375,6 @@ def _rules(single: Sequence[str], *, first: bool) -> tuple[Rule, ...]:
     same += tuple(Rule(("state", "*", key, "**"), COPY, about) for key in single)  # of a tuple, what is in it
     listed = tuple(Rule(("param_groups", "*", key, "**"), IMPLIED, "which parameters they are") for key in MEMBERS)
     return (*inside, *same, *listed, Rule(("param_groups", "*", "**"), COPY, about, tensors=True), *optimizer_rules())
-
-
-def _parsed(node: object, path: str) -> tuple[list[dict[str, Any]], dict[Key, dict[str, object]]]:
-    found = parse_either(node, path)
-    label: dict[int, Key] = {number: found.names.get(number, number) for number in found.every_number}
-    groups = [{**group, "params": [label[number] for number in group["params"]]} for group in found.groups]
-    return groups, {label[number]: slots for number, slots in found.state.items()}
-
-
-def _check_groups(mine: Sequence[Mapping[str, Any]], its: Sequence[Mapping[str, Any]], rank: int) -> None:
-    if [group["params"] for group in mine] != [group["params"] for group in its]:
-        raise LayoutError(
-            "has other param groups than rank 0",
-            expected=" + ".join(str(len(group["params"])) for group in mine),
-            found=" + ".join(str(len(group["params"])) for group in its),
-            ranks=[rank],
-        )
-    check_hyperparameters(mine, its, rank)
 
 
 def _add(
@@ -446,21 +433,16 @@ def equal_names(model: Model, names: Sequence[str]) -> Ties:
     found: Ties = []
     seen: dict[object, list[str]] = {}
     for name in names:
-        alike = seen.setdefault(_signature(model, name), [])
+        held, paths = model.held[name], model.files.paths
+        heads = ((one.shape, one.dtype, _read(paths[rank], box.tensor, 0, HEAD_NBYTES))
+                 for rank, one in held for box in one.boxes)  # fmt: skip
+        alike = seen.setdefault(next(heads, (held.first.shape, held.first.dtype, b"")), [])
         owner = next((one for one in alike if is_same(model, name, one)), None)
         if owner is None:
             alike.append(name)
         else:
             found.append((name, owner))
     return found
-
-
-def _signature(model: Model, name: str) -> tuple[object, ...]:
-    for rank, one in model.held[name]:
-        for box in one.boxes:
-            return (one.shape, one.dtype, _read(model.files.paths[rank], box.tensor, 0, HEAD_NBYTES))
-    one = model.held[name].first
-    return one.shape, one.dtype, b""
 
 
 def is_same(model: Model, name: str, other: str) -> bool:

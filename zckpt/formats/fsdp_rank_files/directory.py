@@ -196,7 +196,18 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
         by_size.setdefault(size, {}).setdefault(kind, {})[rank] = path / name
     step = next((int(m[1]) for one in (path, path.parent) if (m := STEP.fullmatch(one.resolve().name))), None)
     beside = (*_of_training(path), *beside)  # of a step without roles: its own
-    size = _world_size(path, by_size, config)
+    said = config.get("world_size")
+    if type(said) is not int or said not in by_size:
+        if len(by_size) > 1:
+            raise ShardError(
+                "rank files of several world sizes",
+                path=path,
+                expected="files of one save",
+                found=listed(sorted(by_size)),
+                advice="remove the files of the earlier save",
+            )
+        said = next(iter(by_size))
+    size = said  # 0 for Accelerate's, whose names do not have it
     files = by_size.pop(size)
     world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)
     if MODEL not in files:
@@ -212,22 +223,6 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
         path, world_size, ranks[MODEL], ranks[OPTIMIZER], {"": ranks[EXTRA]}, beside, trackers, others, step, config,
         path / OWN_NAME if is_file(path / OWN_NAME) else None,
     )  # fmt: skip
-
-
-def _world_size(path: Path, by_size: dict[int, dict[str, dict[int, Path]]], config: dict[str, object]) -> int:
-    """Return the world size of the files that count; 0 for Accelerate's, whose names do not have it."""
-    said = config.get("world_size")
-    if type(said) is int and said in by_size:
-        return said
-    if len(by_size) > 1:
-        raise ShardError(
-            "rank files of several world sizes",
-            path=path,
-            expected="files of one save",
-            found=listed(sorted(by_size)),
-            advice="remove the files of the earlier save",
-        )
-    return next(iter(by_size))
 
 
 def complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> tuple[Path, ...]:

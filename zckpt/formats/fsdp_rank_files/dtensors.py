@@ -10,11 +10,10 @@ reached has no state of its own; as part of a flat parameter its state is zero, 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.held import FORMS, REPLICATE, SHARD, Form, Mesh, Placement, box_of
 from zckpt.formats.fsdp_rank_files.units import Units
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
@@ -32,18 +31,6 @@ NEWEST = max(FORMS)
 
 DEFAULT_GROUP = "0"
 """What torch calls the process group of all ranks."""
-
-
-def form_for(version: str) -> Form:
-    """Return the form that a version of torch loads.
-
-    Raises UsageError: it is older than all of them, or no version.
-    """
-    found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
-    form = found and max((one for one in FORMS if one <= (int(found[1]), int(found[2]))), default=None)
-    if not form:
-        raise UsageError("unusable --torch-version", expected="2.3 or newer", found=version)
-    return form
 
 
 @immutable
@@ -111,7 +98,7 @@ class RankTensors:
     def _spec(self, shape: Shape, dtype: str) -> Object:
         spec = self._specs.get((shape, dtype))
         if spec is None:
-            strides = row_major([max(n, 1) for n in shape])
+            strides = row_major([max(n, 1) for n in shape])  # not the tensor's own: a pickle tells what is one object
             about = Object(Global(self._about, "TensorMeta"), (Size(shape), tuple(strides), DType(dtype)), how="newobj")
             state: dict[object, object] = {"mesh": self._mesh, "placements": self._nodes, "tensor_meta": about}
             if self._form >= (2, 10):
@@ -190,12 +177,15 @@ def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) ->
             continue
         if differ([state.keys() for state in known]):
             raise _refused(f"parameters of the unit of {members[0]} have different state", members[0])
-        found[unit] = {
-            key: _end_to_end(checkpoint, key, states)
-            if isinstance(value, SlotTensor) and value.slot.shape
-            else _shared(key, members[0], [state[key] for state in known])
-            for key, value in known[0].items()
-        }
+        its = found[unit] = {}
+        for key, value in known[0].items():
+            if isinstance(value, SlotTensor) and value.slot.shape:
+                its[key] = _end_to_end(checkpoint, key, states)
+                continue
+            if len({_content(state[key]) for state in known}) > 1:
+                raise _refused(f"parameters of the unit of {members[0]} have different values of {key}", key)
+            is_slot = isinstance(value, SlotTensor)
+            its[key] = plain_tensor(value.slot, value.dtype, value.label) if is_slot else value
     return found
 
 
@@ -215,14 +205,6 @@ def _end_to_end(checkpoint: Checkpoint, key: str, states: Mapping[str, Mapping[s
     line = concat([zeros(known[0], shapes[name]) if slot is None else reshape(slot, shapes[name])
                    for name, slot in found.items()], 0)  # fmt: skip
     return SlotTensor(line, line.dtype, f"{key} of the unit of {next(iter(states))}")
-
-
-def _shared(key: str, member: str, values: Sequence[object]) -> object:
-    """Return the one value that all members of a unit have."""
-    if len({_content(value) for value in values}) > 1:
-        raise _refused(f"parameters of the unit of {member} have different values of {key}", key)
-    first = values[0]
-    return plain_tensor(first.slot, first.dtype, first.label) if isinstance(first, SlotTensor) else first
 
 
 def _content(value: object) -> object:

@@ -104,7 +104,18 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
     """
     if not isinstance(node, Object) or not node.qualified.endswith("DeviceMesh"):
         raise DamagedFileError("a DTensor without a mesh", found=brief(node, 60))
-    sizes, coordinate = _sizes(node), integers(filled(node.get("_coordinate_on_dim"), numbers))
+    coordinate = integers(filled(node.get("_coordinate_on_dim"), numbers))
+    mesh, layout = node.get("mesh"), node.get("_layout")
+    if isinstance(mesh, Tensor):
+        sizes: Shape | None = mesh.shape
+    else:
+        if isinstance(axes := _said(layout, "axes"), (tuple, list)):
+            shapes = [_said(axis, "shape") for axis in axes]
+        else:
+            whole = layout.get("shape", layout.get("sizes")) if isinstance(layout, Object) else None
+            shapes = list(whole) if isinstance(whole, (tuple, list)) else [whole]
+        found = [_product(shape) for shape in shapes]
+        sizes = tuple(size for size in found if size is not None) if None not in found else None
     names = node.get("_mesh_dim_names", node.get("mesh_dim_names"))
     if sizes is None or coordinate is None or len(sizes) != len(coordinate) or len(sizes) > MAX_MESH_DIMENSIONS:
         raise UnsupportedError(
@@ -117,35 +128,16 @@ def read_mesh(node: object, numbers: Sequence[int | str] = ()) -> Mesh:
     known = names if isinstance(names, (tuple, list)) and are_texts(names) else ()
     device = node.get("_device_type", node.get("device_type"))
     device = device if isinstance(device, str) else ""
-    return Mesh(sizes, coordinate, tuple(known), device, _rank(node, sizes, coordinate, numbers))
-
-
-def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int], numbers: Sequence[int | str]) -> int | None:
     rank, ranks = filled(node.get("_rank"), numbers), integers(node.get("_flatten_mesh_list"))
-    if type(rank) is int:
-        return rank
-    if ranks is None or len(ranks) != math.prod(sizes):
-        return None
-    return ranks[position(coordinate, row_major(sizes))]
+    if type(rank) is not int:
+        is_listed = ranks is not None and len(ranks) == math.prod(sizes)
+        rank = ranks[position(coordinate, row_major(sizes))] if ranks is not None and is_listed else None
+    return Mesh(sizes, coordinate, tuple(known), device, rank)
 
 
 def _said(node: object, name: str) -> object:
     """Return an attribute of what should be an object."""
     return node.get(name) if isinstance(node, Object) else None
-
-
-def _sizes(node: Object) -> Shape | None:
-    mesh = node.get("mesh")
-    if isinstance(mesh, Tensor):
-        return mesh.shape
-    layout = node.get("_layout")
-    if isinstance(axes := _said(layout, "axes"), (tuple, list)):
-        shapes = [_said(axis, "shape") for axis in axes]
-    else:
-        whole = layout.get("shape", layout.get("sizes")) if isinstance(layout, Object) else None
-        shapes = list(whole) if isinstance(whole, (tuple, list)) else [whole]
-    found = [_product(shape) for shape in shapes]
-    return tuple(size for size in found if size is not None) if None not in found else None
 
 
 def _product(shape: object) -> int | None:
@@ -191,8 +183,9 @@ def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) ->
     """Return the offsets and sizes of the box that a rank has.
 
     Each dimension of the mesh cuts what the ones before it have left, in pieces of ceil(n / ranks), of which the last
-    are smaller or empty. `shape`: of the whole tensor; `placements`: one for each dimension of the mesh. Raises
-    UnsupportedError: strided shards in another order than that of FSDP over tensor parallelism.
+    are smaller or empty. FSDP cuts what tensor parallelism has left, and comes first in the mesh: its shard is then
+    strided, by as many as the later ones have cut before it. `shape`: of the whole tensor; `placements`: one for each
+    dimension of the mesh. Raises UnsupportedError: strided shards in another order than that.
 
     Source: torch 2.13, `compute_local_shape_and_global_offset`; `torch.chunk`.
     """
@@ -202,8 +195,20 @@ def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) ->
             expected=len(mesh.sizes),
             found=len(placements),
         )
+    cutting = [at for at, one in enumerate(placements) if one.kind != REPLICATE]
+    if any(placements[at].kind != SHARD for at in cutting):
+        for at in cutting:
+            same = [later for later in cutting if later > at and placements[later].dim == placements[at].dim]
+            if placements[at].split_factor != math.prod(mesh.sizes[later] for later in same):
+                raise UnsupportedError(
+                    "a DTensor with strided shards in an unsupported order",
+                    expected="shards of FSDP over tensor parallelism",
+                    found=", ".join(f"{one.kind}({one.dim}, {one.split_factor})" for one in placements),
+                    advice="save it with torch.distributed.checkpoint in the program that wrote it",
+                )
+        cutting = cutting[::-1]
     offsets, sizes = [0] * len(shape), list(shape)
-    for at in _order(placements, mesh):
+    for at in cutting:
         dim = placements[at].dim + (len(shape) if placements[at].dim < 0 else 0)
         if not 0 <= dim < len(shape):
             raise DamagedFileError("a DTensor cut along a dimension that it does not have", found=dim)
@@ -212,27 +217,6 @@ def box_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh) ->
         offsets[dim] += start
         sizes[dim] = min(step, sizes[dim] - start)
     return tuple(offsets), tuple(sizes)
-
-
-def _order(placements: Sequence[Placement], mesh: Mesh) -> list[int]:
-    """Return the dimensions of the mesh that cut, in the order in which they do.
-
-    FSDP cuts what tensor parallelism has left, and comes first in the mesh: its shard is then strided, by as many as
-    the later ones have cut before it.
-    """
-    cutting = [at for at, one in enumerate(placements) if one.kind != REPLICATE]
-    if all(placements[at].kind == SHARD for at in cutting):
-        return cutting
-    for at in cutting:
-        same = [later for later in cutting if later > at and placements[later].dim == placements[at].dim]
-        if placements[at].split_factor != math.prod(mesh.sizes[later] for later in same):
-            raise UnsupportedError(
-                "a DTensor with strided shards in an unsupported order",
-                expected="shards of FSDP over tensor parallelism",
-                found=", ".join(f"{one.kind}({one.dim}, {one.split_factor})" for one in placements),
-                advice="save it with torch.distributed.checkpoint in the program that wrote it",
-            )
-    return cutting[::-1]
 
 
 PLAIN, DTENSOR, SHARDED = "Tensor", "DTensor", "ShardedTensor"
@@ -399,54 +383,55 @@ class RankReader:
         if not isinstance(node, MetaTensor):
             return None
         if _class_of(node) == DTENSOR:
-            return self._dtensor(node)
+            local, spec = _data_of(node.get("_local_tensor")), node.get("_spec")
+            if not isinstance(local, Tensor) or not isinstance(spec, Object):
+                raise UnsupportedError(
+                    "a DTensor without local elements", expected="a local tensor", found=brief(local)
+                )
+            # Many tensors share a spec and a mesh; the file's tree keeps both, so that their ids stay their own.
+            known = self._specs.get(id(spec))
+            if known is None:
+                mesh = spec.get("mesh")
+                if id(mesh) not in self._at:
+                    self._at[id(mesh)] = len(self.meshes)
+                    self.meshes.append((mesh, read_mesh(mesh, self._numbers)))
+                known = self._specs[id(spec)] = self._at[id(mesh)], read_placements(spec.get("placements"))
+            at, placements = known
+            whole = Held(DTENSOR, node.shape, local.dtype, (), None, True, local, placements, at)
+            return with_mesh(whole, self.meshes[at][1])
         if _class_of(node) == SHARDED:
             return self._sharded(node)
         raise UnsupportedError(f"holds a tensor of class {node.subclass}", expected="Tensor, DTensor or ShardedTensor")
 
-    def _dtensor(self, node: MetaTensor) -> Held:
-        local, spec = _data_of(node.get("_local_tensor")), node.get("_spec")
-        if not isinstance(local, Tensor) or not isinstance(spec, Object):
-            raise UnsupportedError("a DTensor without local elements", expected="a local tensor", found=brief(local))
-        at, placements = self._spec(spec)
-        return with_mesh(
-            Held(DTENSOR, node.shape, local.dtype, (), None, True, local, placements, at), self.meshes[at][1]
-        )
-
-    def _spec(self, spec: Object) -> tuple[int, tuple[Placement, ...]]:
-        """Return which mesh a spec has, and its placements; both are objects that many tensors share."""
-        known = self._specs.get(id(spec))  # the file's tree keeps both, so that their ids stay their own
-        if known is None:
-            mesh = spec.get("mesh")
-            if id(mesh) not in self._at:
-                self._at[id(mesh)] = len(self.meshes)
-                self.meshes.append((mesh, read_mesh(mesh, self._numbers)))
-            known = self._specs[id(spec)] = self._at[id(mesh)], read_placements(spec.get("placements"))
-        return known
-
     def _sharded(self, node: MetaTensor) -> Held:
-        state = node.state
-        shards, metadata = (state[0], state[1]) if isinstance(state, tuple) and len(state) >= 2 else (None, None)
+        state = node.state if isinstance(node.state, tuple) else ()
+        shards, metadata = state[:2] if len(state) >= 2 else (None, None)
         size = integers(_said(metadata, "size"))
         if not isinstance(shards, list) or size is None or size != node.shape:
             raise DamagedFileError("an unreadable ShardedTensor", expected=f"shards of shape {node.shape}", found=size)
-        boxes = [self._shard(shard, size) for shard in shards]
-        return Held(SHARDED, size, node.dtype, tuple(box for box in boxes if box.tensor.numel), _groups(state))
-
-    def _shard(self, shard: object, shape: Shape) -> Box:
-        tensor, about = (_said(shard, key) for key in ("tensor", "metadata"))
-        offsets, sizes = (integers(_said(about, key)) for key in ("shard_offsets", "shard_sizes"))
-        if not isinstance(tensor, Tensor) or offsets is None or sizes is None or tensor.shape != sizes:
-            raise DamagedFileError(
-                "an unreadable shard of a ShardedTensor",
-                expected=f"a tensor of shape {sizes}",
-                found=tensor.shape if isinstance(tensor, Tensor) else brief(tensor),
-            )
-        if not is_within((offsets, sizes), shape):
-            raise DamagedFileError(
-                "a shard outside its tensor", expected=f"within {shape}", found=f"{offsets} + {sizes}"
-            )
-        return Box(offsets, sizes, tensor)
+        boxes = []
+        for shard in shards:
+            tensor, about = (_said(shard, key) for key in ("tensor", "metadata"))
+            offsets, sizes = (integers(_said(about, key)) for key in ("shard_offsets", "shard_sizes"))
+            if not isinstance(tensor, Tensor) or offsets is None or sizes is None or tensor.shape != sizes:
+                raise DamagedFileError(
+                    "an unreadable shard of a ShardedTensor",
+                    expected=f"a tensor of shape {sizes}",
+                    found=tensor.shape if isinstance(tensor, Tensor) else brief(tensor),
+                )
+            if not is_within((offsets, sizes), size):
+                raise DamagedFileError(
+                    "a shard outside its tensor", expected=f"within {size}", found=f"{offsets} + {sizes}"
+                )
+            if tensor.numel:
+                boxes.append(Box(offsets, sizes, tensor))
+        # The process group that it was cut for, as the last dimension of a mesh of all ranks.
+        group, mesh = state[2] if len(state) > 2 else None, None
+        keys = ("local_rank", "local_world_size", "global_rank", "global_world_size")
+        known = integers(tuple(_said(group, key) for key in keys))
+        if known is not None and 0 <= known[0] < known[1] and 0 <= known[2] < known[3] and not known[3] % known[1]:
+            mesh = Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])
+        return Held(SHARDED, size, node.dtype, tuple(boxes), mesh)
 
 
 def with_mesh(held: Held, mesh: Mesh) -> Held:
@@ -460,13 +445,3 @@ def with_mesh(held: Held, mesh: Mesh) -> Held:
             found=None if local is None else local.shape,
         )
     return replace(held, mesh=mesh, boxes=(Box(offsets, sizes, local),) if local.numel else ())
-
-
-def _groups(state: object) -> Mesh | None:
-    """Return the process group that a ShardedTensor was cut for, as the last dimension of a mesh of all ranks."""
-    group = state[2] if isinstance(state, tuple) and len(state) > 2 else None
-    keys = ("local_rank", "local_world_size", "global_rank", "global_world_size")
-    known = integers(tuple(_said(group, key) for key in keys))
-    if known is None or not 0 <= known[0] < known[1] or not 0 <= known[2] < known[3] or known[3] % known[1]:
-        return None
-    return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])

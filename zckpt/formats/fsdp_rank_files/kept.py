@@ -19,7 +19,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, about, listed
 from zckpt.evidence.order import GIVEN
 from zckpt.formats.fsdp_rank_files.directory import EXTRA, MODEL, rank_name
 from zckpt.formats.fsdp_rank_files.units import members_of
-from zckpt.formats.remainder import as_masters, remainder, types_of_weights
+from zckpt.formats.remainder import remainder, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
 from zckpt.formats.transformers_trainer.states import PER_GROUP, scheduler
 from zckpt.state import Checkpoint, ParamGroup, by_key
@@ -109,7 +109,10 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
             advice="give --groups=keep, or for safetensors --names FILE with the names in the model's order",
         )
-    if len(groups) > 1 and GIVEN not in checkpoint.details and _is_sorted(checkpoint, order):
+    # Names that are sorted within each element type, as safetensors have them, are in no model's order.
+    by_type = by_key((checkpoint.parameters[name].dtype, name) for name in order)
+    is_sorted = len(order) > 1 and all(names == sorted(names) for names in by_type.values())
+    if len(groups) > 1 and GIVEN not in checkpoint.details and is_sorted:
         raise UnsupportedError(
             "the order of the model's parameters is unknown: the files have them sorted by name, in several groups",
             found=listed(order, most=3),
@@ -150,12 +153,6 @@ def _of_first(scheduler: object, count: int) -> object:
     return found
 
 
-def _is_sorted(checkpoint: Checkpoint, order: Sequence[str]) -> bool:
-    """Tell whether names are sorted within each element type, as safetensors have them: that is no model's order."""
-    by_type = by_key((checkpoint.parameters[name].dtype, name) for name in order)
-    return len(order) > 1 and all(names == sorted(names) for names in by_type.values())
-
-
 def follows(names: Sequence[str], order: Sequence[str]) -> bool:
     """Tell whether names are among others in the same order."""
     rest = iter(order)
@@ -172,16 +169,6 @@ def own_tree(checkpoint: Checkpoint, units: Sequence[str] | None) -> dict[str, o
     names = [list(group.parameters) for group in checkpoint.param_groups]
     units = None if units is None else list(units)
     return {**remainder(checkpoint), KEY: {"names": names, "units": units, "dtypes": types_of_weights(checkpoint)}}
-
-
-def give_masters(checkpoint: Checkpoint, file: TorchFile) -> None:
-    """Give a checkpoint, whose names are those of `zckpt.pt`, masters for weights that had another type than these.
-
-    Raises DamagedFileError: the file is malformed.
-    """
-    with about(file.path):
-        said = as_mapping(as_mapping(file.root).get(KEY))
-        as_masters(checkpoint, as_mapping(said.get("dtypes", {})))
 
 
 def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | None:

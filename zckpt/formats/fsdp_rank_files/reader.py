@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError, listed
+from zckpt.errors import UnsupportedError, about, listed
 from zckpt.evidence import note_not_used
 from zckpt.formats.companions import COPIED, carry, note_adapter, note_models
 from zckpt.formats.deepspeed.values import keep_others
@@ -26,11 +26,11 @@ from zckpt.formats.fsdp_rank_files.directory import (
     rank_name,
 )
 from zckpt.formats.fsdp_rank_files.held import is_share, shares, versions_with
-from zckpt.formats.fsdp_rank_files.kept import KEYS, OF_ITS_RANK, RULE, give_masters, of_rank, recorded_names
+from zckpt.formats.fsdp_rank_files.kept import KEY, KEYS, OF_ITS_RANK, RULE, of_rank, recorded_names
 from zckpt.formats.fsdp_rank_files.readings import attach
 from zckpt.formats.fsdp_rank_files.units import units_in
 from zckpt.formats.lost import is_lost
-from zckpt.formats.remainder import restore_from
+from zckpt.formats.remainder import as_masters, restore_from
 from zckpt.formats.suffixes import OWN_NAME
 from zckpt.formats.torch_files.reader import step_of
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
@@ -87,7 +87,9 @@ def read(directory: Directory, *, names: GivenNames = None) -> Checkpoint:
     checkpoint.step = step_of(checkpoint, checkpoint.metadata) if directory.step is None else directory.step
     if own is not None:
         restore_from(checkpoint, own, RULE)
-        give_masters(checkpoint, own)
+        with about(own.path):  # weights had another type than their masters, whose names these are
+            said = as_mapping(as_mapping(own.root).get(KEY))
+            as_masters(checkpoint, as_mapping(said.get("dtypes", {})))
         for path in directory.beside:
             if path.stem in checkpoint.metadata:
                 checkpoint.claims[str(path)] = Claim(COPY, f"as in {OWN_NAME}")

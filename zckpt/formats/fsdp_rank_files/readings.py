@@ -346,19 +346,15 @@ def attach(
         members = [name for key in keys for name in reading.names.get(key) or (str(key),)]
         if reading.kind == FLAT:  # which has no order of parameters but the model's
             members.sort(key=lambda name: order.get(name, len(order)))
-        hyperparameters = without(group, *MEMBERS)
-        common = shared_values([_single(optimizer, key) for key in keys if optimizer.has_state(key)])
-        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common))
+        values: list[dict[str, object]] = []  # single ones: the moments of a 0-d parameter are tensors like its step
+        for key in filter(optimizer.has_state, keys):
+            tensors, its = optimizer.tensors.get(key, {}), optimizer.values.get(key, {})
+            values.append({k: value for k, value in its.items() if k == "step" or k not in tensors})
+        checkpoint.param_groups.append(ParamGroup(without(group, *MEMBERS), members, shared_values(values)))
     unnamed = [
         key for keys in optimizer.keys for key in keys if not reading.names.get(key) and optimizer.has_state(key)
     ]
     note_numbers(checkpoint, unnamed, advice=ADVICE)
-
-
-def _single(optimizer: Optimizer, key: Key) -> dict[str, object]:
-    """Return a number's step and what else of it is no tensor: the moments of a 0-d parameter are tensors like it."""
-    tensors = optimizer.tensors.get(key, {})
-    return {k: value for k, value in optimizer.values.get(key, {}).items() if k == "step" or k not in tensors}
 
 
 def shard_groups(model: Model, world_size: int) -> list[list[int]]:
@@ -394,7 +390,18 @@ class _Giving:
     def give(self, key: Key, group: int) -> None:
         """Give parameters the slots and single values of one number; one under it where no name is certain."""
         files, tensors = self.optimizer.files, self.optimizer.tensors.get(key, {})
-        owners = self._owners(key)
+        checkpoint, names = self.checkpoint, self.reading.names.get(key, ())
+        for name in names:
+            if name in checkpoint.buffers:
+                checkpoint.parameters[name] = checkpoint.buffers.pop(name)
+                checkpoint.duplicates = [
+                    replace(one, kind="parameter") if one.name == name else one for one in checkpoint.duplicates
+                ]
+        owners: list[Parameter] = []
+        if names or self.optimizer.has_state(key):
+            shape = shown_shape({slot: [held.first.shape] for slot, held in self.optimizer.cut(key).items()})
+            numbered = names or (str(key),)
+            owners = [checkpoint.parameters.get(one) or keep_number(checkpoint, one, shape) for one in numbered]
         for owner in owners:
             owner.group = group
         for slot, held in tensors.items():
@@ -405,25 +412,10 @@ class _Giving:
             elif self.reading.kind in (FLAT, PIECES):
                 self._give_line(slot, dict(held), owners)
             else:
-                add(self.checkpoint, owners[0], slot, files.joined(slot, f"{owners[0].name} ({slot})", held))
+                add(checkpoint, owners[0], slot, files.joined(slot, f"{owners[0].name} ({slot})", held))
         for slot, value in self.optimizer.values.get(key, {}).items():
             for owner in owners if slot not in tensors else ():
                 owner.state[slot] = value
-
-    def _owners(self, key: Key) -> list[Parameter]:
-        checkpoint, names = self.checkpoint, self.reading.names.get(key, ())
-        for name in names:
-            if name in checkpoint.buffers:
-                checkpoint.parameters[name] = checkpoint.buffers.pop(name)
-                checkpoint.duplicates = [
-                    replace(one, kind="parameter") if one.name == name else one for one in checkpoint.duplicates
-                ]
-        if not names and not self.optimizer.has_state(key):
-            return []
-        shape = shown_shape({slot: [held.first.shape] for slot, held in self.optimizer.cut(key).items()})
-        return [
-            checkpoint.parameters.get(name) or keep_number(checkpoint, name, shape) for name in names or (str(key),)
-        ]
 
     def _give_line(self, slot: str, held: Mapping[int, Held], owners: Sequence[Parameter]) -> None:
         """Give parameters their elements of what ranks have end to end; behind those of a flat one is padding.

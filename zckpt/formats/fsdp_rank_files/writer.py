@@ -11,6 +11,7 @@ DIR/zckpt.pt                                what these have no place for: see `o
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -34,8 +35,8 @@ from zckpt.formats.fsdp_rank_files.directory import (
     OPTIMIZER,
     rank_name,
 )
-from zckpt.formats.fsdp_rank_files.dtensors import NEWEST, RankTensors, Target, flat_state, form_for, plain_tensor
-from zckpt.formats.fsdp_rank_files.held import versions_with
+from zckpt.formats.fsdp_rank_files.dtensors import NEWEST, RankTensors, Target, flat_state, plain_tensor
+from zckpt.formats.fsdp_rank_files.held import FORMS, versions_with
 from zckpt.formats.fsdp_rank_files.kept import (
     ONE,
     extra_state,
@@ -69,17 +70,30 @@ def lay_out(job: Job) -> TargetFiles:
     these files have no place for.
     """
     refuse(job.checkpoint)
-    target, version = _target(job), _version(job)
-    checkpoint, said = job.checkpoint, _notes(job.checkpoint, target)
+    checkpoint, target = job.checkpoint, _target(job)
+    config = checkpoint.details.get("fsdp_config")
+    own = config.get("FSDP_version") if isinstance(config, dict) and checkpoint.format == FORMAT else None
+    version: int = job.options.fsdp_version or (own if own in (FSDP1, FSDP2) else FSDP2)
+    state = checkpoint.details.get("optimizer_state")
+    if version == FSDP1 and own == FSDP1 and checkpoint.param_groups and state != FLAT and not job.options.units:
+        raise UnsupportedError(
+            "cannot write the optimizer of FSDP1 with use_orig_params=True",
+            expected="flat parameters, or FSDP2",
+            advice="give --fsdp-version 2, or the units with --units",
+        )
+    said = [f"for meshes of {target.device} devices, in the form of torch {versions_with(target.form)}"]
+    of_ranks, count = of_single_ranks(checkpoint), ranks_with_state(checkpoint)
+    if of_ranks and target.world_size > count:
+        said.append(f"{listed(of_ranks)}: ranks from {count} on have none, because the source has fewer ranks")
     if job.options.groups == ONE and checkpoint.param_groups:
         checkpoint, changed = one_group(checkpoint)
         said += changed
     units = _units(job, target) if version == FSDP1 else None
     writer = Ranks(checkpoint, target, units, scheduler_of(checkpoint, said))
-    config = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
+    facts = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
     beside = _of_training(job, target.world_size, said)
     files = [
-        TargetFile.of(CONFIG_NAME, config),
+        TargetFile.of(CONFIG_NAME, facts),
         torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, units)),
         *_copies(job),
         *beside,
@@ -112,23 +126,14 @@ def _target(job: Job) -> Target:
     names = tuple(mesh) if isinstance(mesh, dict) else ()
     is_alike = isinstance(mesh, (dict, list)) and len(mesh) == (1 if fsdp_size == world_size else 2)
     version = job.options.torch_version or (job.checkpoint.details.get("torch_version") if is_own else None)
-    form = form_for(str(version)) if version else NEWEST
+    form = NEWEST
+    if version:
+        found = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", str(version))
+        forms = [one for one in FORMS if found and one <= (int(found[1]), int(found[2]))]
+        if not forms:
+            raise UsageError("unusable --torch-version", expected="2.3 or newer", found=str(version))
+        form = max(forms)
     return Target(world_size, fsdp_size, str(device), names if is_alike else None, form)
-
-
-def _version(job: Job) -> int:
-    """Return the version of FSDP: by default the source's, or else 2."""
-    config = job.checkpoint.details.get("fsdp_config")
-    own = config.get("FSDP_version") if isinstance(config, dict) and job.checkpoint.format == FORMAT else None
-    version: int = job.options.fsdp_version or (own if own in (FSDP1, FSDP2) else FSDP2)
-    state = job.checkpoint.details.get("optimizer_state")
-    if version == FSDP1 and own == FSDP1 and job.checkpoint.param_groups and state != FLAT and not job.options.units:
-        raise UnsupportedError(
-            "cannot write the optimizer of FSDP1 with use_orig_params=True",
-            expected="flat parameters, or FSDP2",
-            advice="give --fsdp-version 2, or the units with --units",
-        )
-    return version
 
 
 def _units(job: Job, target: Target) -> list[str]:
@@ -170,20 +175,6 @@ class Ranks:
     def trees(self, rank: int) -> dict[str, Any]:
         """Return what each file of a rank holds."""
         tensors = RankTensors(self.target, rank)
-        found: dict[str, Any] = {MODEL: self._model(tensors, rank)}
-        if self.optimizer is not None:
-            cut = tensors.dtensor if self.units is None else tensors.shard
-            states = {
-                number: {
-                    key: cut(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
-                    for key, value in state.items()
-                }
-                for number, state in self.optimizer["state"].items()
-            }
-            found[OPTIMIZER] = {**self.optimizer, "state": states}
-        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)}
-
-    def _model(self, tensors: RankTensors, rank: int) -> OrderedMapping:
         root = OrderedMapping()
         known: dict[int, object] = {}
         for name, (slot, dtype) in self.tensors.items():
@@ -195,7 +186,18 @@ class Ranks:
             root[name] = self.checkpoint.metadata.get(of_rank(self.checkpoint, rank, name), value)
         if self.units is not None:
             root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
-        return root
+        found: dict[str, Any] = {MODEL: root}
+        if self.optimizer is not None:
+            part = tensors.dtensor if self.units is None else tensors.shard
+            states = {
+                number: {
+                    key: part(value.slot, value.dtype, value.label) if isinstance(value, SlotTensor) else value
+                    for key, value in state.items()
+                }
+                for number, state in self.optimizer["state"].items()
+            }
+            found[OPTIMIZER] = {**self.optimizer, "state": states}
+        return {**found, EXTRA: extra_state(self.checkpoint, rank, self.target.world_size, self.scheduler)}
 
     def _optimizer(self) -> dict[str, Any]:
         """Return what each rank has a part of; without names, which these programs' optimizers have not."""
@@ -263,13 +265,3 @@ def _of_training(job: Job, world_size: int, notes: list[str]) -> list[TargetFile
     belongs = "verl and SkyRL look for it in the folder of the step, around that of these files"
     notes += [f"{listed(around)}: {belongs}"] if around else []
     return [copy_of(path, name) for name, path in kept.items()]
-
-
-def _notes(checkpoint: Checkpoint, target: Target) -> list[str]:
-    """Say what a program has to know that loads the files."""
-    notes = [f"for meshes of {target.device} devices, in the form of torch {versions_with(target.form)}"]
-    own = of_single_ranks(checkpoint)
-    ranks = ranks_with_state(checkpoint)
-    if own and target.world_size > ranks:
-        notes.append(f"{listed(own)}: ranks from {ranks} on have none, because the source has fewer ranks")
-    return notes

@@ -22,17 +22,15 @@ buckets       where the distributed optimizer has a parameter in buffers without
 
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 zarr          the tensors and objects of such a directory in arrays
-grouped       the flattened state of experts that are one tensor in memory
 flat          the distributed optimizer's flat buffers as slots of parameters
 optimizer     param groups
 objects       values that are no tensors
 fsdp_dtensor  Megatron-FSDP's directories as a Checkpoint
 legacy        from ranks' files to a Checkpoint
-ranks         which ranks there are, and what each has by the whole model's names
 local         what the optimizer of one rank has of its parameters
 
 writer        a run's directory with one `torch_dist` checkpoint
-legacy_writer one with legacy files: for the ranks of `legacy_target`
+legacy_writer one with legacy files for fixed ranks
 write_common  what both have
 own           what a directory that zckpt wrote has besides
 """

@@ -124,7 +124,9 @@ def with_flat(
     if not items and not known.of(STATE):
         return common
     try:
-        firsts = _param_groups(known)
+        firsts = [known.node(GROUPS, place) for place, _ in known.of(GROUPS) if place[1] == 0]  # of each of a chain
+        if not firsts or not all(isinstance(one, dict) and not any(walk_tensors(one)) for one in firsts):
+            raise UnsupportedError("there are no param groups with them")
         reading = _proven(checkpoint, _buffers(items, known), common.arguments)
     except SourceError as error:
         checkpoint.warnings.append(
@@ -151,14 +153,6 @@ def with_flat(
         optimizer = {chain: {**dict_of(one), OPTIMIZER: firsts[chain]}
                      for chain, one in every.items()}  # fmt: skip
     return Common(common.file, {**common.content, OPTIMIZER: optimizer})
-
-
-def _param_groups(objects: Objects) -> list[object]:
-    """Return those of each optimizer of a chain. Raises UnsupportedError: there are none."""
-    found = [objects.node(GROUPS, place) for place, _ in objects.of(GROUPS) if place[1] == 0]
-    if not found or not all(isinstance(one, dict) and not any(walk_tensors(one)) for one in found):
-        raise UnsupportedError("there are no param groups with them")
-    return found
 
 
 def _explain(checkpoint: Checkpoint, objects: Objects) -> None:
@@ -198,37 +192,29 @@ def _buffers(items: Mapping[str, TensorItem], objects: Objects) -> Buffers:
         own.setdefault(int(match[5]), (match[4], {}))[1][MASTER if match[6] == PARAM else match[6]] = item
     found: Buffers = {}
     for (chain, group, number), its in buckets.items():
-        sizes = _sizes(objects.node(UNPADDED_SIZES, (chain, group)), number)
-        found.setdefault(chain, {}).setdefault(group, {})[number] = _of_buckets(its, sizes)
+        ordered = [its[at] for at in sorted(its)]
+        dtype, first = ordered[0]
+        numels = [{item.shape[0] for item in tensors.values()} for _, tensors in ordered]
+        alike = all(kind == dtype and tensors.keys() == first.keys() for kind, tensors in ordered)
+        if sorted(its) != list(range(len(its))) or not alike or any(len(one) != 1 for one in numels):
+            raise UnsupportedError("the tensors of a buffer's buckets differ in kind or size")
+        stored = unpadded = tuple(one.pop() for one in numels)
+        node = objects.node(UNPADDED_SIZES, (chain, group))
+        said = node[number] if isinstance(node, list) and number < len(node) else None
+        sizes = [one for one in said.values() if isinstance(one, list)] if isinstance(said, dict) else []
+        if len(sizes) == 1 and all(type(n) is int and n > 0 for n in sizes[0]):
+            unpadded = tuple(sizes[0])
+        if len(unpadded) != len(stored) or any(size > whole for size, whole in zip(unpadded, stored, strict=False)):
+            raise UnsupportedError("the sizes of buckets do not match their tensors")
+        slots = {slot: Line(concat([tensors[slot].slot(slot) for _, tensors in ordered], 0)) for slot in first}
+        buffer = Buffer(dtype, slots, sum(stored), stored, unpadded)
+        found.setdefault(chain, {}).setdefault(group, {})[number] = buffer
     for (chain, group), one in objects.of(STATE):
         groups = found.setdefault(chain, {})
         if group in groups:
             raise UnsupportedError(f"{one.key[:120]} is mixed with buckets")
         groups[group] = dict(enumerate(gathered(objects.node(STATE, (chain, group)), one.file.path)))
     return found
-
-
-def _of_buckets(buckets: Mapping[int, tuple[str, dict[str, TensorItem]]], sizes: Sequence[int] | None) -> Buffer:
-    """Return a buffer of its buckets, of which `sizes` are without padding."""
-    ordered = [buckets[number] for number in sorted(buckets)]
-    dtype, first = ordered[0]
-    numels = [{item.shape[0] for item in its.values()} for _, its in ordered]
-    alike = all(kind == dtype and its.keys() == first.keys() for kind, its in ordered)
-    if sorted(buckets) != list(range(len(buckets))) or not alike or any(len(one) != 1 for one in numels):
-        raise UnsupportedError("the tensors of a buffer's buckets differ in kind or size")
-    stored = tuple(one.pop() for one in numels)
-    own = stored if sizes is None else tuple(sizes)
-    if len(own) != len(stored) or any(size > whole for size, whole in zip(own, stored, strict=False)):
-        raise UnsupportedError("the sizes of buckets do not match their tensors")
-    slots = {slot: Line(concat([its[slot].slot(slot) for _, its in ordered], 0)) for slot in first}
-    return Buffer(dtype, slots, sum(stored), stored, own)
-
-
-def _sizes(node: object, number: int) -> list[int] | None:
-    """Return the sizes of a buffer's buckets as an object has them; None if it does not."""
-    its = node[number] if isinstance(node, list) and number < len(node) else None
-    values = [one for one in its.values() if isinstance(one, list)] if isinstance(its, dict) else []
-    return values[0] if len(values) == 1 and all(type(n) is int and n > 0 for n in values[0]) else None
 
 
 # --- guesses, and what proves one

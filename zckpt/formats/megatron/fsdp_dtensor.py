@@ -58,7 +58,10 @@ def read(place: Place) -> Checkpoint:
     if not model or not all(isinstance(item, TensorItem) for item in model.values()):
         raise UnsupportedError("holds no model", expected=f"tensors under {MODEL}", found=listed(list(root)))
     shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
-    whole = _model(model)
+    items = {bare: item for bare, name in _named(map(str, model)).items()
+             if isinstance(item := model[name], TensorItem)}  # fmt: skip
+    joined = {one.key: _whole(one.key, [items[part] for part in one.parts]) for one in stored(items)}
+    whole: dict[str | int, Node] = {name: joined[name] for name in in_order(joined)}
     tree[MODEL] = whole
     if tree.get(OPTIMIZER) is not None:
         optimizer = _optimizer(tree[OPTIMIZER], shapes, checkpoint.duplicates)
@@ -94,13 +97,6 @@ def _named(names: Iterable[str]) -> dict[str, str]:
             raise DamagedFileError(f"two tensors are named {bare}", found=f"{name} and {found[bare]}")
         found[bare] = name
     return found
-
-
-def _model(model: Branch) -> dict[str | int, Node]:
-    names = _named(map(str, model))
-    items = {bare: item for bare, name in names.items() if isinstance(item := model[name], TensorItem)}
-    whole = {one.key: _whole(one.key, [items[part] for part in one.parts]) for one in stored(items)}
-    return {name: whole[name] for name in in_order(whole)}
 
 
 def _whole(key: str, items: list[TensorItem]) -> TensorItem:

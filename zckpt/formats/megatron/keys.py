@@ -165,7 +165,11 @@ def placed(tensors: Mapping[str, tuple[Shape, object]], *, apart: bool | None) -
         Layers or experts are not numbered through, or differ where they are to be stacked.
     """
     names = {text: Name.of(text) for text in tensors}
-    inner = {text: _without_expert(name) for text, name in names.items()}
+    inner = {text: name.front for text, name in names.items()}
+    for text, name in names.items():
+        if name.expert is not None:  # as the key of all experts has it
+            module, _, grouped = name.front.removesuffix("local_experts.").rpartition("experts.")
+            inner[text] = f"{module}experts.experts.{grouped}{name.rest.removeprefix('.')}"
     layers: dict[str, set[int]] = {}
     stacks: dict[tuple[str, str, int | None], list[tuple[Shape, object]]] = {}
     for text, name in names.items():
@@ -212,11 +216,3 @@ def _of_experts(
         for number, text in its.items():
             done[text] = Placed(at.key, (*at.index, number), (*at.sizes, count))
     return done
-
-
-def _without_expert(name: Name) -> str:
-    """Return a name within its layer as the key of all experts has it."""
-    if name.expert is None:
-        return name.front
-    module, _, grouped = name.front.removesuffix("local_experts.").rpartition("experts.")
-    return f"{module}experts.experts.{grouped}{name.rest.removeprefix('.')}"

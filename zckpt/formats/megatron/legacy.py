@@ -1,14 +1,19 @@
 """The legacy files of Megatron-LM and Megatron-Core as a Checkpoint: the model as one rank has it, with its optimizer.
 
 RUN/latest_checkpointed_iteration.txt
-RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     {"model": ..., "optimizer": ..., "args": ..., ...}
-                                        distrib_optim.pt       of the distributed optimizer
+RUN/iter_0000004/mp_rank_TT/model_optim_rng.pt   rank TT: {"model": ..., "optimizer": ..., "args": ..., ...}
+                            distrib_optim.pt     what the distributed optimizer has of this rank's parameters
+                 mp_rank_TT_PPP/                 with pipeline stage PPP, or expert rank where there is one stage
+                 mp_rank_TT_PPP_EEE/             with both
+
+model, or model0, model1, ... of a virtual pipeline, is the state dict of the module on the rank. Layers are numbered
+from 0 in each, experts on each expert-parallel rank. Chunk v of stage p has the layers behind those of all stages'
+chunks before v, and of chunks v of the stages before p.
 
 Slices of tensor-parallel ranks are spans of the whole. What several ranks have whole (norms, what is no expert on
 expert-parallel ranks, an embedding that the last stage keeps as its output layer) is read from the first, and the rest
 are copies of it.
 
-ranks    which ranks there are, and names
 local    a rank's optimizer
 cut      how ranks' slices make up a parameter
 
@@ -17,27 +22,30 @@ Source: megatron-core 0.16, Megatron-LM's `checkpointing.py`, `LanguageModule.se
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from zckpt.errors import LayoutError, ShardError, UnsupportedError, about
+from zckpt.codes import MISSING_FILE
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, about, listed
 from zckpt.formats.megatron.buckets import bucket_numels
 from zckpt.formats.megatron.cut import CURRENT, KEPT, SPLITS, Shapes, check_alike, cut_of, reordered
-from zckpt.formats.megatron.directory import FORMAT, LEGACY, OPTIMIZER_FILE, Place, missing
+from zckpt.formats.megatron.directory import FILE, FOLDER, FORMAT, LEGACY, OPTIMIZER_FILE, Place, folders, missing
 from zckpt.formats.megatron.fused import apart, expert_count, is_fused, name_of_one
-from zckpt.formats.megatron.local import GRADIENTS, attach_distributed, attach_plain, optimizers_of
-from zckpt.formats.megatron.names import BUFFERS, TIED, in_order
+from zckpt.formats.megatron.local import GRADIENTS, attach_distributed, attach_plain
+from zckpt.formats.megatron.names import BLOCK, BUFFERS, TIED, Name, in_order, is_expert
 from zckpt.formats.megatron.objects import OPTIMIZER, Common, size_of, topology_of
-from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest
+from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, Held, attach, keep_common, keep_rest, optimizers
 from zckpt.formats.megatron.own import read_own, restore_own
-from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
 from zckpt.formats.megatron.stages import FURTHER
-from zckpt.formats.torch_files.tensors import carried, describe, slot_of
+from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, carried, describe, slot_of
+from zckpt.immutable import immutable
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import COPY, IMPLIED, REST, STATE, Rule
 from zckpt.storage.files import is_file
-from zckpt.torchfile import Digests, Tensor, read_torchfile, walk_tensors
+from zckpt.torchfile import Digests, Tensor, TorchFile, read_torchfile, walk_tensors
 
 UNTIED = "untie_embeddings_and_output_weights"
 
@@ -59,6 +67,205 @@ SAME = "as in the first rank's file"
 
 Copies = dict[tuple[int, int, int], dict[int, Parameter]]
 """What ranks have of a parameter: by stage, chunk and expert-parallel rank, for each tensor-parallel rank."""
+
+
+_CHUNK = re.compile(r"model([0-9]{0,18})")
+
+TENSOR_RANKS, STAGE_RANKS, EXPERT_RANKS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+)  # fmt: skip
+
+
+@immutable
+class RankFile:
+    """What a rank's file holds.
+
+    Parameters
+    ----------
+    tp, pp, ep : int
+        The rank's numbers.
+    folder : Path
+        Its directory.
+    file : TorchFile
+    content : dict
+        Its root.
+    chunks : tuple of dict of str to object
+        The state dict of each chunk of the model, by the names that it has there.
+    keys : tuple of str
+        Under which they are.
+    """
+
+    tp: int
+    pp: int
+    ep: int
+    folder: Path
+    file: TorchFile
+    content: Mapping[object, object]
+    chunks: tuple[dict[str, object], ...]
+    keys: tuple[str, ...]
+
+    @property
+    def arguments(self) -> Mapping[object, object]:
+        """The program's arguments; empty where the file has none."""
+        return arguments_of(self.content.get("args"))
+
+
+def read_ranks(directory: Path, known: Mapping[str, int]) -> list[RankFile]:
+    """Read the structure of all ranks' files, in the order of tensor, expert, and pipeline ranks.
+
+    `known`: how many ranks of each kind there are, `tp`, `pp` and `ep`, where that is known otherwise than by the
+    files. Raises ShardError: a rank's file is missing, or of another step; SourceError: a file is damaged, or what its
+    directory's name means is not certain.
+    """
+    paths = folders(directory)
+    numbers = {name: [int(n) for n in match.groups() if n is not None]
+               for name in paths if (match := FOLDER.fullmatch(name))}  # fmt: skip
+    lengths = {len(one) for one in numbers.values()}
+    if len(lengths) > 1:
+        raise ShardError("has rank directories of more than one kind", found=listed(list(paths)))
+    files = {name: read_torchfile(path / FILE) for name, path in paths.items()}
+    first = next(iter(files.values()))
+    content = as_mapping(first.root, first.path)
+    arguments = arguments_of(content.get("args"))
+    tp, own = size_of(arguments, TENSOR_RANKS), size_of(arguments, "expert_tensor_parallel_size")
+    states = [its for key, its in content.items() if isinstance(key, str) and _CHUNK.fullmatch(key)]
+    has_experts = any(is_expert(str(name)) for its in states if isinstance(its, dict) for name in its)
+    if has_experts and tp is not None and own not in (None, tp):  # which ranks have them, no file says
+        raise UnsupportedError("experts are cut for another number of tensor-parallel ranks than the rest",
+                               expected=f"expert_tensor_parallel_size {tp}", found=own,
+                               advice="save it as torch_dist with the program that wrote it")  # fmt: skip
+    is_second_expert = lengths == {2} and (
+        known["ep"] > 1 if {"ep", "pp"} <= known.keys() else _is_second_expert(arguments, list(paths))
+    )
+    found = []
+    for name, (rank, *rest) in numbers.items():
+        stages, experts = ([], rest) if is_second_expert else (rest[:1], rest[1:])
+        file, path = files[name], files[name].path
+        content = as_mapping(file.root, path)
+        matches = {key: _CHUNK.fullmatch(key) for key in content if isinstance(key, str)}
+        chunks = sorted((int(match[1] or 0), key) for key, match in matches.items() if match is not None)
+        if not chunks or [number for number, _ in chunks] != list(range(len(chunks))):
+            raise DamagedFileError("unexpected content", path=path, expected="the rank's model under `model`",
+                                   found=listed(list(content)))  # fmt: skip
+        keys = tuple(key for _, key in chunks)
+        model = tuple(_flat(content[key], path) for key in keys)
+        found.append(RankFile(rank, sum(stages), sum(experts), paths[name], file, content, model, keys))
+    _check_all(found, arguments)
+    return sorted(found, key=lambda one: (one.pp, one.ep, one.tp))
+
+
+def _is_second_expert(arguments: Mapping[object, object], names: list[str]) -> bool:
+    """Tell whether the second number of directories is that of expert parallelism."""
+    stages, experts = size_of(arguments, STAGE_RANKS), size_of({EXPERT_RANKS: 1, **arguments}, EXPERT_RANKS)
+    if stages is not None and experts is not None and (stages > 1) != (experts > 1):
+        return experts > 1
+    if stages is not None and stages > 1:
+        raise ShardError("the names of its directories lack the number of the expert-parallel rank",
+                         expected=f"{stages} stages of {experts} ranks", found=listed(names))  # fmt: skip
+    raise UnsupportedError("it is unknown whether its ranks are pipeline- or expert-parallel",
+                           expected=f"{STAGE_RANKS} in the saved arguments",
+                           found=listed(names))  # fmt: skip
+
+
+def _flat(node: object, path: str) -> dict[str, object]:
+    """Return a state dict whose dicts may hold dicts as one, names joined by dots."""
+    found: dict[str, object] = {}
+    waiting: list[tuple[str, object]] = [("", as_mapping(node, path, "a state dict"))]
+    while waiting:
+        front, value = waiting.pop()
+        if isinstance(value, dict) and (value or not front):
+            waiting += [(f"{front}.{key}" if front else str(key), below) for key, below in reversed(value.items())]
+        elif front in found:
+            raise DamagedFileError(f"has {front} twice")
+        else:
+            found[front] = value
+    return found
+
+
+def _check_all(ranks: Sequence[RankFile], arguments: Mapping[object, object]) -> None:
+    """Raise ShardError where ranks are missing, are of different steps, or have other numbers of chunks."""
+    there = {(one.pp, one.ep, one.tp) for one in ranks}
+    kinds = zip(zip(*there, strict=True), (STAGE_RANKS, EXPERT_RANKS, TENSOR_RANKS), strict=True)
+    pp, ep, tp = (max(1 + max(numbers), size_of(arguments, key) or 0) for numbers, key in kinds)
+    every = ((p, e, t) for p in range(pp) for e in range(ep) for t in range(tp))
+    missing = next((one for one in every if one not in there), None)
+    if missing is not None:
+        p, e, t = missing
+        raise ShardError(
+            "rank files are missing",
+            expected=f"{tp} tensor-parallel ranks, {pp} stages, {ep} expert-parallel ranks",
+            found=f"none of rank {t} of stage {p}" + (f" and experts {e}" if ep > 1 else ""),
+            code=MISSING_FILE,
+        )
+    first = ranks[0]
+    for one in ranks[1:]:
+        for key in ("iteration", "checkpoint_version"):
+            if one.content.get(key) != first.content.get(key):
+                raise ShardError(f"has another {key} than {first.folder.name}", path=one.file.path,
+                                 expected=first.content.get(key), found=one.content.get(key))  # fmt: skip
+        if one.keys != first.keys:
+            raise LayoutError(f"has other chunks of the model than {first.folder.name}", path=one.file.path,
+                              expected=", ".join(first.keys), found=", ".join(one.keys))  # fmt: skip
+
+
+def is_weight(name: str, value: object) -> bool:
+    """Tell whether a value of a state dict is of the model, and not what a module keeps for itself (FP8's scales)."""
+    return isinstance(value, Tensor) and "_extra_state" not in name
+
+
+class Numbering:
+    """The numbers that layers and experts of ranks have in the whole model."""
+
+    def __init__(self, ranks: Sequence[RankFile]) -> None:
+        self._stages, self._chunks = 1 + max(one.pp for one in ranks), len(ranks[0].chunks)
+        self._parallel = any(one.ep for one in ranks)
+        counts: dict[tuple[int, int, str], int] = {}
+        for one in ranks:
+            for chunk, names in enumerate(one.chunks):
+                for name in map(Name.of, names):
+                    if name.layer is not None:
+                        key = (chunk, one.pp, name.block)
+                        counts[key] = max(counts.get(key, 0), name.layer + 1)
+        self._first: dict[tuple[int, int, str], int] = {}
+        self._ends: dict[str, int] = {}
+        for key in sorted(counts):
+            self._first[key] = self._ends.get(key[2], 0)
+            self._ends[key[2]] = self._first[key] + counts[key]
+
+    def bounds(self) -> list[int] | None:
+        """Return the first layer of each chunk, in the model's order, and how many layers there are.
+
+        A chunk without any begins where the next one does. None: there is not one block of layers.
+        """
+        blocks = [block for block in self._ends if BLOCK.fullmatch(block)]
+        if len(blocks) != 1:
+            return None
+        found = [self._ends[blocks[0]]]
+        for chunk in reversed(range(self._chunks)):
+            for stage in reversed(range(self._stages)):
+                found.insert(0, self._first.get((chunk, stage, blocks[0]), found[0]))
+        return found
+
+    def names(self, one: RankFile, chunk: int) -> dict[str, str]:
+        """Return the names of what is in a chunk in the whole model, by those in the file.
+
+        Raises
+        ------
+        UnsupportedError
+            Experts of several ranks that are not told apart.
+        """
+        own = {text: Name.of(text) for text in one.chunks[chunk]}
+        count = 1 + max((name.expert for name in own.values() if name.expert is not None), default=-1)
+        found = {}
+        for text, name in own.items():
+            is_odd = name.expert is None and is_expert(text) and not is_fused(text)
+            if is_odd and self._parallel and is_weight(text, one.chunks[chunk][text]):
+                raise UnsupportedError(f"it is unknown which experts {text} has", path=one.file.path,
+                                       expected="a tensor for each expert")  # fmt: skip
+            expert = None if name.expert is None else one.ep * count + name.expert
+            layer = None if name.layer is None else name.layer + self._first[chunk, one.pp, name.block]
+            found[text] = str(replace(name, expert=expert, layer=layer))
+        return found
 
 
 @dataclass(slots=True)
@@ -101,8 +308,12 @@ class Model:
                     copies = self.copies.setdefault(part_name, {})
                     copies.setdefault((rank.pp, chunk, rank.ep), {})[rank.tp] = part
 
-    def add_to(self, checkpoint: Checkpoint) -> None:
-        """Give a checkpoint the whole parameters and buffers."""
+    def add_to(self, checkpoint: Checkpoint, sequences: Sequence[Mapping[str, str]]) -> None:
+        """Give a checkpoint the whole parameters and buffers, in the order of the module where that is known.
+
+        That of GPT's layers is known; another model has the order that its file has, where one file has all of it.
+        `sequences`: the names that each chunk of a rank has, in its order.
+        """
         firsts = {name: next(iter(next(iter(its.values())).values())) for name, its in self.copies.items()}
         shapes = {name: one.shape for name, one in firsts.items()}
         is_trained = any(len(p.slots) > 1 for its in self.copies.values() for one in its.values() for p in one.values())
@@ -112,6 +323,16 @@ class Model:
                 whole = self._whole(checkpoint, name, shapes, "buffer" if is_buffer else "parameter")
             whole.frozen = is_trained and not is_buffer and len(whole.slots) == 1
             (checkpoint.buffers if is_buffer else checkpoint.parameters)[whole.name] = whole
+        named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
+        known = [[one for name in its if (one := self.given.get(name, name)) in checkpoint.parameters] for its in named]
+        places = {name: at for at, name in enumerate(checkpoint.parameters)}
+        if all([places[name] for name in its] == sorted(places[name] for name in its) for its in known):
+            return
+        complete = next((its for its in known if set(its) == checkpoint.parameters.keys()), None)
+        if complete is None:
+            checkpoint.details[ORDER] = "not known: that of each rank is not the one of GPT's layers"
+        else:
+            checkpoint.parameters = {name: checkpoint.parameters[name] for name in complete}
 
     def _whole(self, checkpoint: Checkpoint, name: str, shapes: Shapes, kind: str) -> Parameter:
         """Return a parameter from the slices and copies that ranks have of it; copies are noted."""
@@ -216,8 +437,7 @@ def read(place: Place) -> Checkpoint:
             tied = one.arguments.get(UNTIED) is False or own.ranks.get("tied") == 1
             model.gather(local, sizes["ep"], tied=tied)
     _check_groups(every)
-    model.add_to(checkpoint)
-    _settle_order(checkpoint, own.names, [its for local in every for its in local.names])
+    model.add_to(checkpoint, [its for local in every for its in local.names])
     common = Common(first.file, {str(key): value for key, value in first.content.items() if key not in first.keys})
     if every[0].is_plain:
         for number, group in enumerate(every[0].checkpoint.param_groups):
@@ -280,7 +500,11 @@ def _local(one: RankFile, names: list[dict[str, str]]) -> Local:
             if whole in TIED.values() or (whole in TIED and not further):
                 shared.append(label)
         local.rules.append(Rule((one.keys[at], REST), IMPLIED, "modules without their own state"))
-    local.optimizers = optimizers_of(one.content.get(OPTIMIZER), (OPTIMIZER,))
+    held = one.content.get(OPTIMIZER)
+    local.optimizers = list(optimizers(held, (OPTIMIZER,))) if held else []
+    if (held and not local.optimizers) or any(GROUPS not in its.node for its in local.optimizers):
+        raise UnsupportedError("holds an unknown kind of optimizer",
+                               expected="one with param_groups, or several")  # fmt: skip
     flat = one.folder / OPTIMIZER_FILE
     if local.is_plain:
         rules, local.said = attach_plain(own, local.optimizers, path)
@@ -309,23 +533,6 @@ def _experts(name: str, parameter: Parameter, first: int, count: int) -> dict[st
         for at, slots in enumerate(every)
         for one in [name_of_one(name, first + at)]
     }
-
-
-def _settle_order(checkpoint: Checkpoint, own: Mapping[str, str], sequences: Sequence[Mapping[str, str]]) -> None:
-    """Have parameters in the order in which the module has them, or say that it is not known.
-
-    That of GPT's layers is known; another model has the order that its file has, where one file has all of it.
-    """
-    named = [[name_of_one(name, 0) for name in its.values()] for its in sequences]
-    given = [[given for name in its if (given := own.get(name, name)) in checkpoint.parameters] for its in named]
-    places = {name: at for at, name in enumerate(checkpoint.parameters)}
-    if all([places[name] for name in its] == sorted(places[name] for name in its) for its in given):
-        return
-    whole = next((its for its in given if set(its) == checkpoint.parameters.keys()), None)
-    if whole is None:
-        checkpoint.details[ORDER] = "not known: that of each rank is not the one of GPT's layers"
-        return
-    checkpoint.parameters = {name: checkpoint.parameters[name] for name in whole}
 
 
 def _check_groups(every: Sequence[Local]) -> None:

@@ -5,10 +5,11 @@ RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt   the rank's model by
                                         distrib_optim.pt     of the distributed optimizer: flat, with zeros in the gaps
                  zckpt.pt                                    what these have no place for: see `own`
 
-legacy_target  how many ranks, and what the module on them is like
 stages         which layers and experts a rank has, what of a parameter, and what it calls them
-
 buckets        where the distributed optimizer has a parameter
+
+Whatever the user does not say of ranks, and of the module on them, is as in SOURCE where that has it: in its own files,
+or in the arguments of Megatron-LM that came with it.
 
 Source: Megatron-LM's `checkpointing.py`, `get_checkpoint_name`; megatron-core 0.16,
 `Float16OptimizerWithFloat16Params.state_dict`, `DistributedOptimizer.state_dict`, `get_parameter_state_dp_zero`.
@@ -18,30 +19,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from zckpt.errors import UnsupportedError, listed
+from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.format import Job, TargetFiles
-from zckpt.formats.megatron.buckets import JOINED, PARAM, UNPADDED, Member
+from zckpt.formats.megatron.buckets import JOINED, PARAM, UNPADDED, Member, default_bucket_numel
 from zckpt.formats.megatron.buckets import lay_out as lay_out_buckets
 from zckpt.formats.megatron.cut import VOCABULARY, cuts_of
 from zckpt.formats.megatron.directory import FILE, FOLDER, OPTIMIZER_FILE
-from zckpt.formats.megatron.legacy import BOUNDS, FUSED, NUMBERED, ORDER, UNTIED
-from zckpt.formats.megatron.legacy_target import Target, sizes_of, target_of
+from zckpt.formats.megatron.fused import ONE
+from zckpt.formats.megatron.legacy import APART, BOUNDS, CHUNKS, EXPERTS, FUSED, NUMBERED, ORDER, UNTIED
 from zckpt.formats.megatron.local import GRADIENTS
-from zckpt.formats.megatron.names import TIED
-from zckpt.formats.megatron.norms import live_names
-from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, states_by
+from zckpt.formats.megatron.names import BLOCK, TIED, Name
+from zckpt.formats.megatron.norms import ENGINE, LOCAL, filed_names, live_names
+from zckpt.formats.megatron.objects import ARGUMENTS, EXTRA_STATE, OPTIMIZER, size_of, states_by
 from zckpt.formats.megatron.optimizer import GROUPS, MASTERS, STATES, STEP
 from zckpt.formats.megatron.order import order_of
-from zckpt.formats.megatron.stages import Dealt, Sliced, dealt, expert_counts, on_expert_rank
+from zckpt.formats.megatron.own import ROWS
+from zckpt.formats.megatron.stages import (
+    Bounds,
+    Dealt,
+    Sliced,
+    bounds_of,
+    dealt,
+    expert_counts,
+    on_expert_rank,
+)
 from zckpt.formats.megatron.write_common import PLAIN, Group, Source, shards_of
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import arguments_of, arguments_with
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, view
 from zckpt.immutable import immutable
-from zckpt.state import MASTER, Checkpoint, Slot, by_key
+from zckpt.state import MASTER, Checkpoint, Slot, Topology, by_key, stated
 from zckpt.torchfile import DType
 
 RNG = "rng_state"
@@ -49,6 +61,127 @@ RNG = "rng_state"
 _MODULE = re.compile(r"((?:.*\.)?(?:linear_\w+|output_layer|eh_proj|query_key_value|dense\w*))\.weight[0-9]*")
 _CHUNK = re.compile(r"model([0-9]+)\.(.+)")
 _OF_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.([0-9]+)\.(linear_fc[12]\.(?:weight|bias))")
+
+
+@immutable
+class Target:
+    """What the ranks are.
+
+    Parameters
+    ----------
+    topology : Topology
+    chunks : int
+        Of the model on each stage.
+    bounds : tuple of int
+        First layer of each chunk, and the number of layers.
+    rows : int or None
+        Of the vocabulary; None: SOURCE's.
+    engine : bool
+        Whether layers are Transformer Engine's.
+    bucket_numel : int or None, elements
+        After which a bucket of gradients ends; None: nowhere.
+    experts : {FUSED, NUMBERED, APART}
+        How experts are in it, where their names do not say so.
+    """
+
+    topology: Topology
+    chunks: int
+    bounds: Bounds
+    rows: int | None
+    engine: bool
+    bucket_numel: int | None
+    experts: str = APART
+
+
+def target_of(checkpoint: Checkpoint, options: object) -> Target:
+    """Return what the target is to be, by the options of `convert` or `reshard`. Raises UsageError: an odd size."""
+
+    def said(name: str) -> Any:  # noqa: ANN401  # of any type that an option may have
+        return getattr(options, name, None)
+
+    arguments, own = arguments_of(checkpoint.metadata.get(ARGUMENTS)), checkpoint.topology
+    given = {"dp": said("world_size"), "tp": said("tensor_parallel_size"), "pp": said("pipeline_parallel_size"),
+             "ep": said("expert_parallel_size")}  # fmt: skip
+    chunks, size = said("virtual_pipeline_parallel_size"), said("ddp_bucket_size")
+    for value in (*given.values(), chunks):
+        if value is not None and value < 1:
+            raise UsageError("unusable number of ranks", expected="at least 1", found=value)
+    if size is not None and size < 0:
+        raise UsageError("unusable --ddp-bucket-size", expected="at least 0", found=size)
+    topology = replace(own, **stated(given))
+    known = checkpoint.details.get(CHUNKS, 1)
+    chunks = chunks or (known if isinstance(known, int) and topology.pp == own.pp else 1)
+    if chunks > 1 and topology.pp == 1:
+        raise UsageError("a virtual pipeline needs several stages", expected="--pipeline-parallel-size P",
+                         found=topology.pp)  # fmt: skip
+    bounds = said("stage_bounds")
+    if bounds is None and (topology.pp, chunks) == (own.pp, known) and isinstance(checkpoint.details.get(BOUNDS), str):
+        bounds = str(checkpoint.details[BOUNDS])
+    names = [one.name for one in checkpoint.tensors()]
+    layers = [one.layer for one in map(Name.of, names) if one.layer is not None and BLOCK.fullmatch(one.block)]
+    if size is None:
+        size = default_bucket_numel(arguments, topology.dp) if arguments.get("overlap_grad_reduce") is True else None
+    implementation = said("transformer_impl")
+    if implementation is None and filed_names(names) == {name: name for name in names}:
+        implementation = LOCAL if arguments.get("transformer_impl") == LOCAL else ENGINE
+    engine = implementation == ENGINE
+    return Target(
+        topology=topology,
+        chunks=chunks,
+        bounds=bounds_of(bounds, 1 + max(layers, default=-1), topology.pp * chunks),
+        rows=_rows(checkpoint, said("padded_vocab_size")),
+        engine=engine,
+        bucket_numel=size or None,
+        experts=_experts(checkpoint, names, arguments, engine=engine),
+    )
+
+
+def _rows(checkpoint: Checkpoint, rows: int | None) -> int | None:
+    """Return the rows of the vocabulary: those that the user says, or SOURCE's model had; None: those that it has."""
+    present = max((one.shape[0] for one in checkpoint.tensors() if one.name.endswith(VOCABULARY)), default=0)
+    known = checkpoint.details.get(ROWS)
+    rows = known if rows is None and isinstance(known, int) else rows
+    if rows is not None and rows < present:
+        raise UsageError(
+            "unusable --padded-vocab-size",
+            expected=f"at least SOURCE's {present} rows, which are all trained",
+            found=rows,
+        )
+    return rows if rows != present else None
+
+
+def _experts(checkpoint: Checkpoint, names: Sequence[str], arguments: Mapping[object, object], *, engine: bool) -> str:
+    """Return how the module has experts: as in SOURCE's legacy files, or as its program's arguments say."""
+    if checkpoint.format_version == "legacy":
+        return str(checkpoint.details.get(EXPERTS, APART))
+    if arguments.get("moe_grouped_gemm") is not True or not any(map(ONE.fullmatch, names)):
+        return APART
+    if not engine or arguments.get("moe_use_legacy_grouped_gemm") is True:
+        return FUSED
+    if arguments.get("moe_use_legacy_grouped_gemm") is False:
+        return NUMBERED
+    raise UnsupportedError(
+        "its experts are grouped in the module, and their names there are unknown",
+        expected="moe_use_legacy_grouped_gemm as well as moe_grouped_gemm in the arguments",
+        advice="write torch_dist, which any kind of experts can load",
+    )
+
+
+def sizes_of(target: Target, arguments: Mapping[object, object]) -> dict[str, object]:
+    """Return what Megatron-LM's arguments say of the target's sizes, by those of SOURCE."""
+    top = target.topology
+    return {
+        "tensor_model_parallel_size": top.tp,
+        "pipeline_model_parallel_size": top.pp,
+        "transformer_pipeline_model_parallel_size": top.pp,
+        "virtual_pipeline_model_parallel_size": target.chunks if target.chunks > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": target.bounds[1] - target.bounds[0] if target.chunks > 1 else None,
+        "expert_model_parallel_size": top.ep,
+        "expert_tensor_parallel_size": top.tp,
+        "data_parallel_size": top.dp,
+        "world_size": top.dp * top.tp * top.pp * (size_of(arguments, "context_parallel_size") or 1),
+        **stated({"padded_vocab_size": target.rows}),
+    }
 
 
 @immutable
@@ -141,13 +274,26 @@ def lay_out(job: Job) -> TargetFiles:
     files = []
     for rank in ranks:
         content = {**tree, **_states(model, rank)}
-        held |= _give(content, (its_own or {}).get(rank.folder, {}), rank.folder)
+        for key, value in (its_own or {}).get(rank.folder, {}).items():
+            held.add(f"{rank.folder}.{key}")
+            if not key.endswith(EXTRA_STATE):
+                content[key] = value
+                continue
+            chunk, several = _CHUNK.fullmatch(key), "model" not in content
+            states = content[f"model{chunk[1] if chunk else 0}" if several else "model"]
+            if isinstance(states, dict):
+                states[chunk[2] if chunk and several else key] = value
         if source.groups:
             content[OPTIMIZER] = _optimizers(model, rank)
         folder = f"{source.folder}/{rank.folder}"
         files.append(torch_writer.lay_out(f"{folder}/{FILE}", content))
         if source.groups and source.kind != PLAIN:
-            files.append(torch_writer.lay_out(f"{folder}/{OPTIMIZER_FILE}", _all_buffers(model, rank)))
+            buffers = [  # what expert-parallel ranks have alike only the first one's file has
+                None if rank.ep and not any(one.is_of_experts for one in groups) else _buffers(model, rank, groups)
+                for groups, _, _ in source.optimizers()
+            ]
+            held_flat = buffers[0] if len(buffers) == 1 else buffers
+            files.append(torch_writer.lay_out(f"{folder}/{OPTIMIZER_FILE}", held_flat))
     sizes = {"tp": top.tp, "pp": top.pp, "ep": top.ep, "tied": bool(model.tied)}
     if model.sliced.rows:  # what a vocabulary has, of which the target's has more
         sizes["rows"] = model.sliced.shapes[next(iter(model.sliced.rows))][0]
@@ -260,19 +406,8 @@ def _numbered(
     return states, masters
 
 
-def _all_buffers(model: Model, rank: Rank) -> object:
-    """Return what `distrib_optim.pt` has of a rank.
-
-    Of several optimizers it is a list. What expert-parallel ranks have alike only the first one's file has.
-    """
-    every = [
-        None if rank.ep and not any(one.is_of_experts for one in groups) else _buffers(model, rank, groups)
-        for groups, _, _ in model.source.optimizers()
-    ]
-    return every[0] if len(every) == 1 else every
-
-
 def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, object]:
+    """Return the buffers of an optimizer: each has a flat tensor for each slot, of all buckets end to end."""
     members = {name for group in groups for name in group.members}
     found: dict[object, object] = {JOINED: True}
     for at, chunk in enumerate(rank.chunks):
@@ -280,28 +415,23 @@ def _buffers(model: Model, rank: Rank, groups: Sequence[Group]) -> dict[object, 
         for kind, its in kinds.items():
             gradients = model.gradients.get(kind, "float32")
             numel = model.target.bucket_numel if rank.pp == 0 and at == 0 else None
-            found[len(found) - 1] = {(DType(kind), DType(gradients)): _buffer(model, rank, its, numel)}
+            every = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
+            layout = lay_out_buckets(every, numel)
+            starts = layout.starts()
+            parts = by_key(
+                (PARAM if key == MASTER else key, (dtype, SlotContent(starts[one.local], slot, label)))
+                for one in its
+                for key, slot, dtype, label in model.states(one, rank.tp)
+            )
+            buffer: dict[object, object] = {}
+            for key, its_parts in parts.items():
+                dtypes = sorted({dtype for dtype, _ in its_parts})
+                if len(dtypes) > 1:
+                    raise UnsupportedError(f"{key} has several types, but a buffer has one", found=dtypes)
+                storage = new_storage(dtypes[0], layout.numel, [content for _, content in its_parts])
+                buffer[key] = view(storage, (layout.numel,))
+            found[len(found) - 1] = {(DType(kind), DType(gradients)): {**buffer, UNPADDED: layout.numel}}
     return found
-
-
-def _buffer(model: Model, rank: Rank, its: Sequence[Dealt], bucket_numel: int | None) -> dict[object, object]:
-    """Return a buffer: a flat tensor for each slot, of all buckets end to end."""
-    members = [Member(one.local, prod(model.sliced.shape(one)), one.shared) for one in its]
-    layout = lay_out_buckets(members, bucket_numel)
-    starts = layout.starts()
-    parts = by_key(
-        (PARAM if key == MASTER else key, (dtype, SlotContent(starts[one.local], slot, label)))
-        for one in its
-        for key, slot, dtype, label in model.states(one, rank.tp)
-    )
-    tensors: dict[object, object] = {}
-    for key, its_parts in parts.items():
-        dtypes = sorted({dtype for dtype, _ in its_parts})
-        if len(dtypes) > 1:
-            raise UnsupportedError(f"{key} has several types, but a buffer has one", found=dtypes)
-        storage = new_storage(dtypes[0], layout.numel, [content for _, content in its_parts])
-        tensors[key] = view(storage, (layout.numel,))
-    return {**tensors, UNPADDED: layout.numel}
 
 
 def _of_ranks(checkpoint: Checkpoint, ranks: Sequence[Rank], target: Target) -> dict[str, dict[str, object]] | None:
@@ -316,18 +446,3 @@ def _of_ranks(checkpoint: Checkpoint, ranks: Sequence[Rank], target: Target) -> 
         if FOLDER.fullmatch(folder):
             found.setdefault(folder, {})[rest] = value
     return found
-
-
-def _give(content: dict[object, object], values: Mapping[str, object], folder: str) -> set[str]:
-    """Put what a rank has for itself in its file; return the keys of metadata that it is."""
-    for key, value in values.items():
-        if not key.endswith(EXTRA_STATE):
-            content[key] = value
-            continue
-        chunk = _CHUNK.fullmatch(key)
-        several = "model" not in content
-        name = f"model{chunk[1] if chunk else 0}" if several else "model"
-        states = content[name]
-        if isinstance(states, dict):
-            states[chunk[2] if chunk and several else key] = value
-    return {f"{folder}.{key}" for key in values}

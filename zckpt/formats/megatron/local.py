@@ -20,7 +20,7 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, about,
 from zckpt.evidence import Evidence, in_order
 from zckpt.formats.megatron.buckets import Buffer, Member, gathered, gathered_rules, lay_out, unproven
 from zckpt.formats.megatron.names import is_expert
-from zckpt.formats.megatron.optimizer import EXPERTS, GROUPS, MASTERS, Held, optimizers
+from zckpt.formats.megatron.optimizer import EXPERTS, MASTERS, Held
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, joined, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, by_key, dict_of
@@ -29,15 +29,6 @@ from zckpt.torchfile import Tensor, TorchFile
 
 GRADIENTS = "gradients"
 """Under which the details have their types by the weights', where they are not float32."""
-
-
-def optimizers_of(node: object, steps: tuple[str, ...]) -> list[Held]:
-    """Return the optimizers that a rank's file holds. Raises UnsupportedError: it is none of Megatron-Core's."""
-    found = list(optimizers(node, steps)) if node else []
-    if (node and not found) or any(GROUPS not in one.node for one in found):
-        raise UnsupportedError("holds an unknown kind of optimizer",
-                               expected="one with param_groups, or several")  # fmt: skip
-    return found
 
 
 def attach_plain(checkpoint: Checkpoint, every: Sequence[Held], path: str) -> tuple[list[Rule], dict[str, int]]:
@@ -49,8 +40,16 @@ def attach_plain(checkpoint: Checkpoint, every: Sequence[Held], path: str) -> tu
     """
     several = []
     for one in every:
-        state = parse(one.node, path)
-        masters = _masters(one.outer.get(MASTERS), state)
+        state, lists = parse(one.node, path), one.outer.get(MASTERS)
+        if lists is not None and (not isinstance(lists, list) or len(lists) != len(state.groups)):
+            raise DamagedFileError("masters and param groups disagree", expected=f"{len(state.groups)} lists")
+        masters: dict[int, Tensor] = {}  # by number; each group has one for each of its parameters but those of 32 bits
+        for numbers, of_group in zip(state.numbers, lists or (), strict=lists is not None):
+            own = [one for one in of_group if isinstance(one, Tensor)] if isinstance(of_group, list) else []
+            if len(own) != len(numbers) or len(own) != len(of_group):
+                raise UnsupportedError("has masters for only some parameters of a group",
+                                       expected=f"{len(numbers)} tensors", found=len(own))  # fmt: skip
+            masters |= dict(zip(numbers, own, strict=True))
         several.append((None, "", OptimizerState(state.state, state.groups, masters)))
     whole = joined(several)
     certain = _names(checkpoint, whole)
@@ -71,22 +70,6 @@ def attach_plain(checkpoint: Checkpoint, every: Sequence[Held], path: str) -> tu
     cut = "how tensor parallelism cuts a parameter"
     rules = [Rule((*one.outer_steps, MASTERS, ANY, ANY, "attributes", REST), IMPLIED, cut) for one in every]
     return [*rules, *(rule for one in every for rule in optimizer_rules(*one.steps))], said
-
-
-def _masters(node: object, state: OptimizerState) -> dict[int, Tensor]:
-    """Return masters by number: each group has one for each of its parameters, those of 32 bits left out."""
-    if node is None:
-        return {}
-    if not isinstance(node, list) or len(node) != len(state.groups):
-        raise DamagedFileError("masters and param groups disagree", expected=f"{len(state.groups)} lists")
-    found: dict[int, Tensor] = {}
-    for numbers, masters in zip(state.numbers, node, strict=True):
-        own = [one for one in masters if isinstance(one, Tensor)] if isinstance(masters, list) else []
-        if len(own) != len(numbers) or len(own) != len(masters):
-            raise UnsupportedError("has masters for only some parameters of a group",
-                                   expected=f"{len(numbers)} tensors", found=len(own))  # fmt: skip
-        found |= dict(zip(numbers, own, strict=True))
-    return found
 
 
 def _names(checkpoint: Checkpoint, state: OptimizerState) -> dict[int, str]:

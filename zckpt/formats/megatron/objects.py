@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from zckpt.formats.dcp.items import ObjectItem
 from zckpt.formats.megatron.names import BUFFERS
-from zckpt.formats.torch_files.tensors import arguments_of, as_mapping, by_name, carried
+from zckpt.formats.torch_files.tensors import arguments_of, carried
 from zckpt.immutable import immutable
 from zckpt.state import Checkpoint, Topology
 from zckpt.state.dtypes import is_floating
-from zckpt.torchfile import TorchFile, read_torchfile
+from zckpt.torchfile import TorchFile
 
 OPTIMIZER, ARGUMENTS = "optimizer", "args"
 STEP_KEYS = ("iteration", "global_step")
@@ -65,12 +64,6 @@ def size_of(arguments: Mapping[object, object], key: str) -> int | None:
     """Return how many of something a program's arguments say that there are; None where they do not."""
     value = arguments.get(key)
     return value if type(value) is int and value > 0 else None
-
-
-def read_common(path: Path) -> Common:
-    """Read `common.pt`. Raises SourceError: it is damaged, or holds something other than a dict."""
-    file = read_torchfile(path)
-    return Common(file, by_name(as_mapping(file.root, file.path), file.path))
 
 
 def topology_of(arguments: Mapping[object, object], checkpoint: Checkpoint) -> tuple[Topology, int]:

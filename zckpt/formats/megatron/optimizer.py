@@ -77,7 +77,15 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
     """
     every = list(optimizers(common.content.get(OPTIMIZER), (OPTIMIZER,)))
     rules = [Rule((*held.steps, STATES, COMMON_STEP), STATE, "the step") for held in every]
-    groups = [group for held in every for group in _groups(held, common)]
+    groups: list[ParamGroup] = []  # as yet without parameters
+    path = common.file.path
+    for held in every:
+        step, listed = dict_of(held.node.get(STATES)).get(COMMON_STEP), held.node.get(GROUPS)
+        value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
+        for node in listed if isinstance(listed, list) else []:
+            values = with_scalars(as_mapping(node, path, "a param group as a dict"), path)
+            own = values.pop(STEP, value)
+            groups.append(ParamGroup(values, [], {} if own is None else {STEP: own}))
     found = _by_rule(checkpoint, groups, common) if members is None else members
     if found is None:
         checkpoint.warnings.append(
@@ -94,7 +102,7 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
         if len(found) != len(groups) or not are_distinct(names) or not set(names) <= set(checkpoint.parameters):
             expected = f"{len(found)} groups, whose parameters the model has"
             raise DamagedFileError(
-                "param groups with other parameters", path=common.file.path, expected=expected, found=len(groups)
+                "param groups with other parameters", path=path, expected=expected, found=len(groups)
             )
         for at, (group, its) in enumerate(zip(groups, found, strict=True)):
             group.parameters = list(its)
@@ -102,7 +110,7 @@ def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[st
                 checkpoint.parameters[name].group = at
         checkpoint.param_groups += groups
         rules += [Rule((*held.steps, GROUPS, ANY, ANY, REST), STATE, HYPERPARAMETERS) for held in every]
-    scales = (loss_scale_of(held.outer.get(SCALER), common.file.path) for held in every)
+    scales = (loss_scale_of(held.outer.get(SCALER), path) for held in every)
     checkpoint.loss_scale = next((one for one in scales if one is not None), checkpoint.loss_scale)
     return rules + keep_rest(checkpoint, common, every, () if found is None else (GROUPS,))
 
@@ -135,17 +143,6 @@ def optimizers(
             yield from optimizers(one, (*steps, str(key)))
     elif isinstance(node, dict) and node:
         yield Held({}, (*steps, OPTIMIZER), node, steps)
-
-
-def _groups(held: Held, common: Common) -> Iterator[ParamGroup]:
-    """Yield the groups of an optimizer, as yet without parameters."""
-    states, listed, path = held.node.get(STATES), held.node.get(GROUPS), common.file.path
-    step = dict_of(states).get(COMMON_STEP)
-    value: object = read_scalars(path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
-    for node in listed if isinstance(listed, list) else []:
-        values = with_scalars(as_mapping(node, path, "a param group as a dict"), path)
-        own = values.pop(STEP, value)
-        yield ParamGroup(values, [], {} if own is None else {STEP: own})
 
 
 def _by_rule(checkpoint: Checkpoint, groups: Sequence[ParamGroup], common: Common) -> list[list[str]] | None:

@@ -83,12 +83,6 @@ class Sliced:
         return apart(part, one.local, len(one.names)) if is_fused(one.local) else [part]
 
 
-def layer_count(names: Iterable[str]) -> int:
-    """Return how many layers the block of a model has, that stages share."""
-    numbers = [one.layer for one in map(Name.of, names) if one.layer is not None and BLOCK.fullmatch(one.block)]
-    return 1 + max(numbers, default=-1)
-
-
 def bounds_of(given: str | None, layers: int, chunks: int) -> Bounds:
     """Return the first layer of each chunk, and the number of all layers.
 

@@ -24,20 +24,21 @@ from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.items import Items, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
+from zckpt.formats.megatron.buckets import unproven
 from zckpt.formats.megatron.cut import end_to_end, is_flattened, unflattened
 from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, TORCH_DIST, Place
 from zckpt.formats.megatron.flat import with_flat
-from zckpt.formats.megatron.grouped import is_transposed
 from zckpt.formats.megatron.keys import Stored, is_of_one_layer, stored
 from zckpt.formats.megatron.names import in_order
-from zckpt.formats.megatron.objects import FLAT, carry_objects, read_common, settle, topology_of
+from zckpt.formats.megatron.objects import FLAT, Common, carry_objects, settle, topology_of
 from zckpt.formats.megatron.optimizer import attach, keep_common
 from zckpt.formats.megatron.own import read_own, restore_own
-from zckpt.formats.torch_files.tensors import TensorItem, describe
+from zckpt.formats.torch_files.tensors import TensorItem, as_mapping, by_name, describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Shape, Slot
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.names import bare_names
 from zckpt.state.views import transpose, unstacked
+from zckpt.torchfile import read_torchfile
 
 MASTERS = frozenset({"param", "fp32_param"})
 """What the distributed optimizer, and the others, call the parameters that they step."""
@@ -71,7 +72,8 @@ def read_by(place: Place, items_of: Callable[[Checkpoint, Path], Items]) -> Chec
         Files are missing or damaged, contradict each other, or hold what is not known.
     """
     path = place.path
-    common = read_common(path / COMMON)
+    file = read_torchfile(path / COMMON)
+    common = Common(file, by_name(as_mapping(file.root, file.path), file.path))
     checkpoint = Checkpoint(str(path), FORMAT, f"{place.kind} {place.version}")
     items = items_of(checkpoint, path)
     checkpoint.claims[str(path / MARK)] = Claim(IMPLIED, "which backend wrote it")
@@ -171,3 +173,61 @@ def _pieces(one: Stored, slots: Slots, slot: str, turned: bool) -> dict[Shape, S
             found = {index: unflattened(its, inner) for index, its in found.items()}
         every.append({index: transpose(its, (1, 0)) for index, its in found.items()} if is_flat and turned else found)
     return {index: end_to_end([its[index] for its in every], one.key) for index in every[0]}
+
+
+_EXPERTS = re.compile(r"(.*\.experts\.(?:experts|local_experts)\.(?:[0-9]+\.)?)linear_fc([12])\.weight")
+
+Pieces = Callable[[str, bool], dict[tuple[int, ...], Slot]]
+"""A slot by layer and expert; whether it is read as transposed."""
+
+
+def is_transposed(one: Stored, slots: Mapping[str, Mapping[str, TensorItem]], pieces: Pieces) -> bool:
+    """Tell whether the flattened state of experts' weights is of the transposed ones, as `GroupedMLP` has it.
+
+    Its weights are written as those of experts one by one, and its flattened state is not.
+
+                          one by one                       grouped
+    weight, fc1           [L, E, F, H]                     the same: it is transposed when it is written
+    state, flattened      [L, E, t, 1, F/t * H]            [L, E, 1, t, H * F/t]: of [H, F]
+    weight, fc2           [L, E, H, F]                     the same
+    state, flattened      [L, E, 1, t, H * F/t]            [L, E, t, 1, F/t * H]: of [F, H]
+
+    t is the number of tensor-parallel ranks, times two where a layer is gated. Where it is one, only values tell the
+    two apart: masters, rounded, are weights in one of them.
+
+    Source: `GroupedMLP.sharded_state_dict` of megatron-core 0.8 to 0.13.
+
+    `slots`: the tensors of each by the weights' keys. Raises UnsupportedError: neither shapes nor values tell;
+    LayoutError: the layers of an expert are not of one kind.
+    """
+    match, axes, model = _EXPERTS.fullmatch(one.key), len(one.axes), slots[WEIGHT]
+
+    def flattened(key: str) -> list[tuple[int, ...]]:
+        every = [its[key].shape for its in slots.values() if key in its and key in model]
+        return [shape for shape in every if len(shape) == len(model[key].shape) + 1]
+
+    if match is None:
+        return False
+    said = {
+        shape[axes + across] > 1
+        for number, across in (("1", 1), ("2", 0))
+        for shape in flattened(f"{match[1]}linear_fc{number}.weight")
+        if max(shape[axes : axes + 2]) > 1
+    }
+    if len(said) > 1:
+        raise LayoutError(f"the state of {match[1]}* is cut in two ways", path=model[one.parts[0]].path)
+    if said or not flattened(one.key):
+        return said == {True}
+    fitting = []
+    for turned in (False, True) if one.key in slots.get(MASTER, {}) else ():
+        weights, masters = pieces(WEIGHT, False), pieces(MASTER, turned)
+        if unproven({str(at): its for at, its in masters.items()}, {str(at): weights[at] for at in masters}) is None:
+            fitting.append(turned)
+    if len(fitting) != 1:
+        raise UnsupportedError(
+            f"it is uncertain whether the state of {one.key} is GroupedMLP's, transposed",
+            path=model[one.key].path,
+            expected="masters that round to their weights",
+            found="in both ways" if fitting else "in none",
+        )
+    return fitting[0]

@@ -124,12 +124,33 @@ class Source:
         saved; UnsupportedError: it is no model of Megatron's, or has state that its optimizer has no place for.
         """
         notes: list[str] = []
-        tensors = _tensors(checkpoint, getattr(options, "dtype", "keep"))
+        refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
+        several = checkpoint.optimizers() or checkpoint.models()
+        if several:
+            raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
+        check_names([one.name for one in checkpoint.tensors()])
+        tensors = model_tensors(checkpoint, getattr(options, "dtype", "keep"), tied="drop", exclude_frozen=False)
+        absent = [one.name for one in checkpoint.owners if one.name not in tensors]
+        if absent:
+            raise UnsupportedError("the model lacks some of its tensors", found=listed(absent))
         trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
         groups = _groups(checkpoint, expert_parallel_size, notes)
         step = _step(checkpoint, list(trained.values()))
-        kind = getattr(options, "optimizer", None) or _kind(checkpoint)
-        folder = _folder(checkpoint, getattr(options, ITERATION, None), is_trained=bool(trained))
+        kind = getattr(options, "optimizer", None)
+        if not kind:  # as the source's arguments say, or else as its files do where they are Megatron-Core's
+            facts = checkpoint.converted_from or {"format": checkpoint.format}
+            flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
+            distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
+            said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
+            is_plain = said is False if isinstance(said, bool) else checkpoint.param_groups and not distributed
+            kind = PLAIN if is_plain else DISTRIBUTED
+        chosen = getattr(options, ITERATION, None)
+        chosen = checkpoint.step if chosen is None else chosen
+        if chosen is None and trained:
+            raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
+        if chosen is not None and chosen < 0:
+            raise UsageError("unusable iteration", expected="at least 0", found=chosen)
+        folder = RELEASE if chosen is None else folder_of(str(chosen))
         return cls(checkpoint, tensors, trained, kind, groups, step, folder, notes)
 
     @property
@@ -227,10 +248,14 @@ class Source:
         has = {*held, *RESTATED, *(SCALERS if self.groups else ()), *self.of_training}
         own = own_tree(self.checkpoint, held=has, groups=[one.members for one in self.groups], names=names, ranks=ranks)
         tracker = TargetFile.of(TRACKER, f"{self.folder if self.iteration is None else self.iteration}".encode())
+        # Copies of what Megatron-Bridge reads beside a checkpoint.
+        source = Path(self.checkpoint.source)
+        beside = files_below(source) if ranks is None and self.checkpoint.format == FORMAT and source.is_dir() else ()
+        copies = [copy_of(path, f"{self.folder}/{name}") for name, path in beside if AS_IT_IS.fullmatch(name)]
         every = [
             *files,
             *(torch_writer.lay_out(name, value) for name, value in apart.items()),
-            *(copies := self._copies() if ranks is None else []),
+            *copies,
             torch_writer.lay_out(f"{self.folder}/{OWN_NAME}", own),
             tracker,
         ]
@@ -245,47 +270,6 @@ class Source:
             copied={one.name for one in copies},
             replaceable=lambda name: AS_IT_IS.fullmatch(name) is not None,
         )
-
-    def _copies(self) -> list[TargetFile]:
-        """Return copies of what Megatron-Bridge reads beside a checkpoint."""
-        source = Path(self.checkpoint.source)
-        every = files_below(source) if self.checkpoint.format == FORMAT and source.is_dir() else []
-        return [copy_of(path, f"{self.folder}/{name}") for name, path in every if AS_IT_IS.fullmatch(name)]
-
-
-def _tensors(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
-    refuse_unnamed(checkpoint, "which Megatron-Core has for its state")
-    several = checkpoint.optimizers() or checkpoint.models()
-    if several:
-        raise UnsupportedError("Megatron-Core has one model and one optimizer", found=listed(several))
-    check_names([one.name for one in checkpoint.tensors()])
-    tensors = model_tensors(checkpoint, dtype, tied="drop", exclude_frozen=False)
-    absent = [one.name for one in checkpoint.owners if one.name not in tensors]
-    if absent:
-        raise UnsupportedError("the model lacks some of its tensors", found=listed(absent))
-    return tensors
-
-
-def _kind(checkpoint: Checkpoint) -> str:
-    """Return whose state a source has: as its arguments say, or else as its files do where they are Megatron-Core's."""
-    said = arguments_of(checkpoint.metadata.get(ARGUMENTS)).get("use_distributed_optimizer")
-    if isinstance(said, bool):
-        return DISTRIBUTED if said else PLAIN
-    facts = checkpoint.converted_from or {"format": checkpoint.format}
-    flat = any(Path(file.path).name == OPTIMIZER_FILE for file in checkpoint.files)
-    distributed = facts.get("format") != FORMAT or SHARDED in {**facts, **checkpoint.details} or flat
-    return DISTRIBUTED if distributed or not checkpoint.param_groups else PLAIN
-
-
-def _folder(checkpoint: Checkpoint, iteration: int | None, *, is_trained: bool) -> str:
-    chosen = checkpoint.step if iteration is None else iteration
-    if chosen is None:
-        if is_trained:
-            raise UsageError("SOURCE does not state its iteration", expected="--iteration N")
-        return RELEASE
-    if chosen < 0:
-        raise UsageError("unusable iteration", expected="at least 0", found=chosen)
-    return folder_of(str(chosen))
 
 
 def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import DamagedFileError, UnsupportedError, about
@@ -255,44 +255,37 @@ def of_torchao(key: str, parameter: Parameter) -> Moment:
     """
     value = parameter.state[key]
     told = description(value)
-    if told is not None:
-        return _checked(_of_slots(key, told, parameter), parameter)
+    if told is not None:  # by zckpt, in slots of their own
+        codes, scale, qmap, floats = (parameter.slots.get(f"{key}.{piece}") for piece in PIECES)
+        cls, block, ranges = told[TORCHAO], told.get("block"), told.get("floats", [])
+        if cls not in CLASSES or codes is None or scale is None:
+            raise _unknown(key, parameter.name)
+        numel = math.prod(parameter.shape)
+        if type(block) is not int or block < 1 or not _are_ranges(ranges, block, numel):
+            raise _other_sizes(key, parameter.name, f"whole blocks of {numel} elements", f"{block}, floats {ranges}")
+        found = tuple((start, count) for start, count in ranges)
+        count = sum(count for _, count in found)
+        if bool(found) != (floats is not None) or (floats is not None and floats.shape != (count,)):
+            raise _other_sizes(key, parameter.name, f"{count} floats", None if floats is None else floats.shape)
+        if floats is not None and not is_floating(floats.dtype):
+            raise _unknown(key, parameter.name)
+        return _checked(Moment(key, codes, scale, qmap, block, cls, floats, found), parameter)
     if not isinstance(value, FromFile) or not isinstance(value.node, MetaTensor):
         raise _unknown(key, parameter.name)
-    with about(value.path):
-        return _checked(_of_tensor(key, value.node, value.path, parameter), parameter)
-
-
-def _of_tensor(key: str, node: MetaTensor, path: str, parameter: Parameter) -> Moment:
+    node, path = value.node, value.path
     attributes = node.attributes or {}
-    tensors = (attributes.get(name) for name in PIECES[:3])
-    codes, scale, qmap = (slot_of(key, one, path) if isinstance(one, Tensor) else None for one in tensors)
-    numel = math.prod(node.shape)
-    if codes is None or scale is None:
-        raise _unknown(key, parameter.name)
-    if node.shape != parameter.shape:
-        raise _other_sizes(key, parameter.name, f"codes of {parameter.shape}", node.shape)
-    if not scale.numel or numel % scale.numel:
-        raise _other_sizes(key, parameter.name, f"a number of scales that divides {numel}", scale.shape)
-    cls = "" if node.subclass is None else str(node.subclass.name)
-    return Moment(key, codes, scale, qmap, numel // scale.numel, cls)
-
-
-def _of_slots(key: str, told: Mapping[str, Any], parameter: Parameter) -> Moment:
-    codes, scale, qmap, floats = (parameter.slots.get(f"{key}.{piece}") for piece in PIECES)
-    cls, block, ranges = told[TORCHAO], told.get("block"), told.get("floats", [])
-    if cls not in CLASSES or codes is None or scale is None:
-        raise _unknown(key, parameter.name)
-    numel = math.prod(parameter.shape)
-    if type(block) is not int or block < 1 or not _are_ranges(ranges, block, numel):
-        raise _other_sizes(key, parameter.name, f"whole blocks of {numel} elements", f"{block}, floats {ranges}")
-    found = tuple((start, count) for start, count in ranges)
-    count = sum(count for _, count in found)
-    if bool(found) != (floats is not None) or (floats is not None and floats.shape != (count,)):
-        raise _other_sizes(key, parameter.name, f"{count} floats", None if floats is None else floats.shape)
-    if floats is not None and not is_floating(floats.dtype):
-        raise _unknown(key, parameter.name)
-    return Moment(key, codes, scale, qmap, block, cls, floats, found)
+    with about(path):
+        tensors = (attributes.get(name) for name in PIECES[:3])
+        codes, scale, qmap = (slot_of(key, one, path) if isinstance(one, Tensor) else None for one in tensors)
+        numel = math.prod(node.shape)
+        if codes is None or scale is None:
+            raise _unknown(key, parameter.name)
+        if node.shape != parameter.shape:
+            raise _other_sizes(key, parameter.name, f"codes of {parameter.shape}", node.shape)
+        if not scale.numel or numel % scale.numel:
+            raise _other_sizes(key, parameter.name, f"a number of scales that divides {numel}", scale.shape)
+        cls = "" if node.subclass is None else str(node.subclass.name)
+        return _checked(Moment(key, codes, scale, qmap, numel // scale.numel, cls), parameter)
 
 
 def _are_ranges(found: object, block: int, numel: int) -> bool:

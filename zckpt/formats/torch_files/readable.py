@@ -31,7 +31,11 @@ def is_readable(value: object) -> bool:
             below: list[object] = list(node.values())
         elif type(node) in (list, tuple):
             below = list(node)  # type: ignore[call-overload]
-        elif type(node) in VALUES or (type(node) is Tensor and _is_plain(node)):
+        elif type(node) in VALUES:
+            continue
+        elif type(node) is Tensor:
+            if node.subclass is not None or node.metadata or node.state is not None or node.hooks:
+                return False  # it is more than its elements
             continue
         else:
             return False
@@ -39,8 +43,3 @@ def is_readable(value: object) -> bool:
             return False
         waiting.extend((depth + 1, one) for one in below)
     return True
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is no more than its elements."""
-    return tensor.subclass is None and not tensor.metadata and tensor.state is None and not tensor.hooks

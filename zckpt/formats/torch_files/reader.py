@@ -19,11 +19,11 @@ from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
-from zckpt.formats.torch_files.objects import with_state_dicts
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
-from zckpt.torchfile import Object, Tensor, brief, is_tensor, oddity, read_torchfile, value_at
+from zckpt.state.inventory import IMPLIED, Rule
+from zckpt.torchfile import MAX_DEPTH, Object, Tensor, brief, is_tensor, oddity, read_torchfile, value_at
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
@@ -156,3 +156,68 @@ def step_of(checkpoint: Checkpoint, root: Mapping[Any, object]) -> int | None:
     """Return the step that a program has counted, or else the optimizer."""
     found = (value_at(root, way) for way in (*((key,) for key in STEP_KEYS), COMPOSERS_STEP))
     return next((one for one in found if type(one) is int), checkpoint.most_steps)
+
+
+KINDS = ("_parameters", "_buffers")
+
+MAXIMUM_MODULES = 1_000_000
+"""Of one file: modules may hold others, or themselves, without end."""
+
+
+def with_state_dicts(root: object) -> tuple[object, list[Rule]]:
+    """Return what a file holds with a state dict in the place of each such object; and what all else of these is.
+
+    Raises UnsupportedError: modules hold each other without end.
+    """
+    if _is_module(root):
+        return _of_module(root), [_rule()]
+    if not isinstance(root, dict):
+        return root, []
+    models = {key: _of_module(one) for key, one in root.items() if _is_module(one)}
+    tensors = [(name, one) for model in models.values() for name, one in model.items() if isinstance(one, Tensor)]
+    names = {id(one): name for name, one in reversed(tensors)}
+    found: dict[object, object] = {**models}
+    for key, one in root.items():
+        state = dict_of(one.state) if isinstance(one, Object) else {}
+        its = state.get("param_groups") if isinstance(state.get("state"), dict) else None
+        if not isinstance(its, list) or not all(isinstance(dict_of(group).get("params"), list) for group in its):
+            continue  # it is no optimizer
+        every = dict.fromkeys(id(p) for group in its for p in group["params"])
+        numbers = {of: number for number, of in enumerate(every)}
+        groups = []
+        for group in its:
+            own = [id(p) for p in group["params"]]
+            named = {"param_names": [names[of] for of in own]} if numbers.keys() <= names.keys() else {}
+            groups.append({**group, **named, "params": [numbers[of] for of in own]})
+        states = {numbers.get(id(p), p): held for p, held in state["state"].items()}
+        found[key] = {"state": states, "param_groups": groups}
+    return {**root, **found} if found else root, [_rule(str(key)) for key in found]
+
+
+def _rule(*place: str) -> Rule:
+    return Rule((*place, "**"), IMPLIED, "what an object has besides its state dict", tensors=True)
+
+
+def _is_module(node: object) -> bool:
+    state = node.state if isinstance(node, Object) else None
+    return isinstance(state, dict) and all(isinstance(state.get(key), dict) for key in (*KINDS, "_modules"))
+
+
+def _of_module(module: object) -> dict[str, object]:
+    found: dict[str, object] = {}
+    waiting: list[tuple[str, Any, int]] = [("", module, 0)]
+    for _ in range(MAXIMUM_MODULES):
+        if not waiting:
+            return found
+        prefix, one, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            break
+        named = one.state.get("_non_persistent_buffers_set")
+        gone = named if isinstance(named, (set, frozenset)) else ()
+        for kind in KINDS:
+            for name, value in one.state[kind].items():
+                if value is not None and (kind != "_buffers" or name not in gone):
+                    found[f"{prefix}{name}"] = value
+        inside = [(name, its) for name, its in one.state["_modules"].items() if _is_module(its)]
+        waiting += [(f"{prefix}{name}.", its, depth + 1) for name, its in reversed(inside)]
+    raise UnsupportedError("holds modules that hold each other without end", advice="save model.state_dict()")

@@ -41,7 +41,17 @@ def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> S
     files = []
     for name, path in files_below(source):
         if is_optimizers(name) and request.slots:
-            files.append(_safetensors_slots(path, name, request))
+            entries, metadata, nbytes = safetensors_file.read_header(path)  # `<slot>/<parameter>`
+            kept: list[safetensors_layout.Entry] = []
+            kinds: Counter[str] = Counter()
+            for key, slot in entries.items():
+                kind = _kind(key)
+                if request.drops(kind):
+                    kinds[kind] += slot.nbytes
+                else:
+                    kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
+            laid = safetensors_layout.lay_out(name, kept, without(metadata, "format")) if kept else None
+            files.append(gone(path, name, kinds) if laid is None else replaced(name, nbytes, laid, kinds))
         elif path.suffix in READ_SUFFIXES and (str(path) in known or _is_torch(path)):
             files.append(strip_file(path, name, request, slots))
     return completed(source, source, files, notes=request.notes)
@@ -71,23 +81,6 @@ def _is_torch(path: Path) -> bool:
     except SourceError:
         return False
     return True
-
-
-def _safetensors_slots(path: Path, name: str, request: Request) -> Rewritten:
-    """Return a file of `<slot>/<parameter>` tensors without some of the slots."""
-    slots, metadata, nbytes = safetensors_file.read_header(path)
-    kept: list[safetensors_layout.Entry] = []
-    kinds: Counter[str] = Counter()
-    for key, slot in slots.items():
-        kind = _kind(key)
-        if request.drops(kind):
-            kinds[kind] += slot.nbytes
-        else:
-            kept.append(safetensors_layout.Entry(key, slot, slot.dtype))
-    if not kept:
-        return gone(path, name, kinds)
-    extra = without(metadata, "format")
-    return replaced(name, nbytes, safetensors_layout.lay_out(name, kept, extra), kinds)
 
 
 def optimizer_edit(request: Request, slots: Collection[str]) -> Edit:

@@ -294,8 +294,19 @@ def read_scalars(path: str, tensors: list[Tensor]) -> list[Scalar]:
     """
     if not tensors:
         return []
+    found = []
     with opened(path) as file:
-        return [Scalar(_decode(file.at(t.offset, t.itemsize), t, path), t.dtype) for t in tensors]
+        for one in tensors:
+            data, is_little = file.at(one.offset, one.itemsize), one.byteorder == "little"
+            if one.dtype == "bfloat16":
+                data = bytes(2) + data if is_little else data + bytes(2)
+            with about(path):
+                number: float | int | bool = struct.unpack(("<" if is_little else ">") + _format(one.dtype), data)[0]
+                is_negated = "neg" in unresolved(one, path)
+                if is_negated and not is_floating(one.dtype):
+                    raise UnsupportedError(f"a single value of type {one.dtype} that is lazily negated")
+            found.append(Scalar(-number if is_negated else number, one.dtype))
+    return found
 
 
 def encode(scalar: Scalar) -> bytes:
@@ -331,16 +342,3 @@ def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object
     """Return a dict of a torch file with its 0-d tensors read (a learning rate may be one) and its keys as text."""
     scalars = scalars_in(values, path)
     return {str(key): scalars.get(key, value) for key, value in values.items()}
-
-
-def _decode(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
-    is_little = tensor.byteorder == "little"
-    if tensor.dtype == "bfloat16":
-        data = bytes(2) + data if is_little else data + bytes(2)
-    with about(path):
-        number: float | int | bool = struct.unpack(("<" if is_little else ">") + _format(tensor.dtype), data)[0]
-        if "neg" not in unresolved(tensor, path):
-            return number
-        if not is_floating(tensor.dtype):
-            raise UnsupportedError(f"a single value of type {tensor.dtype} that is lazily negated")
-    return -number

@@ -38,7 +38,6 @@ from zckpt.torchfile import (
     Mentioned,
     NewRecord,
     Pickled,
-    Placed,
     Storage,
     Tensor,
     dump,
@@ -215,8 +214,22 @@ def lay_out_pickled(name: str, pickled: Pickled) -> TargetFile:
     layout = lay_out_archive([*before, *data, *after])
     file = TargetFile(name, layout.nbytes, [Literal(offset, data) for offset, data in layout.literals])
     for mentioned, placed in zip(pickled.storages, layout.placed[len(before) :], strict=False):
-        if placed.record.data is None:
-            _fill(file, mentioned, placed)
+        if placed.record.data is not None:
+            continue
+        size, end = itemsize(mentioned.dtype), placed.offset
+        for content in _contents(mentioned):  # holes and known bytes, and zeros between them
+            at = placed.offset + content.start * size
+            file.literals.extend(_zeros(end, at))
+            if isinstance(content, SlotContent):
+                file.holes.append(Hole(at, content.label, content.slot, content.covered, mentioned.dtype))
+            elif isinstance(content, PackContent):
+                file.packs.append(replace(content.pack, start=at))
+            else:
+                file.literals.append(Literal(at, content.data))
+            end = at + _numel(content, size) * size
+        whole = placed.offset + placed.record.nbytes
+        file.literals.extend(_zeros(end, whole))
+        file.checksums.append(Checksum(placed.offset, whole, placed.checksum_offsets))
     return file
 
 
@@ -282,25 +295,6 @@ def _data_record(name: str, mentioned: Mentioned) -> NewRecord:
     )
     start = storage.start if isinstance(storage, NewStorage) else None
     return NewRecord(name, None, storage.nbytes, residue(holes, size) if start is None else start)
-
-
-def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:
-    """Say what goes into a storage's record: holes, known bytes, zeros."""
-    size = itemsize(mentioned.dtype)
-    end = placed.offset
-    for content in _contents(mentioned):
-        at = placed.offset + content.start * size
-        file.literals.extend(_zeros(end, at))
-        if isinstance(content, SlotContent):
-            file.holes.append(Hole(at, content.label, content.slot, content.covered, mentioned.dtype))
-        elif isinstance(content, PackContent):
-            file.packs.append(replace(content.pack, start=at))
-        else:
-            file.literals.append(Literal(at, content.data))
-        end = at + _numel(content, size) * size
-    whole = placed.offset + placed.record.nbytes
-    file.literals.extend(_zeros(end, whole))
-    file.checksums.append(Checksum(placed.offset, whole, placed.checksum_offsets))
 
 
 def _contents(mentioned: Mentioned) -> tuple[Content, ...]:

@@ -143,23 +143,19 @@ def read_folder(folder: Path, reader: AlikeReader, known: dict[int, SourceFile],
         if stem == STEP_STEM and tensor.shape == ():
             (found.values[stem],) = read_scalars(path, [tensor])
             continue
-        stripped, experts = content.get("vocab_tensor") is True, _experts(content, tensor)
+        experts = None
+        if content.get(EXPERT_KEY):  # a tensor of AutoEP's
+            if content.get(FOLDING_KEY) is not None:
+                raise UnsupportedError(SLICED_AS_WELL)
+            count = content.get(COUNT_KEY)
+            if not isinstance(count, int) or not holds_all(tensor.shape, count):
+                raise LayoutError("does not have all experts", expected=f"{count}, rows and columns",
+                                  found=tensor.shape)  # fmt: skip
+            experts = tensor.shape[0]
+        stripped = content.get("vocab_tensor") is True
         key = MASTER if stem == MASTER_STEM else stem
         found.tensors[key] = Stored(tensor, path, isinstance(root, Tensor), stripped, experts)
     return found
-
-
-def _experts(content: Mapping[object, object], tensor: Tensor) -> int | None:
-    """Return how many experts a tensor has; None where it is no tensor of AutoEP's."""
-    if not content.get(EXPERT_KEY):
-        return None
-    if content.get(FOLDING_KEY) is not None:
-        raise UnsupportedError(SLICED_AS_WELL)
-    experts = content.get(COUNT_KEY)
-    if not isinstance(experts, int) or not holds_all(tensor.shape, experts):
-        raise LayoutError("does not have all experts", expected=f"{experts}, rows and columns",
-                          found=tensor.shape)  # fmt: skip
-    return tensor.shape[0]
 
 
 _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")

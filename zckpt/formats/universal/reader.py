@@ -19,7 +19,7 @@ from zckpt.codes import MISSING_FILE, SLOT_MISSING
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about, listed
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.axes.auto_ep import KEY as LAYERS_KEY
-from zckpt.formats.deepspeed.axes.auto_ep import common, router_names, with_layers
+from zckpt.formats.deepspeed.axes.auto_ep import common, router_names
 from zckpt.formats.deepspeed.axes.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.directory import MODEL, classify
 from zckpt.formats.deepspeed.layouts.groups import complete_aliases, optimizer_order, tied_names
@@ -357,17 +357,14 @@ class _Reading:
                     error = LayoutError(f"no {key} of this parameter", path=path,
                                         expected=f"a file, as {other} has one", code=SLOT_MISSING,
                                         parameters=[name])  # fmt: skip
-                    self._lose(error, key, self.checkpoint.parameters[name], self.checkpoint.parameters[other])
-
-    def _lose(self, error: LayoutError, key: str, one: Parameter, like: Parameter) -> None:
-        """Let a file of a parameter be lost where that may be; a single value is that of another of its group."""
-        if len(self.ranks) > 1:
-            raise error
-        path = stand_in(error, self.folder / one.name / f"{key}{SUFFIX}")
-        if key in like.slots and like.slots[key].shape:
-            one.slots.setdefault(key, slot_of(key, tensor_of(like.slots[key].dtype, one.shape), path))
-        else:
-            self.values[one.name].setdefault(key, self.values[like.name].get(key))
+                    if len(self.ranks) > 1:
+                        raise error
+                    lost, like = stand_in(error, path), self.checkpoint.parameters[other].slots.get(key)
+                    if like is not None and like.shape:
+                        one = self.checkpoint.parameters[name]
+                        one.slots.setdefault(key, slot_of(key, tensor_of(like.dtype, one.shape), lost))
+                    else:  # a single value is that of another of its group
+                        self.values[name].setdefault(key, self.values[other].get(key))
 
     def note_copies(self) -> None:
         """Note what there is twice: tied weights and other ranks' values in the model files, folders of untrained ones.
@@ -427,7 +424,9 @@ class _Reading:
             restore(checkpoint, rest, file)
         filled_in = set(as_names(rest.get("filled_in", [])))
         rules = implied("filled in for DeepSpeed's loaders", *sorted(filled_in))
-        full = with_layers(model)
+        full, info, layers = model.content, model.content.get(INFO_KEY), model.content.get(LAYERS_KEY)
+        if layers and isinstance(info, dict) and LAYERS_KEY in info:  # DeepSpeed's converter shortens the list within
+            full = {**full, INFO_KEY: {**info, LAYERS_KEY: layers}}
         for one in checkpoint.files:
             one.rules = (*one.rules, *rules) if one.role == "model" else one.rules
             if full is not model.content and one.path == model.file.path:

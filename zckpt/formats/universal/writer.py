@@ -76,7 +76,13 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> Lazily[Target
     UnsupportedError
         It has no param groups, state of parameters without names, or names that cannot be files'.
     """
-    _refuse(checkpoint)
+    refuse_unnamed(checkpoint, "by which a universal checkpoint has a folder for each")
+    refuse_several(checkpoint, "a universal checkpoint has")
+    if not checkpoint.param_groups:
+        raise UnsupportedError(
+            "has no optimizer; without its param groups, DeepSpeed cannot load a universal checkpoint",
+            advice="`zckpt consolidate` writes only the model",
+        )
     every = Folders.of(checkpoint)
 
     def one_by_one() -> Iterator[TargetFile]:
@@ -156,16 +162,6 @@ def _not_loaded(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return list(single), list(plain_values)
 
 
-def _refuse(checkpoint: Checkpoint) -> None:
-    refuse_unnamed(checkpoint, "by which a universal checkpoint has a folder for each")
-    refuse_several(checkpoint, "a universal checkpoint has")
-    if not checkpoint.param_groups:
-        raise UnsupportedError(
-            "has no optimizer; without its param groups, DeepSpeed cannot load a universal checkpoint",
-            advice="`zckpt consolidate` writes only the model",
-        )
-
-
 def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what DeepSpeed's loaders look for and the source does not have."""
     needed: dict[str, object] = {
@@ -180,7 +176,18 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
 
 def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
     """Return the content of a model file: with whole weights, or under ZeRO-3 without any."""
-    module = _module(checkpoint, parameterwise=parameterwise)
+    module = OrderedMapping()
+    tensors: dict[str, object] = {}  # names of one parameter share its storage
+    for parameter in checkpoint.parameters.values():
+        owner = checkpoint.owner(parameter.name)
+        if owner.name not in tensors:
+            empty = view(new_storage(owner.dtype, 0), (0,))
+            whole = empty if parameterwise else SlotTensor(weight_or_master(owner), owner.dtype, owner.name)
+            tensors[owner.name] = whole
+        module[parameter.name] = tensors[owner.name]
+    for buffer in checkpoint.buffers.values():
+        slot = buffer.slots[WEIGHT]
+        module[buffer.name] = SlotTensor(slot, slot.dtype, buffer.name)
     frozen = [p for p in checkpoint.owners if p.frozen]
     groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
     structure: dict[str, object] = {
@@ -200,23 +207,6 @@ def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bo
         "mp_world_size": 1,
         "ds_version": version or VERSION,
     }
-
-
-def _module(checkpoint: Checkpoint, *, parameterwise: bool) -> OrderedMapping:
-    """Return the state dict; names of one parameter share its storage."""
-    module = OrderedMapping()
-    tensors: dict[str, object] = {}
-    for parameter in checkpoint.parameters.values():
-        owner = checkpoint.owner(parameter.name)
-        if owner.name not in tensors:
-            empty = view(new_storage(owner.dtype, 0), (0,))
-            whole = empty if parameterwise else SlotTensor(weight_or_master(owner), owner.dtype, owner.name)
-            tensors[owner.name] = whole
-        module[parameter.name] = tensors[owner.name]
-    for buffer in checkpoint.buffers.values():
-        slot = buffer.slots[WEIGHT]
-        module[buffer.name] = SlotTensor(slot, slot.dtype, buffer.name)
-    return module
 
 
 def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Folders) -> dict[str, object]:

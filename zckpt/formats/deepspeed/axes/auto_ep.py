@@ -306,14 +306,6 @@ def common(model: ModelShard) -> Mapping[str, object]:
     return {**model.content, INFO_KEY: without(info, KEY)}
 
 
-def with_layers(model: ModelShard) -> Mapping[str, object]:
-    """Return what a model file holds, its layers listed in full: DeepSpeed's converter to universal shortens a list."""
-    info, listed = model.content.get(INFO_KEY), model.content.get(KEY)
-    if not listed or not isinstance(info, dict) or KEY not in info:
-        return model.content
-    return {**model.content, INFO_KEY: {**info, KEY: listed}}
-
-
 def listed_entries(checkpoint: Checkpoint) -> list[Mapping[str, object]]:
     """Return what a checkpoint lists of AutoEP's layers; none where it has none.
 

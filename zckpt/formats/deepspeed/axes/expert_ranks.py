@@ -202,7 +202,13 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
         named = [list(group) for group in model.param_shapes][: len(counts)] if model.param_shapes is not None else [
             [name for member in members for name in member.mapping(index)] for index in range(len(counts))
         ]  # fmt: skip
-    totals = _totals(files, model)
+    # As many experts of a layer as files speak of, or as the model file says, if that is more.
+    totals = {layer: max(numbers) + 1 for layer, numbers in by_layer(files.all()).items()}
+    recorded = plain(model.content.get("num_experts"))
+    counts = recorded if isinstance(recorded, list) else []
+    for layer, number in files.layers.items():
+        if number < len(counts) and type(counts[number]) is int:
+            totals[layer] = max(totals.get(layer, 0), counts[number])
     for names, count in zip(named, members[0].partition_count if named else (), strict=True):
         if not every.are_experts(names) or count < 1 or dp * tp % count:
             continue
@@ -213,19 +219,6 @@ def spread_over(ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: Mod
         if dp % count == 0 and all(totals.get(layer) == number * dp // count for layer, number in local.items()):
             return alone
     return alone if all(files.by_lane.get(m, {}).keys() == files.all().keys() for m in range(tp)) else every
-
-
-def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:
-    """Return the experts of each layer: as many as files speak of, or as the model file says, if that is more."""
-    recorded = plain(model.content.get("num_experts"))
-    found = [(layer, max(numbers) + 1) for layer, numbers in by_layer(files.all()).items()]
-    if isinstance(recorded, list):
-        known = {layer: recorded[number] for layer, number in files.layers.items() if number < len(recorded)}
-        found += [(layer, count) for layer, count in known.items() if type(count) is int]
-    totals: dict[str, int] = {}
-    for layer, count in found:
-        totals[layer] = max(totals.get(layer, 0), count)
-    return totals
 
 
 def _check_order(spread: Spread, degree: int, local: Mapping[str, int], files: ExpertFiles) -> None:

@@ -209,11 +209,18 @@ class Rules:
         ]
         self.named_by: list[tuple[re.Pattern[str], Named]] = []
         for key, (kind, dim) in _PATTERNS.items():
-            if kind == SUB:
-                self.named_by += self._sub_params(info.get(key))
-            else:
+            if kind != SUB:
                 named = Named(kind, dim, sizes=2 if kind == TWO else 1)
                 self.named_by += [(one, named) for one in self._compile(info.get(key))]
+                continue
+            for rule in list_of(info.get(key)):
+                shape, along = _of(rule, "shape"), _of(rule, "partition_dim")
+                if not isinstance(shape, (list, tuple)) or type(along) is not int or not 0 <= along < len(shape):
+                    raise self._unusable("unreadable rule for sub-parameters", brief(rule))
+                if type(shape[along]) is int and shape[along] > MAXIMUM_SUBS:
+                    raise self._unusable("too many sub-parameters", shape[along])
+                patterns = self._compile(_of(rule, "patterns"))
+                self.named_by += [(one, Named(SUB, along, one.pattern, shape[along])) for one in patterns]
         self.vocabularies = self._compile(info.get(VOCABULARY_KEYS[0]))
         widths, size = info.get("sub_param_shard_widths"), info.get(VOCABULARY_KEYS[1])
         self.widths = dict_of(widths)
@@ -446,17 +453,6 @@ class Rules:
             return [re.compile(pattern) for pattern in patterns]
         except re.error as error:
             raise self._unusable("unreadable tensor-parallel rule", str(error)) from error
-
-    def _sub_params(self, node: object) -> list[tuple[re.Pattern[str], Named]]:
-        found: list[tuple[re.Pattern[str], Named]] = []
-        for one in list_of(node):
-            shape, dim = _of(one, "shape"), _of(one, "partition_dim")
-            if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
-                raise self._unusable("unreadable rule for sub-parameters", brief(one))
-            if type(shape[dim]) is int and shape[dim] > MAXIMUM_SUBS:
-                raise self._unusable("too many sub-parameters", shape[dim])
-            found += [(of, Named(SUB, dim, of.pattern, shape[dim])) for of in self._compile(_of(one, "patterns"))]
-        return found
 
     def _widths(self, name: str, shapes: Sequence[Shape]) -> list[list[int]]:
         """Return for each sub-parameter its width on each rank, as the rules record it, or an equal share."""

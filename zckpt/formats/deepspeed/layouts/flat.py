@@ -9,7 +9,7 @@ as if nothing had been reordered, so that they are wrong there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -137,7 +137,18 @@ class Partitions:
         for position, member in enumerate(self.members):
             self._check_records(position)
             tensors, numel = member.element_tensors(self.index, keys), self.padding(position)
-            own = list(self._padding_spans(position, tensors))
+            # Padding is at the end and between aligned parameters; a stripped tensor may still have it behind its end,
+            # in its storage. Of masters, and of state that is zero without gradients, it is zero: DeepSpeed 0.14.5 to
+            # 0.19.8 flattens with zeros and gives padding zero gradients.
+            own: list[PaddingSpan] = []
+            taken = [(one.position, one.position + one.numel) for one in self.shares[position]]
+            for key, tensor in tensors.items():
+                limit = tensor.storage.offset + tensor.storage.nbytes
+                for start, end in without([(0, self.partition)], taken):
+                    low = tensor.offset + start * tensor.itemsize
+                    high = min(tensor.offset + end * tensor.itemsize, limit)
+                    if low < high:
+                        own.append(PaddingSpan(key, member.path, low, high - low))
             zeros = ZERO_WITHOUT_GRADIENTS
             if "RMS" in member.scalars[self.index]:
                 zeros -= GROWS_WITH_RMS
@@ -257,23 +268,6 @@ class Partitions:
                 ranks=sorted(member.rank for member in dtypes.values()),
             )
         return found, next(iter(dtypes))
-
-    def _padding_spans(self, position: int, tensors: Mapping[str, Tensor]) -> Iterator[PaddingSpan]:
-        """Yield where the padding of a rank's partition is: at its end and between aligned parameters.
-
-        A stripped tensor may still have it behind its end, in its storage. Of masters, and of state that is zero
-        without gradients, it is zero.
-        Source: flat buffers of DeepSpeed 0.14.5 to 0.19.8, which flattens with zeros and gives padding zero gradients.
-        """
-        held = [(one.position, one.position + one.numel) for one in self.shares[position]]
-        gaps = without([(0, self.partition)], held)
-        for key, tensor in tensors.items():
-            limit = tensor.storage.offset + tensor.storage.nbytes
-            for start, end in gaps:
-                low = tensor.offset + start * tensor.itemsize
-                high = min(tensor.offset + end * tensor.itemsize, limit)
-                if low < high:
-                    yield PaddingSpan(key, self.members[position].path, low, high - low)
 
 
 def flat_groups(model: ModelShard, members: Sequence[OptimizerShard], held: Weights, spread: Spread) -> list[Shapes]:

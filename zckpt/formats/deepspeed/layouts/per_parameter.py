@@ -134,10 +134,10 @@ class ShardPadding:
 
         from zckpt.state.cuts import merged_ranges
 
-        ranks, columns = self._known
+        ranks, columns, full = self._known
         rank = ranks.get(path, -1)
         for index, (starts, numels, widths) in columns.items() if rank >= 0 else ():
-            if rank < self._full[index]:
+            if rank < full[index]:
                 continue
             held = np.clip(numels - rank * widths, 0, widths)
             ranges = merged_ranges(starts + held, starts + widths)
@@ -145,20 +145,19 @@ class ShardPadding:
                 yield tensor.offset + ranges * tensor.itemsize
 
     @cached_property
-    def _known(self) -> tuple[dict[str, int], dict[int, Ranges]]:
-        """The rank of each file, and the places as columns, with the elements that a rank's shard has room for."""
+    def _known(self) -> tuple[dict[str, int], dict[int, Ranges], dict[int, int]]:
+        """The rank of each file, and by sub-group the places and how many ranks, the first ones, have no padding.
+
+        Places are columns, with the elements that a rank's shard has room for.
+        """
         import numpy as np
 
         columns = {
             index: np.array([(at, numel, shard_numel(numel, len(self.members))) for at, numel in places], np.int64).T
             for index, places in self.places.items()
         }
-        return {member.path: rank for rank, member in enumerate(self.members)}, columns
-
-    @cached_property
-    def _full(self) -> dict[int, int]:
-        """How many ranks have no padding in a sub-group, the first ones."""
-        return {index: int((numels // widths.clip(1)).min()) for index, (_, numels, widths) in self._known[1].items()}
+        full = {index: int((numels // widths.clip(1)).min()) for index, (_, numels, widths) in columns.items()}
+        return {member.path: rank for rank, member in enumerate(self.members)}, columns, full
 
 
 @immutable

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.evidence import NAMES_BY_STAGE_ADVICE
 from zckpt.formats.companions import METADATA_ROLE, copy_of
@@ -33,8 +32,7 @@ from zckpt.formats.deepspeed.layouts.stage0_ranks import with_tied_names
 from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin, Rank
 from zckpt.formats.deepspeed.other_files import in_run, is_run
-from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.target import Target, TargetGroup, Unpartitioned
+from zckpt.formats.deepspeed.target import Target, Unpartitioned
 from zckpt.formats.deepspeed.trees import batch_of, form_of, restated
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
@@ -58,7 +56,18 @@ def copied(job: Job, origin: Origin) -> TargetFiles:
     folder = f"{tag}/" if is_run(job) else ""
     models = {one.model.path: one.model for one in origin.ranks}
     paths = [file.path for file in job.checkpoint.files if file.role != METADATA_ROLE]  # not another program's
-    files = [_file(folder, path, models.get(path), ranks) for path in paths]
+    files = []
+    for path in paths:
+        name, model = f"{folder}{name_to_load(path)}", models.get(path)
+        if model is None:
+            files.append(copy_of(Path(path), name))
+            continue
+        config = model.content.get("ds_config")
+        if isinstance(config, dict):
+            config = {**config, **batch_of(config, ranks)}
+        said: dict[str, object] = {"dp_world_size": ranks, "ds_config": FromFile.of(model.file, config)}
+        said |= listed_layers(model, {}, ranks)
+        files.append(torch_writer.lay_out(name, restated(model.file, model.content, said)))
     written = TargetFiles(files, notes=[COPIED_RANKS.format(ranks)], restated=None, copied={one.name for one in files})
     return in_run(written, job, tag, ranks * len(origin.ranks))
 
@@ -109,18 +118,6 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
         )
 
 
-def _file(folder: str, path: str, model: ModelShard | None, ranks: int) -> TargetFile:
-    name = f"{folder}{name_to_load(path)}"
-    if model is None:
-        return copy_of(Path(path), name)
-    config = model.content.get("ds_config")
-    if isinstance(config, dict):
-        config = {**config, **batch_of(config, ranks)}
-    said: dict[str, object] = {"dp_world_size": ranks, "ds_config": FromFile.of(model.file, config)}
-    said |= listed_layers(model, {}, ranks)
-    return torch_writer.lay_out(name, restated(model.file, model.content, said))
-
-
 def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> Target | None:
     """Return the target, of which each rank numbers its own parameters; None where only data-parallel ranks change.
 
@@ -161,7 +158,13 @@ def regrouped(checkpoint: Checkpoint, origin: Origin, options: RecutOptions) -> 
         options,
     )  # fmt: skip
     for rank in target.ranks:
-        rank.members, rank.unpartitioned = (), _form(rank.model, rank.groups)
+        rank.members, rank.unpartitioned, held = (), None, rank.model.optimizer
+        if held is not None:  # its state is written in the form in which the source has it
+            file = rank.model.file
+            kept = {str(key): FromFile.of(file, value) for key, value in held.items() if key not in STATE_KEYS}
+            names = [[p.name for p in group.experts[0]] for group in rank.groups]
+            named = Numbered(file).recorded_names is not None
+            rank.unpartitioned = Unpartitioned(form_of(held), names, kept, own_state=True, named=named)
     return target
 
 
@@ -190,14 +193,3 @@ def names_in(target: Target) -> list[str]:
     ranks = target.ranks[:: target.tp]
     filed = {name: own for name, own in filed.items() if name not in target.checkpoint.parameters}
     return [filed.get(p.name, p.name) for mp in ranks for group in mp.groups for p in group.experts[0]]
-
-
-def _form(model: ModelShard, groups: Sequence[TargetGroup]) -> Unpartitioned | None:
-    """Return how the source's optimizer holds its state; None where there is none."""
-    held = model.optimizer
-    if held is None:
-        return None
-    kept = {str(key): FromFile.of(model.file, value) for key, value in held.items() if key not in STATE_KEYS}
-    names = [[p.name for p in group.experts[0]] for group in groups]
-    named = Numbered(model.file).recorded_names is not None
-    return Unpartitioned(form_of(held), names, kept, own_state=True, named=named)

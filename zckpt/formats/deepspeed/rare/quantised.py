@@ -62,7 +62,14 @@ def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) ->
                 found=keys_listed(others),
                 advice="resume in the program that saved it, or write only the model with `zckpt consolidate`",
             )
-        origin, held = origin_of(checkpoint), _held(checkpoint)
+        origin, held = origin_of(checkpoint), Held()
+        members = {} if origin is None else {(one.mp_rank, one.rank): one for one in origin.every_member}
+        for value in checkpoint.per_rank:
+            member, what = members.get((value.mp_rank, value.rank)), f"group {value.group}"
+            if member is None or value.part >= len(member.masters):
+                raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
+            found = moments_of(value, what, checkpoint.source)
+            held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
         # A parameter that is one of the ranks' partitions as it is, not put together of slices, is cut.
         sliced = [
             name for name, one in checkpoint.parameters.items()
@@ -99,23 +106,26 @@ def _with_floats(
     """Return parameters with float slots, where they are in one of some groups, which have quantised state."""
     found = dict(parameters)
     for name, one in parameters.items():
-        if one.tied_to is None and one.master and (groups is None or one.group in groups):
-            found[name] = replace(one, slots={**one.slots, **_slots(one, held)})
+        master = one.master
+        if one.tied_to is not None or not master or not (groups is None or one.group in groups):
+            continue
+        if not isinstance(master.spans, CutSpans) or master.shape != one.shape:
+            raise _uncertain(name, "no master that is cut as ZeRO cuts")
+        files = master.spans.files
+        bases = dict(zip(files.paths, files.offsets, strict=True))
+        placed = []
+        for span in sorted((its for its in master.spans if its.extent.numel), key=lambda its: its.extent.start):
+            position = (span.offset - bases[span.path]) // itemsize(span.dtype)
+            placed.append((span, position, held.get((span.path, bases[span.path]), {})))
+        keys = {frozenset(moments) for _, _, moments in placed}
+        if len(keys) > 1:
+            raise _uncertain(name, "other moments on other ranks")
+        moments = sorted(keys.pop()) if keys else []
+        if placed and not moments and not one.slots.keys() - {MASTER}:
+            raise _uncertain(name, f"none of it in {placed[0][0].path}")
+        own = {key: _slot(key, one, [(span, at, its[key]) for span, at, its in placed]) for key in moments}
+        found[name] = replace(one, slots={**one.slots, **own})
     return found
-
-
-def _held(checkpoint: Checkpoint) -> Held:
-    """Return the moments of each partition of each rank."""
-    origin = origin_of(checkpoint)
-    of_rank = {} if origin is None else {(member.mp_rank, member.rank): member for member in origin.every_member}
-    held: Held = {}
-    for value in checkpoint.per_rank:
-        member, what = of_rank.get((value.mp_rank, value.rank)), f"group {value.group}"
-        if member is None or value.part >= len(member.masters):
-            raise _uncertain(what, f"partition {value.part} of rank {value.rank}, which has no master")
-        found = moments_of(value, what, checkpoint.source)
-        held.setdefault((member.path, member.masters[value.part].offset), {}).update(found)
-    return held
 
 
 def moments_of(value: RankValue, what: str, path: str) -> dict[str, Moment]:
@@ -149,25 +159,6 @@ def _uncertain(name: str, found: object) -> UnsupportedError:
         found=found,
         advice="resume in the program that saved it, or write only the model with `zckpt consolidate`",
     )
-
-
-def _slots(parameter: Parameter, held: Held) -> dict[str, Slot]:
-    master = parameter.slots[MASTER]
-    if not isinstance(master.spans, CutSpans) or master.shape != parameter.shape:
-        raise _uncertain(parameter.name, "no master that is cut as ZeRO cuts")
-    files = master.spans.files
-    bases = dict(zip(files.paths, files.offsets, strict=True))
-    placed = []
-    for span in sorted((one for one in master.spans if one.extent.numel), key=lambda one: one.extent.start):
-        position = (span.offset - bases[span.path]) // itemsize(span.dtype)
-        placed.append((span, position, held.get((span.path, bases[span.path]), {})))
-    names = {frozenset(moments) for _, _, moments in placed}
-    if len(names) > 1:
-        raise _uncertain(parameter.name, "other moments on other ranks")
-    found = sorted(names.pop()) if names else []
-    if placed and not found and not parameter.slots.keys() - {MASTER}:
-        raise _uncertain(parameter.name, f"none of it in {placed[0][0].path}")
-    return {name: _slot(name, parameter, [(span, at, its[name]) for span, at, its in placed]) for name in found}
 
 
 def _slot(name: str, parameter: Parameter, placed: Sequence[tuple[Span, int, Moment]]) -> Slot:
