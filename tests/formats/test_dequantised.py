@@ -21,22 +21,27 @@ from tests.pairwise import each
 from tests.refusals import refusing
 from zckpt.engine.computed import BLOCK_NBYTES
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
+from zckpt.formats.dcp.quantised import Chunk, pieces_of
 from zckpt.optim import ZeroOptimizer
+from zckpt.state.boxes import row_major
+from zckpt.torchfile import Global, MetaTensor, Storage, Tensor, read_torchfile
 
 NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 ADAM = ["bnb_adamw8bit", "ao_adamw8bit", "ao_adamw4bit", "ao_adamwfp8"]
-KINDS = [*ADAM, "bnb_lion8bit"]
+IN_DCP = ["dcp_ao_8bit", "dcp_ao_4bit"]
+"""Of two ranks, the second of which has floats of some."""
+KINDS = [*ADAM, *IN_DCP, "bnb_lion8bit"]
 
 
 def source(kind: str) -> Path:
-    return FIXTURES / "other" / f"quantised_{kind}" / "ckpt.pt"
+    return FIXTURES / "other" / f"quantised_{kind}" / ("ckpt" if kind in IN_DCP else "ckpt.pt")
 
 
 def truth(kind: str) -> dict[tuple[str, str], str]:
     """The digest of each slot of each parameter, as the program has its values."""
     told = json.loads((source(kind).parent / "truth.json").read_text())
     parts = [(*key.split("/"), digest) for key, digest in told.items()]
-    own = NAMES if kind in ADAM else {}
+    own = {} if kind == "bnb_lion8bit" else NAMES
     return {(name, own.get(slot, slot)): digest for slot, name, digest in parts}
 
 
@@ -61,7 +66,7 @@ FLOATS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "how"), each(ADAM, FLOATS))
+@pytest.mark.parametrize(("kind", "how"), each([*ADAM, *IN_DCP], FLOATS))
 def test_every_target_that_holds_floats_gets_them(kind, how, tmp_path):
     to, options = how
     zckpt.convert(source(kind), tmp_path / to, to=to, dequantize=True, **options)
@@ -71,6 +76,46 @@ def test_every_target_that_holds_floats_gets_them(kind, how, tmp_path):
     assert zckpt.diff(source(kind), tmp_path / to, dequantize=True, ignore_metadata=True, atol=1e-45).equal
     if to in ("zckpt", "dcp"):
         assert zckpt.fingerprint(source(kind), dequantize=True).text == zckpt.fingerprint(tmp_path / to).text
+
+
+@pytest.mark.parametrize("kind", IN_DCP)
+def test_codes_of_dcp_stay_codes_and_all_is_accounted_for(kind, tmp_path):
+    assert not zckpt.inspect(source(kind), include_inventory=True).left_out
+    assert zckpt.verify(source(kind), deep=True).sound
+    assert zckpt.map(source(kind))
+    zckpt.convert(source(kind), tmp_path / "own", to="zckpt", world_size=2)
+    for (name, slot), wanted in truth(kind).items():
+        assert digest(zckpt.open(tmp_path / "own").read(name, slot)) == wanted, (name, slot)
+    assert zckpt.diff(source(kind), tmp_path / "own", ignore_metadata=True).equal
+    with refusing(UnsupportedError, "quantised slots, whose items cannot be taken out"):
+        zckpt.strip(source(kind), tmp_path / "s", optimizer=True)
+
+
+def chunk(row: int, column: int = 0, cls: str = "OptimState8bit", scales: int = 4) -> Chunk:
+    """A chunk of 16 rows of a slot of (32, 128), or of the half of these."""
+    sizes = 16, 64 if column else 128
+    tensors = {"codes": ("uint8", sizes), "scale": ("float32", (scales,)), "qmap": ("float32", (256,))}
+    nodes: dict[object, object] = {
+        name: Tensor(Storage(name, dtype, 4096, "cpu", 0), dtype, shape, row_major(shape), 0, "little")
+        for name, (dtype, shape) in tensors.items()
+    }
+    node = MetaTensor("float32", sizes, row_major(sizes), subclass=Global("torchao.optim", cls), attributes=nodes)
+    return Chunk(((row, column), sizes), node, "x.distcp", read_torchfile(source("ao_adamw8bit")))
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        (chunk(0, 64, scales=2), "cut within them: expected chunks of whole rows that begin with a block"),
+        (chunk(15), "cut within them: expected chunks of whole rows that begin with a block"),
+        (chunk(16, scales=2), "in different or unknown ways"),
+        (chunk(16, scales=3), "in different or unknown ways"),
+        (chunk(16, cls="OptimStateFp8"), "in different or unknown ways"),
+    ],
+)
+def test_chunks_that_are_not_blocks_of_one_slot_are_refused(second, match):
+    with refusing(UnsupportedError, match):
+        pieces_of("exp_avg", (32, 128), [chunk(0), second])
 
 
 @pytest.mark.parametrize("kind", ADAM)

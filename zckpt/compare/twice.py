@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zckpt.codes import TWICE, WRONG_RANK
 from zckpt.errors import ShardError
-from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile, Span, by_key, itemsize
+from zckpt.state import MASTER, WEIGHT, ZEROS, Checkpoint, SourceFile, Span, by_key, itemsize
 from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources
 
@@ -130,7 +130,7 @@ def _sampled(checkpoint: Checkpoint) -> dict[str, Held]:
              for slot in p.slots.values()]  # fmt: skip
     looked_at = 0
     for slot, name in sorted(slots, key=lambda one: -one[0].nbytes):
-        for span in slot.spans:
+        for span in (one for one in slot.spans if one.path != ZEROS):
             looked_at += 1
             of_file = chosen.setdefault(span.path, [])
             if len(of_file) < SAMPLES_PER_FILE and span.extent.numel and span.is_contiguous:

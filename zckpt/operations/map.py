@@ -27,6 +27,7 @@ from zckpt.errors import UsageError
 from zckpt.operations.open import Source, opened
 from zckpt.operations.options import Salvaged, Unpack, shares
 from zckpt.state import (
+    ZEROS,
     Checkpoint,
     CutFiles,
     CutSpans,
@@ -216,7 +217,7 @@ class _Drawing:
             if isinstance(spans, CutSpans) and spans.shape == slot.shape:
                 self._add_cut(extents, spans, number)
                 continue
-            for span in spans:
+            for span in (one for one in spans if one.path != ZEROS):
                 row, numel = self.rows.of(span.path), span.extent.numel
                 self._count(row, number, span.path, numel * itemsize(span.dtype))
                 if numel:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Union
 
-from zckpt.state import Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span, by_key
+from zckpt.state import ZEROS, Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span, by_key
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 from zckpt.state.ranges import Range, merge, total, without
@@ -117,7 +117,7 @@ class Coverage:
                     if isinstance(spans, CutSpans):
                         rules.setdefault((id(spans.files.paths), spans.files.dtype, slot.name), []).append(spans)
                         continue
-                    for span in spans:
+                    for span in (one for one in spans if one.path != ZEROS):
                         self._add(span.path, STATE, *span.reach, slot.name)
         for duplicate in checkpoint.duplicates:
             for span in spans_of(duplicate.slot):

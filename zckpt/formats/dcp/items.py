@@ -21,7 +21,7 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
@@ -29,6 +29,7 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError,
 from zckpt.formats.dcp.chunks import NOWHERE, OBJECT, UNUSED, Chunks, ChunkSpans, Each, moved
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Metadata, Offsets
+from zckpt.formats.dcp.quantised import Chunk, is_quantised, pieces_of
 from zckpt.formats.lost import stand_in, tensor_of
 from zckpt.formats.safetensors.file import header_in
 from zckpt.formats.safetensors.shards import offsets_in
@@ -46,6 +47,7 @@ from zckpt.torchfile import (
     TorchFile,
     read_entries,
     read_source,
+    walk_tensors,
 )
 
 MAXIMUM_KINDS = 4096
@@ -218,14 +220,19 @@ class ItemFile:
         self.archives, self.several = Each(array("i"), chunks.range), Each(array("i"), chunks.named)
         self.tree: dict[str, object] = {}
 
-    def add_chunk(self, key: str, offsets: Offsets, node: Tensor) -> None:
+    def add_chunk(self, key: str, offsets: Offsets, node: object) -> None:
         """Add a chunk of a tensor to the tree."""
         chunks = self.tree.setdefault(key, {})
         if isinstance(chunks, dict):
             chunks[str(list(offsets))] = node
 
-    def items(self, descriptor: int, numbers: Sequence[int], kinds: Kinds) -> Iterator[tuple[int, TorchFile | Tensor]]:
-        """Yield the items by number: objects, then chunks, the node of each as if its item began the file."""
+    def items(
+        self, descriptor: int, numbers: Sequence[int], kinds: Kinds
+    ) -> Iterator[tuple[int, TorchFile | Tensor | Chunk]]:
+        """Yield the items by number: objects, then chunks, the node of each as if its item began the file.
+
+        Of quantised chunks they are those of the whole file.
+        """
         chunks, place = self._chunks, self._chunks.offset
         for number in numbers:
             if chunks.entry(number).dtype == OBJECT:
@@ -260,6 +267,9 @@ class ItemFile:
                 else:
                     self.archives.numbers.append(number)
                     node = known.tensor
+            if is_quantised(node):
+                yield number, Chunk(chunks.box(number), node, self.path, file)
+                continue
             if not isinstance(node, Tensor):
                 kind = getattr(node, "qualified", type(node).__name__)
                 raise UnsupportedError(f"{entry.key} is not a dense tensor", found=kind)
@@ -296,11 +306,12 @@ class ItemFile:
 
 @immutable
 class Items:
-    """The items of a directory by key, and its files."""
+    """The items of a directory by key, and its files; of slots that torchao has quantised, their pieces."""
 
     tensors: dict[str, TensorItem]
     objects: dict[str, ObjectItem]
     files: list[ItemFile]
+    quantised: list[str] = field(default_factory=list)
 
 
 def read_items(metadata: Metadata) -> Items:
@@ -321,6 +332,7 @@ def read_items(metadata: Metadata) -> Items:
     """
     chunks, kinds, path = metadata.chunks, Kinds(), metadata.path
     found = Items({}, {}, [])
+    coded: dict[str, list[Chunk]] = {}
     for key, entry in metadata.tensors.items():  # one of one chunk is found when its file is read
         whole = None
         if not entry.count:
@@ -340,6 +352,11 @@ def read_items(metadata: Metadata) -> Items:
                     found.objects[entry.key] = ObjectItem(entry.key, node, node.root)
                     file.tree[entry.key] = node.root
                     continue
+                if isinstance(node, Chunk):
+                    coded.setdefault(entry.key, []).append(node)
+                    file.add_chunk(entry.key, node.box[0], node.node)
+                    file.tensor_nbytes += sum(tensor.nbytes for _, tensor in walk_tensors(node.node))
+                    continue
                 chunks.read(number, node)
                 file.tensor_nbytes += node.nbytes
                 file.unreferenced_nbytes += max(node.storage.nbytes - node.nbytes, 0)
@@ -355,6 +372,18 @@ def read_items(metadata: Metadata) -> Items:
                 if high - low >= ALIGNMENT or high % ALIGNMENT:  # more than lies between items
                     span = Span(Extent.whole((high - low,)), file.path, low, "uint8")
                     file.tree[f"bytes {low} to {high}"] = Slot("bytes", "uint8", (high - low,), (span,))
+    for key, some in coded.items():
+        entry, known = metadata.tensors[key], {one.box for one in some}
+        others = [number for number in entry.numbers if chunks.box(number) not in known]
+        some += [Chunk(chunks.box(one), chunks.node(one), chunks.paths[chunks.file[one]]) for one in others]
+        pieces, told = pieces_of(key, entry.shape, some)
+        *above, last = metadata.paths.get(key, (key,))
+        for name, piece in pieces.items():
+            found.tensors[piece.key] = piece
+            metadata.paths[piece.key] = (*above, f"{last}.{name}")
+        del found.tensors[key]
+        found.objects[key] = ObjectItem(key, some[0].file, told)  # type: ignore[arg-type]
+        found.quantised.append(key)
     return found
 
 

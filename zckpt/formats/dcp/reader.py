@@ -230,10 +230,14 @@ def _states(
 
 @immutable
 class Folder:
-    """Of a folder: the path in the saved dict of each key, its own name included, and tensors of several chunks."""
+    """Of a folder: the path in the saved dict of each key, its own name included, and tensors of several chunks.
+
+    `quantised`: keys of slots of which each chunk is codes with their scales and map.
+    """
 
     paths: dict[str, Keys]
     several: list[str]
+    quantised: list[str]
 
 
 def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *, rewritten: bool) -> None:
@@ -248,7 +252,7 @@ def say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, Folder], *
         folder = folders.get(str(Path(file.path).parent))
         if folder is None or not isinstance(file.tree, LazyTree):
             continue
-        rules = []
+        rules = [Rule((key, "*", "*", "qmap"), COPY, "the map of each chunk", tensors=True) for key in folder.quantised]
         for key in (*file.tree.held, *(folder.several if rewritten else ())):
             steps = folder.paths.get(key, (key,))  # metadata have what lies there, or around it, under some of these
             ends = combinations(range(len(steps) + 1), 2)
@@ -281,7 +285,8 @@ def tree_of(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[
         used += items.files
         above = (name,) if name else ()
         several = [key for key, item in items.tensors.items() if len(item.spans) > 1]
-        folders[str(folder)] = Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
+        paths = {key: (*above, *steps) for key, steps in metadata.paths.items()}
+        folders[str(folder)] = Folder(paths, several, items.quantised)
         describe_files(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank saved any part of {listed(metadata.unsaved)}")

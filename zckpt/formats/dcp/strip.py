@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.companions import copy_of
 from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.items import read_items
@@ -99,6 +99,12 @@ def _dropped(checkpoint: Checkpoint, metadata: Metadata, request: Request) -> Dr
     masters = any(p.master and not p.weight for p in checkpoint.parameters.values())
     names = frozenset(checkpoint.wrapped.get(name, name) for name in checkpoint.parameters) | {*checkpoint.parameters}
     items, tensors = read_items(metadata), metadata.tensors
+    if items.quantised:
+        raise UnsupportedError(
+            f"{listed(items.quantised)}: quantised slots, whose items cannot be taken out one by one",
+            path=metadata.path,
+            advice="`zckpt consolidate` writes the model; `zckpt convert --to dcp --dequantize` floats",
+        )
     found: Dropped = {}
     for part in find_optimizers(build({**items.tensors, **items.objects}, metadata.paths, metadata.path)):
         slots: dict[str, dict[str, list[str]]] = {}

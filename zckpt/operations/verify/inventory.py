@@ -30,6 +30,7 @@ from zckpt.immutable import immutable
 from zckpt.state import (
     MASTER,
     WEIGHT,
+    ZEROS,
     Checkpoint,
     CutFiles,
     CutSpans,
@@ -187,7 +188,7 @@ def take_inventory(checkpoint: Checkpoint, checks: Checks) -> Inventory:
             (slot,) = stored_once([slot])
             for span in [_dense(span) for spans in slot.sets for span in spans]:
                 stored = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
-                if stored in seen or not span.extent.numel:
+                if stored in seen or not span.extent.numel or span.path == ZEROS:
                     continue
                 seen.add(stored)
                 if not span.is_contiguous:

@@ -23,7 +23,7 @@ from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of, findings_of
-from zckpt.state import MASTER, Checkpoint, CutSpans, Parameter, Slot, as_float, number_of
+from zckpt.state import MASTER, ZEROS, Checkpoint, CutSpans, Parameter, Slot, as_float, number_of
 from zckpt.state.inventory import Item
 
 
@@ -167,7 +167,7 @@ def _steps(checkpoint: Checkpoint) -> Iterator[Finding]:
     for name in steps:
         parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
         slots = parameter.optimizer_slots.values()
-        paths = {span.path for slot in slots for span in slot.spans}
+        paths = {span.path for slot in slots for span in slot.spans} - {ZEROS}
         files[name] = paths.pop() if len(paths) == 1 else None
     path = files[odd[0]]
     of_file = [name for name in steps if files[name] == path]
