@@ -692,7 +692,8 @@ TARGETS: dict[str, Target] = {
     "zckpt": Checkpoints(both(from_tiny(zckpt={}), fixtures("other/zckpt_v1")), READ + WRITE),
     "dcp": Checkpoints(
         both(from_tiny(dcp={}),
-             fixtures("other/dcp_fsdp2_dp2_stformat:ckpt", "other/lightning_fsdp2:epoch=0-step=5.ckpt")),
+             fixtures("other/dcp_fsdp2_dp2_stformat:ckpt", "other/lightning_fsdp2:epoch=0-step=5.ckpt",
+                      "other/dcp_olmo3_dp2:step3", "other/quantised_dcp_ao_4bit:ckpt")),
         (*READ, converted, consolidated),
     ),
     "dcp_hf": Checkpoints(fixtures("other/dcphf_sharded_dp3:ckpt", "other/dcphf_consolidated_dp2:ckpt"), READ),
