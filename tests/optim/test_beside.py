@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, AdamW, Optimizer
@@ -265,6 +266,23 @@ def goes_on(make: Callable[[nn.Module], Any], path: Path, model: nn.Module) -> N
 
 def test_lbfgs_has_the_state_of_all_parameters_in_the_first_ones(tmp_path):
     goes_on(SAVED["lbfgs"], tmp_path / "model.pt", file_of("lbfgs", tmp_path / "model.pt"))
+
+
+@pytest.mark.parametrize("to", [None, "zckpt", "dcp", "consolidated", "accelerate"])
+def test_each_of_several_files_of_optimizers_has_its_own(to, tmp_path):
+    source, target = tmp_path / "state", tmp_path / "target"
+    source.mkdir()
+    for at, turns in (("", 3), ("_1", 5)):
+        model = net(seed=turns)
+        optimizer = trained(MAKE["turning"](model), model, turns)
+        save_file(model.state_dict(), source / f"model{at}.safetensors")
+        torch.save(optimizer.state_dict(), source / f"optimizer{at}.bin")
+    if to is not None:
+        zckpt.convert(source, target, to=to)
+    others = nn.ModuleDict({"model": net(), "model_1": net()})
+    its = {f"optimizer{at}": MAKE["turning"](others[f"model{at}"]) for at in ("", "_1")}
+    assert zckpt.load(target if to else source, model=others, optimizer=its).notes == []
+    assert [one.turn for one in its.values()] == [3, 5]
 
 
 class Kind(Enum):

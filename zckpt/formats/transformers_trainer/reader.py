@@ -19,7 +19,7 @@ from zckpt.evidence.order import put_in_order, tells_order
 from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME
 from zckpt.formats.remainder import names_of_models, restore_from
 from zckpt.formats.safetensors.file import add_file, aliases_in, indexed_files, take_index
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach
+from zckpt.formats.torch_files.optimizer import BESIDE, OPTIMIZERS, OptimizerState, attach
 from zckpt.formats.torch_files.reader import add_model, read_optimizer
 from zckpt.formats.transformers_trainer.architectures import architecture, is_converted
 from zckpt.formats.transformers_trainer.directory import STATE_NAME, Directory, ModelFiles, Part
@@ -205,6 +205,9 @@ def _read_optimizers(
         if len(states) > 1:
             for group in checkpoint.param_groups[before:]:
                 group.optimizer = path.stem
+            if state.rest:
+                beside = {BESIDE: checkpoint.optimizer_metadata.pop(BESIDE)}
+                checkpoint.optimizer_metadata.setdefault(OPTIMIZERS, {})[path.stem] = beside  # type: ignore[index]
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
     if is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
