@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from zckpt.engine.checking import Checks, watching
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
+from zckpt.evidence import agree
 from zckpt.formats.floats import with_floats
 from zckpt.naming import TRANSFORMERS
 from zckpt.operations.open import OpenedCheckpoint
@@ -39,7 +40,7 @@ from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import Model, bare, unwrapped
 from zckpt.state import MASTER
 from zckpt.state.checkpoint import keys_listed
-from zckpt.state.names import like_model
+from zckpt.state.names import is_number, like_model
 
 SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make another"
 
@@ -196,6 +197,31 @@ def open_for(
     return found
 
 
+def _in_order(found: OpenedCheckpoint, order: Order) -> OpenedCheckpoint:
+    """Give numbers that were carried along, as `convert` does, the names at their places in the optimizer's groups."""
+    groups = [group.parameters for group in found.param_groups]
+    names = {its: ours for some, own in zip(groups, order, strict=False) for its, ours in zip(some, own, strict=False)}
+    numbers = {its: ours for its, ours in names.items() if its != ours}
+    owners = {its: found.parameters.get(ours) for its, ours in numbers.items()}
+    shapes = {its: one.shape for its, one in found.unnamed.items() if its in numbers}
+    if (
+        not shapes
+        or [len(some) for some in groups] != [len(own) for own in order]
+        or not all(is_number(its) and one is not None and one.group is None for its, one in owners.items())
+        or not all((one := owners[its]) is not None and agree(shape, one.shape) for its, shape in shapes.items())
+    ):
+        return found
+    for index, (group, own) in enumerate(zip(found.param_groups, order, strict=True)):
+        for its, ours in zip(group.parameters, own, strict=True):
+            owner, number = found.parameters[ours], found.unnamed.pop(its, None)
+            owner.group = index
+            if number is not None:
+                owner.slots |= number.slots
+                owner.state |= number.state
+        group.parameters = list(own)
+    return found
+
+
 def _open(path: str | os.PathLike[str], order: Order, own: Sequence[str], asked: Asked) -> OpenedCheckpoint:
     """Open a checkpoint; where it has only numbers, under the optimizer's names, unless what it has says otherwise."""
     try:
@@ -206,7 +232,7 @@ def _open(path: str | os.PathLike[str], order: Order, own: Sequence[str], asked:
                 return open_checkpoint(path, tag=asked.tag, names=own)
         raise
     if not own or not found.is_numbered:
-        return found
+        return _in_order(found, order)
     known_by_values = any(MASTER in one.slots for one in found.parameters.values())
     theirs, ours = [len(group.parameters) for group in found.param_groups], [len(group) for group in order]
     if not found.unnamed and (theirs != ours or known_by_values):

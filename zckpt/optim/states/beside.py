@@ -111,7 +111,7 @@ class Declared:
                 "in addition to its state",
                 advice="give the saved optimizer, or strict=False",
             )
-        if tree["names"] != names:
+        if is_of_save(node) and tree["names"] != names:  # nothing else goes by numbers
             raise UsageError(
                 f"what {cls} keeps by parameter number is for other parameters, or in another order",
                 expected=listed([name for its in tree["names"] for name in its]),
