@@ -382,7 +382,7 @@ def read_items(metadata: Metadata) -> Items:
             found.tensors[piece.key] = piece
             metadata.paths[piece.key] = (*above, f"{last}.{name}")
         del found.tensors[key]
-        found.objects[key] = ObjectItem(key, some[0].file, told)  # type: ignore[arg-type]
+        found.objects[key] = ObjectItem(key, next(one.file for one in some if one.file is not None), told)
         found.quantised.append(key)
     return found
 

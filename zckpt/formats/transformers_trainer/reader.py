@@ -179,6 +179,7 @@ def _read_optimizers(
     counts = [len(state.every_number) for state in states]
     is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
     is_open = False
+    beside: dict[str, dict[str, object]] = {}
     for number, (state, path) in enumerate(zip(states, paths, strict=True)):
         model = _joined(weights) if is_cut or len(states) == 1 else None
         if model is not None and directory.models[0].path.parent != directory.path:
@@ -206,8 +207,8 @@ def _read_optimizers(
             for group in checkpoint.param_groups[before:]:
                 group.optimizer = path.stem
             if state.rest:
-                beside = {BESIDE: checkpoint.optimizer_metadata.pop(BESIDE)}
-                checkpoint.optimizer_metadata.setdefault(OPTIMIZERS, {})[path.stem] = beside  # type: ignore[index]
+                beside[path.stem] = {BESIDE: checkpoint.optimizer_metadata.pop(BESIDE)}
+    checkpoint.optimizer_metadata |= {OPTIMIZERS: beside} if beside else {}
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
     if is_open:
         base = "put config.json of the model that the adapter is added to there, or " if directory.is_adapter else ""
