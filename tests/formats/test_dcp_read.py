@@ -343,6 +343,23 @@ def test_several_optimizers_of_one_model(tmp_path):
         assert checkpoint.optimizers() == called[number]
 
 
+def test_an_optimizer_under_each_parameters_name_has_that_parameters_state(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))  # no shape tells which is which
+    optimizers = {name: torch.optim.AdamW([one], lr=0.1) for name, one in model.named_parameters()}
+    model(torch.randn(4, 3)).square().sum().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    wrapped = {f"_orig_mod.{name}": one for name, one in model.state_dict().items()}
+    state = {name: one.state_dict() for name, one in optimizers.items()}
+    for number, weights in enumerate((model.state_dict(), wrapped)):
+        checkpoint = read(saved(tmp_path / str(number), {"model": weights, "optimizer": state}))
+        assert not checkpoint.unnamed
+        assert not checkpoint.warnings
+        for optimizer in optimizers.values():
+            assert_optimizer(checkpoint, model, optimizer)
+
+
 def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_the_names(tmp_path):
     (one, adamw), (other, sgd) = trained(), trained(torch.optim.SGD, momentum=0.9)
     other.add_module("more", torch.nn.Linear(2, 2))
