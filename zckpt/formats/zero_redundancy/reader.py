@@ -440,8 +440,8 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
         one = torch_reader.read(directory.ranks[0])
         if one.parameters and (why := unlike(directory.ranks[0], directory.ranks[1:])):
             raise UnsupportedError(
-                "each rank's file has a model of its own, as of pipeline stages, slices of tensor parallelism or FSDP's "
-                "local tensors, and no file says how they belong together",
+                "each rank's file has a model of its own, as of pipeline stages, slices of tensor parallelism or "
+                "FSDP's local tensors, and no file says how they belong together",
                 path=directory.path,
                 expected="the whole model in each, or sharded tensors",
                 found=why,
