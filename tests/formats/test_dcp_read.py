@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import zckpt
 from tests import live
+from tests.formats.some_tensors import Wrapped
 from tests.logical import opened
 from tests.pairwise import each
 from tests.refusals import refusing
@@ -320,6 +321,16 @@ def test_writers_options(writer, tmp_path):
     assert_model(checkpoint, model)
     assert_optimizer(checkpoint, model, optimizer)
     assert checkpoint.details["serialization"] == ("safetensors" if writer.startswith("safe") else "torch_save")
+
+
+def test_a_class_around_a_tensor_is_looked_into(tmp_path):
+    weights = {f"{number}.weight": torch.randn(3, 5) for number in range(3)}
+    path = saved(tmp_path / "run", {"model": {name: Wrapped(one) for name, one in weights.items()}})
+    checkpoint = read(path)
+    for name, one in weights.items():
+        assert_same(checkpoint.read(name, "weight"), one)
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(path, deep=True).sound
 
 
 def test_several_optimizers_of_one_model(tmp_path):

@@ -46,6 +46,7 @@ from zckpt.torchfile import (
     TorchFile,
     read_entries,
     read_source,
+    unwrapped,
 )
 
 MAXIMUM_KINDS = 4096
@@ -256,7 +257,8 @@ class ItemFile:
                 if known is None:
                     file = self._torch_file(source, number)
                     kinds.learn(source, file)
-                    node = moved(file.root, -place[number]) if isinstance(file.root, Tensor) else file.root
+                    root = unwrapped(file.root)
+                    node = moved(root, -place[number]) if isinstance(root, Tensor) else root
                 else:
                     self.archives.numbers.append(number)
                     node = known.tensor
