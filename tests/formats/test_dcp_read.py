@@ -328,7 +328,7 @@ def test_a_class_around_a_tensor_is_looked_into(tmp_path):
     path = saved(tmp_path / "run", {"model": {name: Wrapped(one) for name, one in weights.items()}})
     checkpoint = read(path)
     for name, one in weights.items():
-        assert_same(checkpoint.read(name, "weight"), one)
+        assert torch.equal(checkpoint.read(name, "weight"), one)
     assert not take_inventory(checkpoint).left_out
     assert zckpt.verify(path, deep=True).sound
 

@@ -263,7 +263,7 @@ class ItemFile:
                     self.archives.numbers.append(number)
                     node = known.tensor
             if not isinstance(node, Tensor):
-                kind = getattr(node, "qualified", type(node).__name__)
+                kind = getattr(node, "subclass", None) or getattr(node, "qualified", type(node).__name__)
                 raise UnsupportedError(f"{entry.key} is not a dense tensor", found=kind)
             if (tuple(node.shape), node.dtype) != (sizes, entry.dtype):
                 raise LayoutError(
