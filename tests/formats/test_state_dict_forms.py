@@ -141,6 +141,11 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path):
     assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
     assert opened.param_groups[0].parameters == ["w", "v", "gone"]
     assert opened.warnings == ["the optimizer has state for gone, which the model lacks; it keeps these names"]
+    for to in ("consolidated", "universal", "transformers-trainer"):
+        with refusing(UnsupportedError, "has state of parameters that the model lacks: found gone; give what has both"):
+            zckpt.convert(opened, tmp_path / to, to=to)
+    zckpt.consolidate(opened, tmp_path / "whole.pt", slots="all")
+    assert torch.load(tmp_path / "whole.optimizer.pt")["param_groups"][0]["param_names"] == ["w", "v", "gone"]
 
 
 @pytest.mark.parametrize(

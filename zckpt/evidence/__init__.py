@@ -25,6 +25,7 @@ from zckpt.evidence.solver import (
     may_be_trained,
     note_not_used,
     note_numbers,
+    refuse_absent,
     refuse_ungrouped,
     refuse_unnamed,
     shown_shape,

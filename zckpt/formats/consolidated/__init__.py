@@ -52,9 +52,12 @@ class Consolidated(TorchDirectory):
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a directory, or one file where the target's name ends as torch's files do."""
+        from zckpt.evidence import refuse_absent
         from zckpt.formats.consolidated import model
         from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
 
+        if job.checkpoint.parameters:  # of which an optimizer is known by the order of the model's
+            refuse_absent(job.checkpoint.unnamed)
         kind = kind_of_model(job.target)
         if kind == SAFETENSORS:
             raise UsageError(
