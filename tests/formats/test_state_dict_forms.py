@@ -462,3 +462,26 @@ def test_slots_are_stripped_of_named_state(flat, tmp_path):
     assert set(kept.parameters["0.weight"].slots) == {"weight", "exp_avg", "step"}
     zckpt.strip(tmp_path / "c.pt", tmp_path / "n.pt", optimizer=True)
     assert set(zckpt.open(tmp_path / "n.pt").parameters["0.weight"].slots) == {"weight"}
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, tmp_path):
+    """As OpenNMT-py saves them."""
+    torch.manual_seed(0)
+    model, generator = nn.Linear(3, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.Adam([*model.parameters(), *(generator.parameters() if has_more else ())])
+    generator(model(torch.randn(5, 3))).square().sum().backward()
+    optimizer.step()
+    optim = {"training_step": 7, "optimizer": optimizer.state_dict()}
+    models = {"model": model.state_dict(), "generator": generator.state_dict()}
+    torch.save({**models, "optim": optim}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    assert not opened.unnamed
+    assert opened.metadata["optim"] == {"training_step": 7}
+    prefix = "model." if has_more else ""
+    assert torch.equal(opened.read(f"{prefix}bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
+    if has_more:
+        assert torch.equal(opened.read("generator.bias", "exp_avg"), optimizer.state[generator.bias]["exp_avg"])
+    for to in ("zckpt", "dcp"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
+        assert zckpt.diff(tmp_path / "c.pt", tmp_path / to).equal
