@@ -485,3 +485,21 @@ def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, tmp_
     for to in ("zckpt", "dcp"):
         zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
         assert zckpt.diff(tmp_path / "c.pt", tmp_path / to).equal
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_peft_trains_a_copy_of_what_it_keeps(whole, tmp_path):
+    model = nn.ModuleDict()
+    for name in ("a", "b"):
+        model[name] = nn.ModuleDict({"original_module": nn.Linear(3, 3), "modules_to_save": nn.ModuleDict()})
+        model[name]["original_module"].requires_grad_(False)
+        model[name]["modules_to_save"]["default"] = nn.Linear(3, 3)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    optimizer = torch.optim.Adam(model.parameters() if whole else trained.values())
+    sum(one.square().sum() for one in trained.values()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    for name, one in trained.items():
+        assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+    assert not opened.unnamed

@@ -87,7 +87,13 @@ class Evidence(Generic[Number]):
         """Tell whether a number can be a candidate."""
         shape, whole = self.shapes.get(number), self.candidates[name]
         alike = shape is None or shape == whole or (self.factored and agree(shape, whole))
-        return alike and all(rule(number, name) for rule in self.rules)
+        frozen = shape is not None and self.is_original(name)
+        return alike and not frozen and all(rule(number, name) for rule in self.rules)
+
+    def is_original(self, name: str) -> bool:
+        """Tell what PEFT keeps as it was, frozen, beside a copy that it trains."""
+        owner, original, _ = name.partition(".original_module.")
+        return bool(original) and any(one.startswith(f"{owner}.modules_to_save.") for one in self.candidates)
 
     def known(self, names: Sequence[str]) -> list[str]:
         """Return names as the candidates have them, whatever wrappers they were in; strange ones as they are."""
