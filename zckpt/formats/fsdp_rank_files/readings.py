@@ -196,7 +196,7 @@ class _Solver:
     def by_number(self, kind: str) -> list[Reading]:
         """Return the reading in which each number is one parameter, if there is one."""
         every = {**self.owners, **self.plain}
-        said = Evidence.of(self.checkpoint, self.optimizer.keys, {}, rules=(
+        said: Evidence[Key] = Evidence.of(self.checkpoint, self.optimizer.keys, {}, rules=(
             lambda key, name: self.fits(kind, key, every[name]),
             lambda key, name: not (self.optimizer.cut(key) and said.is_original(name)),
         ))  # fmt: skip

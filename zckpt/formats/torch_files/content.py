@@ -235,7 +235,7 @@ def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
     found: dict[object, list[Held]] = {}
     for key, value in base.items():
         listed = enumerate(value) if isinstance(value, list) else dict_of(value).items()
-        inside = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
+        inside: dict[Place, object] = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
         taken = {step: one for step, one in inside.items() if _is_optimizer(one)}
         if taken and (len(taken) == len(inside) or all(map(is_leaf, without(inside, *taken).values()))):
             found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in taken.items()]
