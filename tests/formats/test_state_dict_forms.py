@@ -503,3 +503,13 @@ def test_peft_trains_a_copy_of_what_it_keeps(whole, tmp_path):
     for name, one in trained.items():
         assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
     assert not opened.unnamed
+
+
+def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(tmp_path):
+    model = nn.ParameterDict({"c": nn.Parameter(torch.randn(3, dtype=torch.complex64)), "w": torch.randn(2)})
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(one.abs().square().sum() for one in model.values()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "whole", to="consolidated")
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "whole").equal

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
+from zckpt.evidence import is_trainable
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
 from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span, are_sizes
-from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule
 
 SUFFIX = ".safetensors"
@@ -76,7 +76,7 @@ def read(path: Path) -> Checkpoint:
         checkpoint.files.append(replace(described, dp_rank=int(rank[1]) - 1 if rank else None))
     numbers = sorted({int(found[1]) for file in files if (found := _SHARD.fullmatch(file.name))})
     for name, pieces in tensors.items():
-        checkpoint.place(name, _slot(name, pieces, numbers, path), trained=is_floating(pieces.dtype))
+        checkpoint.place(name, _slot(name, pieces, numbers, path), trained=is_trainable(pieces.dtype))
     checkpoint.world_size = max(len(numbers), 1)
     checkpoint.details["shards"] = numbers
     checkpoint.warnings.append(
