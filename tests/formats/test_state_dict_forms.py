@@ -513,3 +513,23 @@ def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(tmp_path)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     zckpt.convert(tmp_path / "c.pt", tmp_path / "whole", to="consolidated")
     assert zckpt.diff(tmp_path / "c.pt", tmp_path / "whole").equal
+
+
+def test_models_in_a_list_are_read_with_their_optimizers(tmp_path):
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 4), nn.Linear(4, 2)]
+    optimizers = [torch.optim.Adam(one.parameters()) for one in models]
+    models[1](models[0](torch.randn(5, 3))).square().sum().backward()
+    for one in optimizers:
+        one.step()
+    weights = [one.state_dict() for one in models]
+    torch.save({"models": weights, "optims": [one.state_dict() for one in optimizers]}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        assert torch.equal(opened.read(f"models.{number}.bias", "weight"), model.bias)
+        assert torch.equal(opened.read(f"models.{number}.bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
+    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+    torch.save({"model": weights[0], "emas": weights}, tmp_path / "d.pt")  # these are no part of the model
+    beside = zckpt.open(tmp_path / "d.pt")
+    assert [*beside.parameters] == ["weight", "bias"]
+    assert [*beside.metadata] == ["emas"]

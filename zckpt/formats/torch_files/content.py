@@ -170,6 +170,17 @@ def content_of(root: Node, path: Path) -> Content:
     return found
 
 
+def one_by_one(root: Node) -> dict[object, object]:
+    """Return a dict with each model of a list under a key of its own, `models.0`, where there is no other model."""
+    found: dict[object, object] = {}
+    if _models(root):
+        return dict(root)
+    for key, value in root.items():
+        apart = isinstance(value, list) and value and all(map(is_state_dict, value))
+        found |= {f"{key}.{number}": one for number, one in enumerate(value)} if apart else {key: value}
+    return found
+
+
 def _together(root: Node, parts: dict[object, Content]) -> Content:
     found = Content(root=root, base=root, beside={key: part.others for key, part in parts.items()})
     for key, part in parts.items():
