@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -533,3 +534,19 @@ def test_models_in_a_list_are_read_with_their_optimizers(tmp_path):
     beside = zckpt.open(tmp_path / "d.pt")
     assert [*beside.parameters] == ["weight", "bias"]
     assert [*beside.metadata] == ["emas"]
+
+
+def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    state = {**saved, "state": defaultdict(dict, saved["state"])}
+    torch.save({"model": {**model.state_dict(), "epoch": 3}, "optimizer": state}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    assert torch.equal(opened.read("bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
+    assert opened.metadata == {"model": {"epoch": 3}}
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal

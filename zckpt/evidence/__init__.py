@@ -25,7 +25,6 @@ from zckpt.evidence.solver import (
     may_be_trained,
     note_not_used,
     note_numbers,
-    refuse_absent,
     refuse_ungrouped,
     refuse_unnamed,
     shown_shape,

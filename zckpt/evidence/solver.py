@@ -234,7 +234,13 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
     """Raise UnsupportedError unless all parameters of the optimizer have names; `why` says who needs them."""
     every = checkpoint.grouped
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(name for name in every if name not in checkpoint.parameters)]))
-    refuse_absent(unknown)
+    absent = [name for name in unknown if not is_number(name.rpartition(".")[2])]
+    if absent:
+        raise UnsupportedError(
+            "the optimizer has state of parameters that the model lacks",
+            found=listed(absent, most=MOST_SHOWN),
+            advice="give what has both the model and the optimizer",
+        )
     if unknown:
         mapped = (
             "add --map=transformers, or " if any("--map=transformers" in one for one in checkpoint.warnings) else ""
@@ -243,17 +249,6 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
             f"the names of some of the optimizer's parameters are unknown, {why}",
             found=listed(unknown, most=MOST_SHOWN),
             advice=f"{mapped}{NAMES_ADVICE}",
-        )
-
-
-def refuse_absent(unnamed: Iterable[str]) -> None:
-    """Raise UnsupportedError where some of what the model has not is called by a name."""
-    absent = [name for name in unnamed if not is_number(name.rpartition(".")[2])]
-    if absent:
-        raise UnsupportedError(
-            "the optimizer has state of parameters that the model lacks",
-            found=listed(absent, most=MOST_SHOWN),
-            advice="give what has both the model and the optimizer",
         )
 
 

@@ -176,8 +176,9 @@ def one_by_one(root: Node) -> dict[object, object]:
     if _models(root):
         return dict(root)
     for key, value in root.items():
-        apart = isinstance(value, list) and value and all(map(is_state_dict, value))
-        found |= {f"{key}.{number}": one for number, one in enumerate(value)} if apart else {key: value}
+        listed = value if isinstance(value, list) and all(map(is_state_dict, value)) else []
+        apart: dict[object, object] = {f"{key}.{number}": one for number, one in enumerate(listed)}
+        found |= apart or {key: value}
     return found
 
 
@@ -224,16 +225,18 @@ def _models(base: Node) -> dict[object, Node]:
     if is_state_dict(base):
         return {None: base}
     found: dict[object, Node] = {key: one for key, one in base.items() if is_state_dict(one)}
+    found = found or {key: dict_of(base.get(key)) for key in STATE_DICT_KEYS if _tensors_mostly(dict_of(base.get(key)))}
     if found:
         return found
-    tensors = {key: value for key, value in base.items() if is_tensor(value)}
-    mostly = (
-        any(isinstance(one, Tensor) for one in tensors.values())
-        and len(tensors) * 2 > len(base)
-        and not looks_like_optimizer(base)
-        and not looks_flattened(base)
-    )
-    return {None: tensors} if mostly else {}
+    tensors = _tensors_mostly(base)
+    return {None: tensors} if tensors else {}
+
+
+def _tensors_mostly(node: Node) -> Node:
+    """Return the tensors of a dict that has little else, and is no optimizer's; of any other none."""
+    tensors = {key: value for key, value in node.items() if is_tensor(value)}
+    mostly = any(isinstance(one, Tensor) for one in tensors.values()) and len(tensors) * 2 > len(node)
+    return tensors if mostly and not looks_like_optimizer(node) and not looks_flattened(node) else {}
 
 
 def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
