@@ -38,3 +38,22 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert as_bytes(found) == as_bytes(expected)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that is to be cast in some way, as torchao's training in 8 bits has weights."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner, self.cast_to = inner, torch.float8_e4m3fn
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, args=(), kwargs=None):
+        made = function(*(one.inner if isinstance(one, cls) else one for one in args), **(kwargs or {}))
+        return cls(made) if isinstance(made, torch.Tensor) else made

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import zckpt
 from tests import live
+from tests.formats.some_tensors import Wrapped
 from tests.logical import opened
 from tests.pairwise import each
 from tests.refusals import refusing
@@ -322,6 +323,16 @@ def test_writers_options(writer, tmp_path):
     assert checkpoint.details["serialization"] == ("safetensors" if writer.startswith("safe") else "torch_save")
 
 
+def test_a_class_around_a_tensor_is_looked_into(tmp_path):
+    weights = {f"{number}.weight": torch.randn(3, 5) for number in range(3)}
+    path = saved(tmp_path / "run", {"model": {name: Wrapped(one) for name, one in weights.items()}})
+    checkpoint = read(path)
+    for name, one in weights.items():
+        assert torch.equal(checkpoint.read(name, "weight"), one)
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(path, deep=True).sound
+
+
 def test_several_optimizers_of_one_model(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
@@ -341,6 +352,23 @@ def test_several_optimizers_of_one_model(tmp_path):
             assert_optimizer(checkpoint, model, half)
         assert [p.group for p in checkpoint.parameters.values()] == [0, 0, 1, 1]
         assert checkpoint.optimizers() == called[number]
+
+
+def test_an_optimizer_under_each_parameters_name_has_that_parameters_state(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))  # no shape tells which is which
+    optimizers = {name: torch.optim.AdamW([one], lr=0.1) for name, one in model.named_parameters()}
+    model(torch.randn(4, 3)).square().sum().backward()
+    for optimizer in optimizers.values():
+        optimizer.step()
+    wrapped = {f"_orig_mod.{name}": one for name, one in model.state_dict().items()}
+    state = {name: one.state_dict() for name, one in optimizers.items()}
+    for number, weights in enumerate((model.state_dict(), wrapped)):
+        checkpoint = read(saved(tmp_path / str(number), {"model": weights, "optimizer": state}))
+        assert not checkpoint.unnamed
+        assert not checkpoint.warnings
+        for optimizer in optimizers.values():
+            assert_optimizer(checkpoint, model, optimizer)
 
 
 def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_the_names(tmp_path):

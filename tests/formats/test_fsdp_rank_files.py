@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zckpt
+from tests.formats.some_tensors import Wrapped
 from tests.logical import assert_same_slots
 from tests.pairwise import some
 from tests.refusals import refusing
@@ -56,7 +57,13 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def save_cut(folder: Path, sizes: tuple[int, ...], placements: list[Any], whole: torch.Tensor) -> None:
+def save_cut(
+    folder: Path,
+    sizes: tuple[int, ...],
+    placements: list[Any],
+    whole: torch.Tensor,
+    kind: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+) -> None:
     """Save a tensor as every rank of a mesh has it, by torch's own account of who has what."""
     folder.mkdir(parents=True)
     count = int(torch.tensor(sizes).prod())
@@ -65,7 +72,7 @@ def save_cut(folder: Path, sizes: tuple[int, ...], placements: list[Any], whole:
             mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"d{at}" for at in range(len(sizes))))
             shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
             at = tuple(slice(low, low + n) for low, n in zip(offset, shape, strict=True))
-            local = whole[at].clone() if all(shape) else torch.empty(shape)
+            local = kind(whole[at]) if all(shape) else torch.empty(shape)
             one = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
             torch.save({"w": one}, folder / f"model_world_size_{count}_rank_{rank}.pt")
 
@@ -96,6 +103,15 @@ def test_boxes_are_where_torch_says(sizes, placements, shape, tmp_path):
     assert zckpt.verify(tmp_path / "run", deep=True).sound
     zckpt.consolidate(tmp_path / "run", tmp_path / "whole.pt")
     assert torch.equal(torch.load(tmp_path / "whole.pt")["w"], whole)
+
+
+def test_a_class_around_what_ranks_have_is_looked_into(tmp_path):
+    whole = torch.randn(7, 5)
+    save_cut(tmp_path / "run", (2,), [Shard(0)], whole, kind=lambda its: Wrapped(its.clone()))
+    checkpoint = zckpt.open(tmp_path / "run")
+    assert torch.equal(checkpoint.read("w", "weight"), whole)
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(tmp_path / "run", deep=True).sound
 
 
 def test_partial_sums_are_refused(tmp_path):

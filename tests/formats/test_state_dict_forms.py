@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path):
     assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
     assert opened.param_groups[0].parameters == ["w", "v", "gone"]
     assert opened.warnings == ["the optimizer has state for gone, which the model lacks; it keeps these names"]
+    for to in ("consolidated", "universal", "transformers-trainer"):
+        with refusing(UnsupportedError, "has state of parameters that the model lacks: found gone; give what has both"):
+            zckpt.convert(opened, tmp_path / to, to=to)
+    zckpt.consolidate(opened, tmp_path / "whole.pt", slots="all")
+    assert torch.load(tmp_path / "whole.optimizer.pt")["param_groups"][0]["param_names"] == ["w", "v", "gone"]
 
 
 @pytest.mark.parametrize(
@@ -457,3 +463,90 @@ def test_slots_are_stripped_of_named_state(flat, tmp_path):
     assert set(kept.parameters["0.weight"].slots) == {"weight", "exp_avg", "step"}
     zckpt.strip(tmp_path / "c.pt", tmp_path / "n.pt", optimizer=True)
     assert set(zckpt.open(tmp_path / "n.pt").parameters["0.weight"].slots) == {"weight"}
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_one_optimizer_of_two_models_may_lie_beside_single_values(has_more, tmp_path):
+    """As OpenNMT-py saves them."""
+    torch.manual_seed(0)
+    model, generator = nn.Linear(3, 4), nn.Linear(4, 2)
+    optimizer = torch.optim.Adam([*model.parameters(), *(generator.parameters() if has_more else ())])
+    generator(model(torch.randn(5, 3))).square().sum().backward()
+    optimizer.step()
+    optim = {"training_step": 7, "optimizer": optimizer.state_dict()}
+    models = {"model": model.state_dict(), "generator": generator.state_dict()}
+    torch.save({**models, "optim": optim}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    assert not opened.unnamed
+    assert opened.metadata["optim"] == {"training_step": 7}
+    prefix = "model." if has_more else ""
+    assert torch.equal(opened.read(f"{prefix}bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
+    if has_more:
+        assert torch.equal(opened.read("generator.bias", "exp_avg"), optimizer.state[generator.bias]["exp_avg"])
+    for to in ("zckpt", "dcp"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / to, to=to)
+        assert zckpt.diff(tmp_path / "c.pt", tmp_path / to).equal
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_peft_trains_a_copy_of_what_it_keeps(whole, tmp_path):
+    model = nn.ModuleDict()
+    for name in ("a", "b"):
+        model[name] = nn.ModuleDict({"original_module": nn.Linear(3, 3), "modules_to_save": nn.ModuleDict()})
+        model[name]["original_module"].requires_grad_(False)
+        model[name]["modules_to_save"]["default"] = nn.Linear(3, 3)
+    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    optimizer = torch.optim.Adam(model.parameters() if whole else trained.values())
+    sum(one.square().sum() for one in trained.values()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    for name, one in trained.items():
+        assert torch.equal(opened.read(name, "exp_avg"), optimizer.state[one]["exp_avg"])
+    assert not opened.unnamed
+
+
+def test_a_complex_parameter_is_one_beside_an_optimizer_in_safetensors(tmp_path):
+    model = nn.ParameterDict({"c": nn.Parameter(torch.randn(3, dtype=torch.complex64)), "w": torch.randn(2)})
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(one.abs().square().sum() for one in model.values()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "whole", to="consolidated")
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "whole").equal
+
+
+def test_models_in_a_list_are_read_with_their_optimizers(tmp_path):
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 4), nn.Linear(4, 2)]
+    optimizers = [torch.optim.Adam(one.parameters()) for one in models]
+    models[1](models[0](torch.randn(5, 3))).square().sum().backward()
+    for one in optimizers:
+        one.step()
+    weights = [one.state_dict() for one in models]
+    torch.save({"models": weights, "optims": [one.state_dict() for one in optimizers]}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        assert torch.equal(opened.read(f"models.{number}.bias", "weight"), model.bias)
+        assert torch.equal(opened.read(f"models.{number}.bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
+    assert zckpt.verify(tmp_path / "c.pt", deep=True).sound
+    torch.save({"model": weights[0], "emas": weights}, tmp_path / "d.pt")  # these are no part of the model
+    beside = zckpt.open(tmp_path / "d.pt")
+    assert [*beside.parameters] == ["weight", "bias"]
+    assert [*beside.metadata] == ["emas"]
+
+
+def test_a_value_among_a_models_tensors_and_a_defaultdict_of_state_hide_neither(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    state = {**saved, "state": defaultdict(dict, saved["state"])}
+    torch.save({"model": {**model.state_dict(), "epoch": 3}, "optimizer": state}, tmp_path / "c.pt")
+    opened = zckpt.open(tmp_path / "c.pt")
+    assert torch.equal(opened.read("bias", "exp_avg"), optimizer.state[model.bias]["exp_avg"])
+    assert opened.metadata == {"model": {"epoch": 3}}
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "dcp").equal

@@ -298,6 +298,29 @@ def test_pieces_of_state_are_not_taken_for_copies(tmp_path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"0": 4}, "only ckpt_rank0.pt has 1.bias"),  # a pipeline's last stage
+        ({"0": 4, "1": 3}, r"1.weight has shape \(4, 4\), and \(3, 4\) in ckpt_rank1.pt"),  # FSDP
+        ({"0": 4, "1": 4}, "0.weight has other values in ckpt_rank1.pt"),  # tensor parallelism
+    ],
+)
+def test_each_ranks_share_of_a_model_is_not_taken_for_the_whole(sizes, why, tmp_path):
+    for rank, its in enumerate(({"0": 4, "1": 4}, sizes)):
+        model = torch.nn.ModuleDict({key: torch.nn.Linear(4, size) for key, size in its.items()})
+        saved = {"model": model.state_dict(), "optimizer": torch.optim.AdamW(model.parameters()).state_dict()}
+        torch.save(saved, tmp_path / f"ckpt_rank{rank}.pt")
+    with pytest.raises(UnsupportedError, match=f"each rank's file has a model of its own.* found {why}"):
+        zckpt.open(tmp_path)
+    for rank in range(2):
+        [warning] = zckpt.open(tmp_path / f"ckpt_rank{rank}.pt").warnings
+        assert "it is one of 2 ranks' files, and may hold only a share of the model" in warning
+    same = tmp_path / "ckpt_rank1.pt", tmp_path / "ckpt_rank0.pt"
+    shutil.copy(*same)
+    assert not zckpt.open(same[1]).warnings
+
+
 def test_rows_of_state_on_each_rank_are_not_taken_for_copies(tmp_path):
     """As nanochat saves them: the model in one file, on each rank as many rows of every moment."""
     weight = torch.randn(4, 3)

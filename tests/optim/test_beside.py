@@ -248,11 +248,17 @@ def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to
         assert equal(other, model)
 
 
-def file_of(kind: str, path: Path) -> nn.Module:
-    """Save a model and an optimizer after four steps; return the model after eight."""
+@pytest.mark.parametrize("front", ["module.", "_orig_mod."])
+def test_what_the_optimizer_of_a_wrapped_model_keeps_comes_back(front, tmp_path):
+    goes_on(SAVED["turning"], tmp_path / "model.pt", file_of("turning", tmp_path / "model.pt", front))
+
+
+def file_of(kind: str, path: Path, front: str = "") -> nn.Module:
+    """Save a model and an optimizer after four steps, `front` before names; return the model after eight."""
     model = net()
     optimizer = trained(SAVED[kind](model), model, 4)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    weights = {f"{front}{name}": one for name, one in model.state_dict().items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path)
     trained(optimizer, model, 4, 8)
     return model
 

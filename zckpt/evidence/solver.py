@@ -17,7 +17,7 @@ from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.immutable import immutable
 from zckpt.state import MASTER, Checkpoint, GivenNames, Parameter, Shape, are_distinct
 from zckpt.state.dtypes import is_complex, is_floating
-from zckpt.state.names import aligned
+from zckpt.state.names import aligned, is_number
 
 Number = TypeVar("Number", bound=Hashable)
 State = TypeVar("State", bound=Hashable)
@@ -87,7 +87,13 @@ class Evidence(Generic[Number]):
         """Tell whether a number can be a candidate."""
         shape, whole = self.shapes.get(number), self.candidates[name]
         alike = shape is None or shape == whole or (self.factored and agree(shape, whole))
-        return alike and all(rule(number, name) for rule in self.rules)
+        frozen = shape is not None and self.is_original(name)
+        return alike and not frozen and all(rule(number, name) for rule in self.rules)
+
+    def is_original(self, name: str) -> bool:
+        """Tell what PEFT keeps as it was, frozen, beside a copy that it trains."""
+        owner, original, _ = name.partition(".original_module.")
+        return bool(original) and any(one.startswith(f"{owner}.modules_to_save.") for one in self.candidates)
 
     def known(self, names: Sequence[str]) -> list[str]:
         """Return names as the candidates have them, whatever wrappers they were in; strange ones as they are."""
@@ -228,6 +234,13 @@ def refuse_unnamed(checkpoint: Checkpoint, why: str) -> None:
     """Raise UnsupportedError unless all parameters of the optimizer have names; `why` says who needs them."""
     every = checkpoint.grouped
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(name for name in every if name not in checkpoint.parameters)]))
+    absent = [name for name in unknown if not is_number(name.rpartition(".")[2])]
+    if absent:
+        raise UnsupportedError(
+            "the optimizer has state of parameters that the model lacks",
+            found=listed(absent, most=MOST_SHOWN),
+            advice="give what has both the model and the optimizer",
+        )
     if unknown:
         mapped = (
             "add --map=transformers, or " if any("--map=transformers" in one for one in checkpoint.warnings) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from zckpt.compare.logical import number_in
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.state import Checkpoint, ParamGroup, Scalar, number_of
 from zckpt.torchfile import alike, node_of
@@ -20,7 +20,7 @@ def refuse_several(checkpoint: Checkpoint, what: str) -> None:
         raise UnsupportedError(
             f"holds several optimizers, but {what} one",
             path=checkpoint.source,
-            found=", ".join(names),
+            found=listed(names),
             advice="`zckpt convert --to zckpt` or `--to=dcp` keeps them",
         )
 

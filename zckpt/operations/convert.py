@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError, UsageError, about
+from zckpt.errors import UnsupportedError, UsageError, about, listed
 from zckpt.evidence import refuse_ungrouped
 from zckpt.formats.assets import CONFIG_NAME, find_assets, is_adapter
 from zckpt.formats.consolidated.model import optimizer_slots
@@ -170,7 +170,7 @@ def _of_optimizers(checkpoint: Checkpoint, written: Format, dtype: str | None) -
         )
     if names and not written.keeps_optimizers:
         notes.append(
-            f"the param groups of {' and '.join(names)} are written one after another as those of one optimizer; "
+            f"the param groups of {listed(names, by=' and ')} are written one after another as those of one optimizer; "
             "only zckpt's metadata says which is whose"
         )
     return tuple(notes)

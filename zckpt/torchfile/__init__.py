@@ -67,6 +67,7 @@ from zckpt.torchfile.trees import (
     is_leaf,
     is_tensor,
     oddity,
+    unwrapped,
     value_at,
     walk_tensors,
 )

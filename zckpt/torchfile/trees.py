@@ -98,6 +98,18 @@ def is_tensor(node: object) -> bool:
     return type(node) in nodes.TENSORS or (isinstance(node, nodes.Object) and node.qualified in _REBUILT)
 
 
+def unwrapped(node: object) -> object:
+    """Return the tensor whose elements a wrapper's are: the only one in it, of its type and shape; others as they are.
+
+    So torchao's training in 8 bits wraps weights, with how they are to be cast. Not of a DTensor's: it is a share.
+    """
+    if isinstance(node, nodes.MetaTensor) and node.subclass is not None and node.subclass.name != "DTensor":
+        held = [one for one in (node.attributes or {}).values() if is_tensor(one)]
+        if len(held) == 1 and isinstance(one := held[0], nodes.Tensor):
+            return one if (one.dtype, one.shape) == (node.dtype, node.shape) else node
+    return node
+
+
 def oddity(node: object) -> str | None:
     """Say what makes a tensor something else than elements in a storage; None if it is one, or a class's wrapper."""
     match node:

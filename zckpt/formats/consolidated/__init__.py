@@ -52,9 +52,13 @@ class Consolidated(TorchDirectory):
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a directory, or one file where the target's name ends as torch's files do."""
+        from zckpt.evidence import refuse_unnamed
         from zckpt.formats.consolidated import model
         from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
+        from zckpt.state.names import is_number
 
+        if job.checkpoint.parameters and not all(map(is_number, job.checkpoint.unnamed)):
+            refuse_unnamed(job.checkpoint, "without which those of several optimizers are one another's")
         kind = kind_of_model(job.target)
         if kind == SAFETENSORS:
             raise UsageError(

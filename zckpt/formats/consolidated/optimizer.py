@@ -28,6 +28,7 @@ from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import description, refuse_trees
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
+from zckpt.state.names import is_number
 from zckpt.torchfile import FromFile, Renderer, node_of
 
 GROUPS = "param_groups"
@@ -213,7 +214,7 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str], *, in_pieces: b
                     found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{owner.name}")
             if found:
                 state[number] = found
-        numbered = any(n in checkpoint.unnamed or (n.isdecimal() and n not in owners) for n in group.parameters)
+        numbered = any(n not in checkpoint.parameters and is_number(n.rpartition(".")[2]) for n in group.parameters)
         named = {} if numbered else {"param_names": list(group.parameters)}
         hyperparameters = {key: torch_writer.value_node(value) for key, value in group.hyperparameters.items()}
         groups.append({**hyperparameters, **named, "params": list(range(first, first + len(group.parameters)))})

@@ -47,6 +47,7 @@ from zckpt.torchfile import (
     TorchFile,
     read_entries,
     read_source,
+    unwrapped,
     walk_tensors,
 )
 
@@ -263,7 +264,8 @@ class ItemFile:
                 if known is None:
                     file = self._torch_file(source, number)
                     kinds.learn(source, file)
-                    node = moved(file.root, -place[number]) if isinstance(file.root, Tensor) else file.root
+                    root = unwrapped(file.root)
+                    node = moved(root, -place[number]) if isinstance(root, Tensor) else root
                 else:
                     self.archives.numbers.append(number)
                     node = known.tensor
@@ -271,7 +273,7 @@ class ItemFile:
                 yield number, Chunk(chunks.box(number), node, self.path, file)
                 continue
             if not isinstance(node, Tensor):
-                kind = getattr(node, "qualified", type(node).__name__)
+                kind = getattr(node, "subclass", None) or getattr(node, "qualified", type(node).__name__)
                 raise UnsupportedError(f"{entry.key} is not a dense tensor", found=kind)
             if (tuple(node.shape), node.dtype) != (sizes, entry.dtype):
                 raise LayoutError(

@@ -217,6 +217,7 @@ def _states(
             state.rename(aligned(model.tensors, part.names))
         elif numbered and not part.names:
             state.prefix = f"{joined(part.path)}."
+    _by_their_keys(optimizers, models, states)
     if len(states) > 1:
         keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
         if set(keys) == {f"optimizer_{number}" for number in range(len(keys))}:
@@ -226,6 +227,21 @@ def _states(
         for state, key in zip(states, keys, strict=True):
             state.name = key
     return states
+
+
+def _by_their_keys(
+    optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], states: Sequence[Optimizer]
+) -> None:
+    """Where each of several optimizers has one parameter, under its name, say so: they step in the backward pass."""
+    keys = [str(part.path[-1]) if part.path else "" for part in optimizers]
+    single = all(not part.names for part in optimizers) and all(len(one.state.every_number) == 1 for one in states)
+    for model in models if single and len(keys) > 1 else ():
+        names = aligned(model.tensors, keys)
+        if len(set(names.values())) == len(keys):
+            for state, key in zip(states, keys, strict=True):
+                state.rename({state.state.every_number[0]: names[key]})
+                state.prefix = model.prefix
+            return
 
 
 @immutable

@@ -21,7 +21,7 @@ from zckpt.state import Shape, are_texts
 from zckpt.state.boxes import is_within, row_major
 from zckpt.state.inventory import IMPLIED, REST, Rule
 from zckpt.state.spans import position
-from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children, filled
+from zckpt.torchfile import LEAVES, MetaTensor, Object, Place, Tensor, TorchFile, brief, children, filled, unwrapped
 
 REPLICATE, SHARD, STRIDED = "Replicate", "Shard", "_StridedShard"
 
@@ -303,7 +303,7 @@ def elements(node: object) -> object:
     kind = _class_of(node)
     match node.state:
         case (None, dict(slots)) if kind == DTENSOR and slots.keys() == {"_local_tensor", "_spec"}:
-            return slots["_local_tensor"]
+            return unwrapped(slots["_local_tensor"])
         case (list(shards), *_) if kind == SHARDED and all(isinstance(one, Object) for one in shards):
             return [one.get("tensor") for one in shards]
     return node
@@ -355,8 +355,8 @@ def refuse_share(file: TorchFile) -> None:
 
 
 def _data_of(node: object) -> object:
-    """Return the data of a parameter of another kind of tensor; any other node as it is."""
-    return node.args[0] if isinstance(node, Object) and node.qualified == PARAMETER and node.args else node
+    """Return the data of a parameter of another kind of tensor, or of a wrapper; any other node as it is."""
+    return unwrapped(node.args[0] if isinstance(node, Object) and node.qualified == PARAMETER and node.args else node)
 
 
 class RankReader:

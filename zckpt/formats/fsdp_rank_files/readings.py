@@ -196,8 +196,10 @@ class _Solver:
     def by_number(self, kind: str) -> list[Reading]:
         """Return the reading in which each number is one parameter, if there is one."""
         every = {**self.owners, **self.plain}
-        said = Evidence.of(self.checkpoint, self.optimizer.keys, {},
-                           rules=(lambda key, name: self.fits(kind, key, every[name]),))  # fmt: skip
+        said: Evidence[Key] = Evidence.of(self.checkpoint, self.optimizer.keys, {}, rules=(
+            lambda key, name: self.fits(kind, key, every[name]),
+            lambda key, name: not (self.optimizer.cut(key) and said.is_original(name)),
+        ))  # fmt: skip
         if self.names is not None or len(self.keys) > len(self.owners):
             said = replace(said, candidates={name: every[name] for name in self.model.held if name in every})
         if self.names is not None:

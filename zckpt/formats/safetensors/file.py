@@ -21,9 +21,10 @@ from typing import Any
 
 from zckpt.codes import MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, ShardError
+from zckpt.evidence import is_trainable
 from zckpt.formats.lost import stand_in
 from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, SourceFile, Span, are_sizes, are_texts
-from zckpt.state.dtypes import FROM_SAFETENSORS, is_floating, itemsize
+from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
 from zckpt.state.inventory import CARRIED, IMPLIED, Claim, Rule
 from zckpt.storage.files import FileRange, collector_paused, each_once, is_file, json_object, opened
 
@@ -83,7 +84,7 @@ def read(source: Path) -> Checkpoint:
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
         for name, slot in slots.items():
-            checkpoint.place(name, slot, trained=is_floating(slot.dtype))
+            checkpoint.place(name, slot, trained=is_trainable(slot.dtype))
             where[name] = path.name
     if source.is_dir() and index.is_file():
         take_index(checkpoint, index, where)

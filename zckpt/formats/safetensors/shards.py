@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, about
+from zckpt.evidence import is_trainable
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header, source_file
 from zckpt.state import WEIGHT, Checkpoint, Extent, Shape, Slot, Span, are_sizes
-from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule
 
 SUFFIX = ".safetensors"
@@ -87,7 +87,7 @@ def read(path: Path) -> Checkpoint:
                 advice=f"shard {missing[0]} is missing" if missing else "a shard is missing",
             )
         spans = tuple(pieces.spans[offsets] for offsets in sorted(pieces.spans))
-        checkpoint.place(name, Slot(WEIGHT, pieces.dtype, pieces.reach, spans), trained=is_floating(pieces.dtype))
+        checkpoint.place(name, Slot(WEIGHT, pieces.dtype, pieces.reach, spans), trained=is_trainable(pieces.dtype))
     checkpoint.world_size = max(len(numbers), 1)
     checkpoint.details["shards"] = numbers
     checkpoint.warnings.append(

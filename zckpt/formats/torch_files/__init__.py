@@ -1,6 +1,7 @@
 """Files of torch.save, with one state dict or several. Other formats are directories of such files.
 
 reader          from a file to a Checkpoint
+beside          other ranks' files, beside which a file may hold only a share of a model
 content         which dicts are models, which are optimizers, and which optimizer is whose
 tensors         tensors as slots and spans, single values as numbers
 optimizer       an optimizer's state dict in each of its forms, as slots and param groups, with names for its parameters
@@ -71,16 +72,20 @@ class TorchSave(Format):
 
             return read_ranks(found.place, names=search.names)
         from zckpt.formats.companions import warned
+        from zckpt.formats.torch_files.beside import share_among_ranks
         from zckpt.formats.torch_files.reader import read
 
         try:
-            return warned(read(found.place, names=search.names), found.place)
+            checkpoint = warned(read(found.place, names=search.names), found.place)
         except UnsupportedError as error:
             if error.ranks and not search.path.is_dir():
                 from zckpt.formats.fsdp_rank_files import free_names
 
                 raise free_names.led(error, found.place) from None
             raise
+        share = share_among_ranks(found.place)
+        checkpoint.warnings += [share] if share else []
+        return checkpoint
 
     def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         """Take slots and unused bytes out of the file."""

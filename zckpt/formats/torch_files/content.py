@@ -34,10 +34,10 @@ from zckpt.formats.torch_files.optimizer import (
     with_rest,
 )
 from zckpt.formats.torch_files.tensors import identity_of
-from zckpt.state import Shape, are_texts, dict_of
+from zckpt.state import Shape, are_texts, dict_of, without
 from zckpt.state.inventory import STATE, Rule
 from zckpt.state.names import aligned
-from zckpt.torchfile import Place, Tensor, is_tensor, value_at
+from zckpt.torchfile import Place, Tensor, is_leaf, is_tensor, value_at
 
 STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 """Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
@@ -127,7 +127,9 @@ class Content:
             return {}  # the file is an optimizer, and nothing else
         if self.beside:
             return {key: self.beside.get(key, value) for key, value in self.root.items() if self.beside.get(key) != {}}
-        gone = {one.path[0 if self.base_key is None else 1] for one in self.optimizers}
+        first = 0 if self.base_key is None else 1
+        gone = {one.path[first] for one in self.optimizers}
+        inner = {one.path[first : first + 2] for one in self.optimizers}
         rest: dict[object, object] = {}
         for key, value in self.base.items():
             if key in self.keys:
@@ -136,6 +138,9 @@ class Content:
                 rest.update({key: extra} if extra else {})
             elif key not in gone and not (None in self.keys and is_tensor(value)):
                 rest[key] = value
+            elif (key,) not in inner and isinstance(value, Mapping):  # single values beside an optimizer
+                single = {step: one for step, one in value.items() if (key, step) not in inner and is_leaf(one)}
+                rest.update({key: single} if single else {})
         if self.base_key is None:
             return rest
         return {key: value if key != self.base_key else rest for key, value in self.root.items()}
@@ -162,6 +167,18 @@ def content_of(root: Node, path: Path) -> Content:
     for held in found.optimizers:
         its = value_at(root, held.path)
         held.state = with_rest(held.state, its, *(found.keys if its is found.base else ()))
+    return found
+
+
+def one_by_one(root: Node) -> dict[object, object]:
+    """Return a dict with each model of a list under a key of its own, `models.0`, where there is no other model."""
+    found: dict[object, object] = {}
+    if _models(root):
+        return dict(root)
+    for key, value in root.items():
+        listed = value if isinstance(value, list) and all(map(is_state_dict, value)) else []
+        apart: dict[object, object] = {f"{key}.{number}": one for number, one in enumerate(listed)}
+        found |= apart or {key: value}
     return found
 
 
@@ -208,28 +225,34 @@ def _models(base: Node) -> dict[object, Node]:
     if is_state_dict(base):
         return {None: base}
     found: dict[object, Node] = {key: one for key, one in base.items() if is_state_dict(one)}
+    found = found or {key: dict_of(base.get(key)) for key in STATE_DICT_KEYS if _tensors_mostly(dict_of(base.get(key)))}
     if found:
         return found
-    tensors = {key: value for key, value in base.items() if is_tensor(value)}
-    mostly = (
-        any(isinstance(one, Tensor) for one in tensors.values())
-        and len(tensors) * 2 > len(base)
-        and not looks_like_optimizer(base)
-        and not looks_flattened(base)
-    )
-    return {None: tensors} if mostly else {}
+    tensors = _tensors_mostly(base)
+    return {None: tensors} if tensors else {}
+
+
+def _tensors_mostly(node: Node) -> Node:
+    """Return the tensors of a dict that has little else, and is no optimizer's; of any other none."""
+    tensors = {key: value for key, value in node.items() if is_tensor(value)}
+    mostly = any(isinstance(one, Tensor) for one in tensors.values()) and len(tensors) * 2 > len(node)
+    return tensors if mostly and not looks_like_optimizer(node) and not looks_flattened(node) else {}
 
 
 def _optimizers(base: Node, at: Place, path: Path) -> dict[object, list[Held]]:
-    """Return optimizers by key: one under it, or a list or a dict of them. A base that is one is under None."""
+    """Return optimizers by key: one under it, or a list or a dict of them, in which single values may be beside them.
+
+    A base that is one is under None.
+    """
     if _is_optimizer(base):
         return {None: [_held(base, at, path)]}
     found: dict[object, list[Held]] = {}
     for key, value in base.items():
         listed = enumerate(value) if isinstance(value, list) else dict_of(value).items()
-        inside = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
-        if inside and all(map(_is_optimizer, inside.values())):
-            found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in inside.items()]
+        inside: dict[Place, object] = {(): value} if _is_optimizer(value) else {(step,): one for step, one in listed}
+        taken = {step: one for step, one in inside.items() if _is_optimizer(one)}
+        if taken and (len(taken) == len(inside) or all(map(is_leaf, without(inside, *taken).values()))):
+            found[key] = [_held(one, (*at, key, *step), path, *map(str, step)) for step, one in taken.items()]
     return found
 
 
@@ -279,9 +302,10 @@ def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mappin
     plain = [key for key in models if not words(key) & AVERAGES]
     one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
     several = [held for held in found.optimizers if len(models) > 1]
-    if one is not None and len(several) > 1:
-        alone = can_have(shapes[one], [held.state for held in several])
-        one = one if alone else None
+    if one is not None and several:
+        states = [held.state for held in several]
+        together = len(several) > 1 or can_have(_union({key: shapes[key] for key in plain}), states)
+        one = None if together and not can_have(shapes[one], states) else one
     if len(models) == 1 or one is not None:
         key = next(iter(models)) if one is None else one
         found.models, found.keys = {"": models[key]}, {key}

@@ -167,6 +167,7 @@ def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY) -> tuple[Rule, 
     return (
         *(Rule((*path, *keys, "**"), CARRIED, BESIDE) for keys in carried),
         Rule((*path, STATE_KEY, "*", "*"), STATE, "single values of a parameter"),
+        Rule((*path, STATE_KEY, "factory"), IMPLIED, "what a defaultdict begins with"),
         Rule((*path, GROUPS_KEY, "*", "params", "**"), IMPLIED, "numbers or names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "*", "**"), STATE, "hyperparameters"),

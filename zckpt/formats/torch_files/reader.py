@@ -18,7 +18,7 @@ from zckpt.evidence import may_be_trained
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
-from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict
+from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict, one_by_one
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
@@ -66,7 +66,7 @@ def read(path: Path, *, names: GivenNames = None) -> Checkpoint:
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
     rest = root.get(KEY)
-    content = content_of(without(root, KEY), path)
+    content = content_of(one_by_one(without(root, KEY)), path)
     if not content.models and not content.optimizers:
         strange = _without_elements(root)
         raise UnsupportedError(

@@ -29,6 +29,7 @@ from zckpt.evidence import NAMES_ADVICE, Evidence, in_order, note_not_used
 from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import restore_from
 from zckpt.formats.torch_files import reader as torch_reader
+from zckpt.formats.torch_files.beside import unlike
 from zckpt.formats.torch_files.optimizer import (
     OptimizerState,
     attach,
@@ -434,6 +435,15 @@ def _model(directory: Directory, names: GivenNames) -> Checkpoint:
         checkpoint = found[0]
     else:  # the model of a rank's file, whose optimizer has only a share of the parameters
         one = torch_reader.read(directory.ranks[0])
+        if one.parameters and (why := unlike(directory.ranks[0], directory.ranks[1:])):
+            raise UnsupportedError(
+                "each rank's file has a model of its own, as of pipeline stages, slices of tensor parallelism or "
+                "FSDP's local tensors, and no file says how they belong together",
+                path=directory.path,
+                expected="the whole model in each, or sharded tensors",
+                found=why,
+                advice="save it whole, or with torch.distributed.checkpoint, in its own program",
+            )
         checkpoint = Checkpoint(one.source, FORMAT, buffers=one.buffers)
         for name, p in one.parameters.items():
             slots = {WEIGHT: p.weight} if p.weight else {}

@@ -28,6 +28,7 @@ from zckpt.formats.torch_files.optimizer import BESIDE
 from zckpt.optim.param_groups import Group, Names, hyperparameters
 from zckpt.optim.values import PLAIN, inside, value_of
 from zckpt.state import dict_of, without
+from zckpt.state.names import aligned
 from zckpt.torchfile import each, node_of
 
 STATE, GROUPS = "state", "param_groups"
@@ -111,11 +112,13 @@ class Declared:
                 "in addition to its state",
                 advice="give the saved optimizer, or strict=False",
             )
-        if is_of_save(node) and tree["names"] != names:  # nothing else goes by numbers
+        saved, live = ([name for its in groups for name in its] for groups in (tree["names"], names))
+        ours = aligned(live, saved)  # a state dict's may be those of a wrapper
+        if is_of_save(node) and [[ours.get(name, name) for name in its] for its in tree["names"]] != names:
             raise UsageError(
                 f"what {cls} keeps by parameter number is for other parameters, or in another order",
-                expected=listed([name for its in tree["names"] for name in its]),
-                found=listed([name for its in names for name in its]),
+                expected=listed(saved),
+                found=listed(live),
                 advice="create the optimizer as it was saved, or give strict=False",
             )
         return found
