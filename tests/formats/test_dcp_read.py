@@ -955,10 +955,15 @@ def test_the_trainers_step_is_known_where_its_optimizer_counts_none(counted, tmp
 def test_a_run_of_olmo_core_is_its_last_step_with_what_its_ranks_keep(tmp_path):
     """One of its files has only a rank's chunks without elements."""
     for step in (3, 10):
-        shutil.copytree(source("dcp_olmo3_dp2"), tmp_path / f"step{step}")
+        shutil.copytree(source("olmo3_fsdp2_dp2"), tmp_path / f"step{step}")
     found = open_checkpoint(tmp_path)
     assert (Path(found.source).name, found.step, found.world_size) == ("step10", 3, 2)
     assert set(found.metadata) == {"train/rank0", "train/rank1"}
+    truth = Truth(OTHER / "olmo3_fsdp2_dp2")
+    for key, tensor in truth.tensors.items():
+        slot, name = key.split("/")
+        assert_same(opened(found).read(name, slot).reshape(tensor.shape), tensor, key)
+    assert {f"{s}/{p.name}" for p in found.parameters.values() for s in p.slots} == set(truth.tensors)
     assert zckpt.verify(tmp_path, deep=True).sound
     zckpt.strip(tmp_path / "step3", tmp_path / "stripped", optimizer=True)
     assert zckpt.open(tmp_path / "stripped").slot_names() == ["weight"]

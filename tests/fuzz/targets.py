@@ -693,7 +693,7 @@ TARGETS: dict[str, Target] = {
     "dcp": Checkpoints(
         both(from_tiny(dcp={}),
              fixtures("other/dcp_fsdp2_dp2_stformat:ckpt", "other/lightning_fsdp2:epoch=0-step=5.ckpt",
-                      "other/dcp_olmo3_dp2:step3", "other/quantised_dcp_ao_4bit:ckpt")),
+                      "other/olmo3_fsdp2_dp2:step3", "other/quantised_dcp_ao_4bit:ckpt")),
         (*READ, converted, consolidated),
     ),
     "dcp_hf": Checkpoints(fixtures("other/dcphf_sharded_dp3:ckpt", "other/dcphf_consolidated_dp2:ckpt"), READ),

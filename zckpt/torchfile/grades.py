@@ -78,6 +78,7 @@ _CLASSES = {
     "Lightning": r"(lightning|pytorch_lightning|lightning_fabric)(\.\w+)*\.(parsing|callbacks|callbacks\.\w+|states"
     r"|utilities\.data|progress|loops\.\w+)",
     "OmegaConf": r"omegaconf\.(base|dictconfig|listconfig|nodes)",
+    "OLMo-core": r"olmo_core\.distributed\.checkpoint\.\w+",
     "nanotron": r"nanotron\.(random|config|config\.\w+|parallel\.\w+|serialize\.metadata)",
     "torchao": r"torchao\.(optim|prototype\.low_bit_optim|dtypes|quantization|float8)(\.\w+)*",
     "bitsandbytes": r"bitsandbytes\.(functional|nn\.modules|optim\.\w+)",

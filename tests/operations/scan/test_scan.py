@@ -27,8 +27,8 @@ def test_real_checkpoints_have_data_and_known_classes_of_the_program_that_wrote_
     found = zckpt.scan(FIXTURES / under)
     assert found.grade in ("data", "known"), [one for one in found.findings if one["grade"] not in ("data", "known")]
     needed = {one["program"] for one in found.findings if one["grade"] == "known"}
-    assert needed == {"Accelerate", "DeepSpeed", "Megatron", "nanotron", "torch.distributed.checkpoint", "torchao",
-                      "transformers"}  # fmt: skip
+    assert needed == {"Accelerate", "DeepSpeed", "Megatron", "OLMo-core", "nanotron", "torch.distributed.checkpoint",
+                      "torchao", "transformers"}  # fmt: skip
     assert not [one for one in found.findings if one["message"]]
 
 

@@ -238,13 +238,15 @@ class ItemFile:
         for number in numbers:
             if chunks.entry(number).dtype == OBJECT:
                 yield number, self._torch_file(self._range(descriptor, number), number)
-        unused = [number for number in numbers if chunks.entry(number).dtype == UNUSED]
+        empty = [number for number in numbers if chunks.entry(number).dtype == UNUSED and chunks.nbytes[number]]
         numbers = [number for number in numbers if chunks.entry(number).dtype not in (OBJECT, UNUSED)]
-        first, blob = place[numbers[0]] if numbers else 0, None
-        if numbers and all(place[number] == first for number in numbers):
+        some = numbers or empty  # a rank may have chunks without elements alone
+        first, blob = place[some[0]] if some else 0, None
+        if some and all(place[number] == first for number in some):
             blob = read_blob(FileRange(descriptor, self.path, first, self.nbytes - first))
         self.is_safetensors = blob is not None
-        self.archives.numbers.extend(unused if blob is None else ())  # a rank may have no others
+        if blob is None:
+            self._look_at(descriptor, empty, kinds)
         for key, one in (blob or {}).items():
             self.add_chunk(key, one.offsets, one.tensor)
         for number in numbers:
@@ -282,6 +284,15 @@ class ItemFile:
                     found=f"{node.dtype} {tuple(node.shape)}",
                 )
             yield number, node
+
+    def _look_at(self, descriptor: int, numbers: Sequence[int], kinds: Kinds) -> None:
+        """Raise an error unless items of which nothing is read are torch files."""
+        for number in numbers:
+            source = self._range(descriptor, number)
+            if kinds.known(source) is None:
+                kinds.learn(source, self._torch_file(source, number))
+            else:
+                self.archives.numbers.append(number)
 
     def _range(self, descriptor: int, number: int) -> FileRange:
         offset, nbytes = self._chunks.range(number)
