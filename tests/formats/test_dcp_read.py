@@ -17,15 +17,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter, _version
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import zckpt
 from tests import live
 from tests.formats.some_tensors import Wrapped
+from tests.gloo import run
 from tests.logical import opened
 from tests.pairwise import each
 from tests.refusals import refusing
@@ -970,3 +974,21 @@ def test_a_run_of_olmo_core_is_its_last_step_with_what_its_ranks_keep(tmp_path):
     shutil.copytree(tmp_path / "step3/model_and_optim", tmp_path / "step-4")
     with refusing(UnknownFormatError, "holds steps of two programs: step-4, step10"):
         open_checkpoint(tmp_path)
+
+
+def save_two_rows(rank, world_size, path):
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (world_size,)))
+    for form in SerializationFormat:
+        writer = FileSystemWriter(path / form.value, serialization_format=form)
+        dcp.save({"model": model.state_dict()}, storage_writer=writer)
+    return model.weight.full_tensor().detach()
+
+
+def test_a_rank_without_elements_has_a_file_of_empty_chunks_in_either_form(tmp_path):
+    weight = run(save_two_rows, 3, tmp_path)[0]
+    for form in SerializationFormat:
+        path = tmp_path / form.value
+        assert torch.equal(zckpt.open(path).read("weight"), weight)
+        assert zckpt.verify(path, deep=True).sound
+        zckpt.convert(path, tmp_path / f"{form.value}-own", to="zckpt")

@@ -238,7 +238,7 @@ class ItemFile:
         for number in numbers:
             if chunks.entry(number).dtype == OBJECT:
                 yield number, self._torch_file(self._range(descriptor, number), number)
-        empty = [number for number in numbers if chunks.entry(number).dtype == UNUSED and chunks.nbytes[number]]
+        empty = [number for number in numbers if chunks.entry(number).dtype == UNUSED]
         numbers = [number for number in numbers if chunks.entry(number).dtype not in (OBJECT, UNUSED)]
         some = numbers or empty  # a rank may have chunks without elements alone
         first, blob = place[some[0]] if some else 0, None
@@ -246,7 +246,7 @@ class ItemFile:
             blob = read_blob(FileRange(descriptor, self.path, first, self.nbytes - first))
         self.is_safetensors = blob is not None
         if blob is None:
-            self._look_at(descriptor, empty, kinds)
+            self._look_at(descriptor, [number for number in empty if chunks.nbytes[number]], kinds)
         for key, one in (blob or {}).items():
             self.add_chunk(key, one.offsets, one.tensor)
         for number in numbers:
