@@ -992,3 +992,25 @@ def test_a_rank_without_elements_has_a_file_of_empty_chunks_in_either_form(tmp_p
         assert torch.equal(zckpt.open(path).read("weight"), weight)
         assert zckpt.verify(path, deep=True).sound
         zckpt.convert(path, tmp_path / f"{form.value}-own", to="zckpt")
+
+
+def test_joined_keys_of_an_optimizer_among_those_of_its_model_are_its_own(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    own, flat = get_state_dict(model, optimizer, options=options)
+    dcp.save({**own, **flat}, checkpoint_id=tmp_path / "c")
+    found = zckpt.open(tmp_path / "c")
+    assert set(found.parameters) == {"weight", "bias"}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found.read(name), parameter)
+        assert torch.equal(found.read(name, "exp_avg"), optimizer.state[parameter]["exp_avg"])
+    assert found.param_groups[0].hyperparameters["lr"] == pytest.approx(0.1)
+    assert zckpt.verify(tmp_path / "c", deep=True).sound
+    zckpt.convert(tmp_path / "c", tmp_path / "own", to="zckpt")
+    other = nn.Linear(3, 2)
+    its = torch.optim.AdamW(other.parameters(), lr=1.0)
+    assert zckpt.load(tmp_path / "own", model=other, optimizer=its).notes == []
+    assert its.state[other.weight]["step"] == 1

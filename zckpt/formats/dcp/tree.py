@@ -25,6 +25,7 @@ from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.torch_files.content import AVERAGES, EXTRA_STATE, STATE_DICT_KEYS, is_called_like, words
 from zckpt.formats.torch_files.tensors import TensorItem, carried
 from zckpt.immutable import immutable
+from zckpt.state import without
 from zckpt.state.names import aligned, bare_names
 from zckpt.torchfile import FromFile, each, node_of
 
@@ -68,6 +69,10 @@ def build(items: Mapping[str, Leaf], paths: Mapping[str, Keys], path: str) -> di
         if steps[-1] in at:
             raise DamagedFileError(f"{key} has the path of another item", path=path)
         at[steps[-1]] = items[key]
+    flat = {step: node for step, node in root.items() if str(step).startswith((f"{GROUPS}.", f"{STATE}."))}
+    names = _flat_names(flat)
+    if names and OPTIMIZER not in root and not root.keys().isdisjoint(names):  # of the tensors among which it lies
+        return {**without(root, *flat), OPTIMIZER: flat}
     return root
 
 
@@ -139,6 +144,7 @@ def _below(value: object) -> Iterable[object]:
 
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+OPTIMIZER = "optimizer"
 
 
 @immutable
