@@ -299,6 +299,17 @@ def test_each_of_several_files_of_optimizers_has_its_own(to, tmp_path):
     assert [one.turn for one in its.values()] == [3, 5]
 
 
+def test_keys_that_dcp_would_make_texts_of_are_refused_there(tmp_path):
+    model = net()
+    optimizer = trained(SAVED["plain"](model), model, 2)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = {"momenta": {0.5: torch.ones_like(parameter)}}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "m.pt")
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "own", to="zckpt")
+    with pytest.raises(UnsupportedError, match="momenta, which the optimizer keeps of a parameter, has keys that are"):
+        zckpt.convert(tmp_path / "m.pt", tmp_path / "dcp", to="dcp")
+
+
 class Kind(Enum):
     ROWS = 1
 

@@ -129,7 +129,19 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
                 "the optimizer has too many values in addition to its tensors",
                 expected=f"at most {2 * MAXIMUM_NODES}",
             )
+    for key, value in ((key, value) for its in tree["state"].values() for key, value in its.items()):
+        every = each(node_of(value), lambda node: node.values() if isinstance(node, MAPPINGS) else _listed(node))
+        if any(type(name) is not str for one in every if isinstance(one, MAPPINGS) for name in one):
+            raise UnsupportedError(
+                f"{key}, which the optimizer keeps of a parameter, has keys that are no texts, which DCP makes of them",
+                path=checkpoint.source,
+                advice="`zckpt convert --to zckpt` keeps them",
+            )
     return with_names(tree, checkpoint.grouped)
+
+
+def _listed(node: object) -> list[object]:
+    return node if type(node) is list else []
 
 
 def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
