@@ -245,7 +245,7 @@ class ItemFile:
         if some and all(place[number] == first for number in some):
             blob = read_blob(FileRange(descriptor, self.path, first, self.nbytes - first))
         self.is_safetensors = blob is not None
-        if blob is None:
+        if blob is None and not numbers:  # else what is read tells whose file it is
             self._look_at(descriptor, [number for number in empty if chunks.nbytes[number]], kinds)
         for key, one in (blob or {}).items():
             self.add_chunk(key, one.offsets, one.tensor)

@@ -440,7 +440,7 @@ def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -
         names = [list(group.parameters) for group in groups if of in (None, group.optimizer)]
         return {"class": "", "at": [], "keys": keys, "names": names, "parameters": {}, "groups": [], "rest": rest}
 
-    if optimizer.rest and any(group.optimizer for group in groups):
+    if optimizer.rest and optimizer.rest.keys() <= {group.optimizer for group in groups}:
         each = {name: {BESIDE: tree(rest, name)} for name, rest in optimizer.rest.items()}
         checkpoint.optimizer_metadata[OPTIMIZERS] = FromFile(each, path)
     elif optimizer.rest:
