@@ -299,6 +299,12 @@ def test_each_of_several_files_of_optimizers_has_its_own(to, tmp_path):
     assert [one.turn for one in its.values()] == [3, 5]
 
 
+def test_further_keys_for_which_a_class_has_no_place_are_named(tmp_path):
+    model = file_of("turning", tmp_path / "m.pt")
+    restored = zckpt.load(tmp_path / "m.pt", model=model, optimizer=SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert restored.notes == ["left out: turn, for which SGD has no place"]
+
+
 def test_keys_that_dcp_would_make_texts_of_are_refused_there(tmp_path):
     model = net()
     optimizer = trained(SAVED["plain"](model), model, 2)
