@@ -367,10 +367,10 @@ class OptimizerState:
                     )
                 else:
                     self.beside = kept
-                    its = type(self.local)
+                    kind = type(self.local)
                     ignored = [str(key) for key in kept.rest if key not in own.beside.rest and key != "state"]
-                    if ignored and its.load_state_dict is Optimizer.load_state_dict:
-                        self.notes.append(f"left out: {listed(ignored)}, for which {its.__name__} has no place")
+                    if ignored and kind.load_state_dict is Optimizer.load_state_dict:
+                        self.notes.append(f"left out: {listed(ignored)}, for which {kind.__name__} has no place")
         elif own.beside.rest:
             cls = type(self.local).__name__
             self.notes.append(f"the checkpoint has no {listed([str(key) for key in own.beside.rest])} of {cls}")
