@@ -12,6 +12,7 @@ import torch
 
 from tests.cli.console import FIXTURES, command, environment, succeeded
 from tests.pairwise import some
+from zckpt.cli.streams import json_text
 
 CKPT = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
 
@@ -92,3 +93,12 @@ def test_names_that_no_encoding_has_are_printed(encoding, arguments, tmp_path):
     if "--json" in arguments:
         (parameter,) = json.loads(done.stdout)["parameters"]
         assert parameter["name"] == "schön.\ud800"
+
+
+def test_long_lists_in_json_have_a_line_for_each_entry_and_short_ones_are_indented():
+    entries = [{"name": f"a\n{number}\x9b"} for number in range(101)]
+    document = {"few": entries[:2], "many": entries, "none": [], "text": "a\nb"}
+    text = json_text(document)
+    assert json.loads(text) == document
+    assert ' "few": [\n  {\n   "name": "a\\n0\\u009b"\n  },' in text
+    assert '  {"name": "a\\n7\\u009b"},' in text.splitlines()
