@@ -136,7 +136,8 @@ def environment_of(program: Program, version: str, directory: Path) -> Path | No
                 pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(target)]
                 beside = next((its for before, its in program.beside if number(version) < number(before)), ())
                 ways = [["--no-deps", "--no-build-isolation"], ["--no-deps"]] if program.alone else [[]]
-                without_kernels = os.environ | {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+                without_kernels = os.environ | {"DS_BUILD_OPS": "0"}
+                without_kernels.pop("DS_ACCELERATOR", None)  # with a CPU old versions want a package to be built
                 for how in ways:  # some old versions want what this setuptools has no more
                     command = [*pip, *how, f"{program.name}=={version}", *beside]
                     done = subprocess.run(command, check=False, env=without_kernels, capture_output=True, text=True)

@@ -79,7 +79,9 @@ def test_engines_load_in_place_what_spreads_experts_as_they_do(made):
     assert verdict.differences == []
     assert verdict.loss_difference == 0
     for world_size, degree in ((2, 1), (4, 2)):
-        with pytest.raises(WorkerError, match=f"of {world_size}, experts over {degree}, found deepspeed of 2"):
+        with pytest.raises(
+            WorkerError, match=f"on {world_size} data-parallel ranks, experts over {degree}, found deepspeed on 2"
+        ):
             resume(folder, TWO.at(world_size, config=spread(degree)), folder, in_place=True)
 
 

@@ -232,11 +232,15 @@ def _served(
             if optimizer:
                 check_goes_on(engine, checkpoint)
             return None
+
+        def ranks(format_name: str, dp: int, ep: int | None) -> str:
+            return f"{format_name} on {dp} data-parallel ranks" + ("" if over is None else f", experts over {ep}")
+
         raise UnsupportedError(
             f"an engine with {kind} only loads what such an engine saved",
             path=path,
-            found=f"{checkpoint.format} on {topology.dp} data-parallel ranks{_over(topology.ep, over)}",
-            expected=f"DeepSpeed's, on {engine.dp_world_size}{_over(over, over)}",
+            found=ranks(checkpoint.format, topology.dp, topology.ep),
+            expected=ranks("deepspeed", engine.dp_world_size, over),
             advice="`zckpt reshard` or `zckpt convert` writes it for this engine, if possible",
         )
     training = training_of(engine)
@@ -264,10 +268,6 @@ def _served(
             advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's unchanged",
         )
     return served
-
-
-def _over(ranks: int | None, experts: int | None) -> str:
-    return "" if experts is None else f", experts over {ranks}"
 
 
 def _check_nothing_lost(checkpoint: Checkpoint) -> None:
