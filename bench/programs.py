@@ -525,7 +525,10 @@ PROGRAMS = (
             (
                 "0.12.6, 0.14.0",
                 "s1_fp32_dp2_2groups, s2_bf16_dp2, s3_bf16_dp2, s0_bf16_dp2",
-                "On a CPU, DeepSpeed up to 0.14.0 wants intel_extension_for_pytorch, made for old torch only.",
+                "On a CPU, DeepSpeed up to 0.14.0 wants intel_extension_for_pytorch, made for old torch only. By hand,"
+                " with torch 2.2.2, an empty package of that name, and gloo: what 0.10.3, 0.12.6 and 0.14.0 save of"
+                " ZeRO-1, ZeRO-2 (elastic, round robin, Lion) and ZeRO-3 is read bit for bit, and they load it so when"
+                " it is cut for other ranks; but their own elastic form 0.10.3 and 0.12.6 do not load as it was.",
             ),
             (
                 "0.17.6",
