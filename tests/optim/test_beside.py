@@ -297,6 +297,41 @@ def test_each_of_several_files_of_optimizers_has_its_own(to, tmp_path):
     its = {f"optimizer{at}": MAKE["turning"](others[f"model{at}"]) for at in ("", "_1")}
     assert zckpt.load(target if to else source, model=others, optimizer=its).notes == []
     assert [one.turn for one in its.values()] == [3, 5]
+    if to == "accelerate":
+        assert [torch.load(target / f"optimizer{at}.bin")["turn"] for at in ("", "_1")] == [3, 5]
+
+
+class Drawing(Turning):
+    """Has a tensor among its further keys."""
+
+    drawn = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "drawn": self.drawn + self.turn}
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "file"),
+    [
+        ("consolidated", {}, "optimizer.pt"),
+        ("accelerate", {}, "optimizer.bin"),
+        ("accelerate", {"fsdp": "full"}, None),
+        ("transformers-trainer", {"train_batch_size": 1}, "optimizer.pt"),
+        ("zero-redundancy", {}, None),
+        ("dcp", {}, None),
+    ],
+)
+def test_it_is_said_where_the_optimizers_own_program_does_not_see_further_keys(to, options, file, tmp_path):
+    model = net()
+    optimizer = trained(Drawing(model.parameters(), lr=0.1), model, 2)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}
+    torch.save(saved, tmp_path / "m.pt")
+    done = zckpt.convert(tmp_path / "m.pt", tmp_path / "out", to=to, **options)
+    assert any("only zckpt.load restores" in note for note in done.notes) == (file is None)
+    if file is not None:
+        its = torch.load(tmp_path / "out" / file)
+        assert its["turn"] == 2
+        assert its["drawn"].equal(torch.full((3,), 2.0))
 
 
 def test_further_keys_for_which_a_class_has_no_place_are_named(tmp_path):
@@ -357,7 +392,7 @@ def test_it_goes_along_to_other_formats_and_is_no_part_of_a_file_without_place(k
         lambda: zckpt.average([tmp_path / "c", tmp_path / "c"], tmp_path / "x.pt", slots="all"),
         lambda: zckpt.convert(tmp_path / "c", tmp_path / "ds", to="deepspeed", stage=1, world_size=1),
     ):
-        with pytest.raises(UnsupportedError, match=r"kept more|cannot hold beside_state"):
+        with pytest.raises(UnsupportedError, match=r"kept more|cannot hold (steps, sides, type|slow_state)"):
             refused()
     assert {one.name for one in tmp_path.iterdir()} == {"c", "out"}
     zckpt.consolidate(tmp_path / "c", tmp_path / "x.pt", slots=sorted(SLOTS[kind]))

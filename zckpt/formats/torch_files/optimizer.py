@@ -30,11 +30,22 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, UsageE
 from zckpt.evidence import Evidence, Orders, agree, in_order_or_sorted, keep_number, note_numbers, shown_shape
 from zckpt.formats.torch_files.tensors import TensorItem, holds_tensors, scalars_in, slot_of, with_scalars
 from zckpt.immutable import immutable
-from zckpt.state import MASTER, Checkpoint, GivenNames, ParamGroup, Shape, are_distinct, are_texts, number_of, without
+from zckpt.state import (
+    MASTER,
+    Checkpoint,
+    GivenNames,
+    ParamGroup,
+    Shape,
+    are_distinct,
+    are_texts,
+    dict_of,
+    number_of,
+    without,
+)
 from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
-from zckpt.torchfile import Digests, FromFile, MetaTensor, Tensor, alike, brief, walk_tensors
+from zckpt.torchfile import Digests, FromFile, MetaTensor, Tensor, alike, brief, node_of, walk_tensors
 
 OPTIMIZER = "optimizer"
 """Under which a param group that zckpt wrote says which of several optimizers it is of."""
@@ -445,6 +456,18 @@ def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -
         checkpoint.optimizer_metadata[OPTIMIZERS] = FromFile(each, path)
     elif optimizer.rest:
         checkpoint.optimizer_metadata[BESIDE] = FromFile(tree(optimizer.rest, None), path)
+
+
+def further_keys(kept: Mapping[str, object]) -> list[str]:
+    """Return the keys under which optimizers have what is kept besides state, as their state dicts say them."""
+    found = list(without(kept, BESIDE, OPTIMIZERS))
+    for one in (kept, *dict_of(node_of(kept.get(OPTIMIZERS))).values()):
+        tree = dict_of(node_of(dict_of(one).get(BESIDE)))
+        rest, groups = dict_of(tree.get("rest")), tree.get("groups")
+        inside = [rest, rest.get(STATE_KEY), *dict_of(tree.get("parameters")).values()]
+        inside += groups if isinstance(groups, list) else []
+        found += [str(key) for part in inside for key in dict_of(part) if key != STATE_KEY]
+    return list(dict.fromkeys(found))
 
 
 def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
