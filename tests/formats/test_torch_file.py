@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests import live
-from tests.formats.some_tensors import assert_same
+from tests.formats.some_tensors import Wrapped, assert_same
 from tests.live import save_both
 from tests.refusals import refusing
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError, UsageError
@@ -134,6 +134,19 @@ def test_different_views_of_one_storage_are_not_tied(tmp_path):
     state = {"q": fused[:3], "k": fused[3:], "all": fused, "turned": fused.t()}
     checkpoint = assert_holds(saved(tmp_path / "m.pt", state), state)
     assert all(p.tied_to is None for p in checkpoint.parameters.values())
+
+
+@pytest.mark.parametrize("under", [[], ["model"], ["state", "model"]])
+def test_weights_that_a_class_wraps_are_read_as_in_dcp(under, tmp_path):
+    tensors = {"a": torch.randn(2, 3).bfloat16(), "b": torch.randn(3)}
+    root: dict[str, Any] = {name: Wrapped(one) for name, one in tensors.items()}
+    for key in reversed(under):
+        root = {key: root, "seed": 1}
+    torch.save(root, tmp_path / "m.pt")
+    found = read(tmp_path / "m.pt")
+    for name, tensor in tensors.items():
+        assert_same(open_checkpoint(tmp_path / "m.pt").read(name), tensor)
+    assert not [item for item in take_inventory(found).items if item.fate == "left out"]
 
 
 def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
