@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,28 @@ class Many(Optimizer):
                 parameter.sub_(state["mean"].to(state["type"]) * group["d"].sum() / scale)
 
 
+class Kind(Enum):
+    ROWS = 1
+    COLUMNS = 2
+
+
+class Queued(Optimizer):
+    """Gradients in a deque, as AdaShift has them, and a hyperparameter that is an Enum, as Scion has them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "kind": Kind.ROWS})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["kind"] = Kind.COLUMNS if group["kind"] is Kind.ROWS else Kind.ROWS
+            for parameter in group["params"]:
+                queue = self.state[parameter].setdefault("queue", deque([torch.zeros_like(parameter)] * 2))
+                queue.append(parameter.grad.clone())
+                queue.popleft()
+                parameter.sub_(sum(queue) * (0.01 if group["kind"] is Kind.ROWS else 0.02))
+
+
 class Sharp(Optimizer):
     """Holds an optimizer whose state is its own, too; its state dict has both, as those of SAM have."""
 
@@ -187,6 +210,7 @@ MAKE: dict[str, Callable[[nn.Module], Any]] = {
     "twice": lambda model: Ahead(Ahead(SGD(model.parameters(), lr=0.1, momentum=0.9))),
     "turning": lambda model: Turning(model.parameters(), lr=0.1, momentum=0.9),
     "many": lambda model: Many(model.parameters()),
+    "queued": lambda model: Queued(model.parameters()),
     "sharp": lambda model: Sharp(model.parameters()),
     "lbfgs": lambda model: Once(model.parameters(), lr=0.1),
 }
@@ -201,7 +225,7 @@ class Once(torch.optim.LBFGS):
 
 SLOTS: dict[str, set[str]] = {
     "ahead": {"exp_avg", "exp_avg_sq"}, "inside": set(), "twice": {"momentum_buffer"}, "turning": {"momentum_buffer"},
-    "many": {"mean"}, "sharp": {"momentum_buffer"}, "lbfgs": {"d", "prev_flat_grad"},
+    "many": {"mean"}, "queued": set(), "sharp": {"momentum_buffer"}, "lbfgs": {"d", "prev_flat_grad"},
 }  # fmt: skip
 
 
@@ -229,7 +253,7 @@ SAVED = MAKE | {"plain": lambda model: SGD(model.parameters(), lr=0.1)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "to"), each(["turning", "many", "plain", "lbfgs"], [None, "zckpt", "dcp", "consolidated"])
+    ("kind", "to"), each(["turning", "many", "queued", "plain", "lbfgs"], [None, "zckpt", "dcp", "consolidated"])
 )
 def test_a_state_dict_that_torch_saved_goes_on_too_with_all_that_it_has(kind, to, tmp_path):
     source, target = tmp_path / "model.pt", tmp_path / "target"
@@ -351,16 +375,12 @@ def test_keys_that_dcp_would_make_texts_of_are_refused_there(tmp_path):
         zckpt.convert(tmp_path / "m.pt", tmp_path / "dcp", to="dcp")
 
 
-class Kind(Enum):
-    ROWS = 1
-
-
 class Kinds(SGD):
     """A hyperparameter that is an object."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
-        self.param_groups[0]["kind"] = Kind.ROWS
+        self.param_groups[0]["kind"] = timedelta(1)
 
 
 def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path):
@@ -369,7 +389,7 @@ def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path)
     optimizer = Kinds(model.parameters())
     restored = zckpt.load(tmp_path / "m.pt", model=model, optimizer=optimizer)
     assert [note.partition(":")[0] for note in restored.notes] == ["kind of the param groups is left as it is here"]
-    assert optimizer.param_groups[0]["kind"] is Kind.ROWS
+    assert optimizer.param_groups[0]["kind"] == timedelta(1)
     without = SGD(model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match="kind of a param group is an object"):
         zckpt.load(tmp_path / "m.pt", model=model, optimizer=without)
@@ -532,14 +552,14 @@ class Queue(Many):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["queue"] = deque([1])
+            self.state[parameter]["queue"] = Counter([1])
 
 
 @pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda model: Silent(model.parameters()), "Silent holds SGD in `held`"),
-        (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a collections.deque"),
+        (lambda model: Queue(model.parameters()), r"'0\.weight'\]\['queue'\] is a collections.Counter"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(make, match, tmp_path):
@@ -609,6 +629,8 @@ THEIRS = {
     "StableSPAM": lambda its, model: its.StableSPAM(model.parameters(), lr=0.01),
     "MADGRAD": lambda its, model: its.MADGRAD(model.parameters(), lr=0.01),
     "Shampoo": lambda its, model: its.Shampoo(model.parameters(), lr=0.01),
+    "Scion": lambda its, model: its.SCION(model.parameters(), lr=0.01),
+    "AdaShift": lambda its, model: its.AdaShift(model.parameters(), lr=0.01),
 }
 
 
