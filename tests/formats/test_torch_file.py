@@ -184,6 +184,34 @@ def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
     assert {p.group for p in checkpoint.parameters.values() if len(p.slots) > 1} == {0}
 
 
+class Listed:
+    """As fastcore's lists are pickled."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+@pytest.mark.parametrize("form", ["tuple of groups", "tuple of optimizers", "fastai"])
+def test_state_is_attached_in_other_programs_forms_too(form, tmp_path):
+    model, optimizer = live.trained(torch.nn.Linear(5, 3), torch.optim.AdamW, steps=2)
+    state = optimizer.state_dict()
+    groups = state["param_groups"]
+    forms: dict[str, Any] = {
+        "tuple of groups": {**state, "param_groups": tuple(groups)},
+        "tuple of optimizers": (state,),
+        "fastai": {"state": list(state["state"].values()), "hypers": Listed([{"lr": groups[0]["lr"], "mom": 0.9}])},
+    }
+    torch.save({"model": model.state_dict(), "opt": forms[form]}, tmp_path / "m.pt")
+    found = read(tmp_path / "m.pt")
+    assert not found.unnamed
+    assert found.param_groups[0].hyperparameters["lr"] == groups[0]["lr"]
+    for name, parameter in model.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert_same(open_checkpoint(tmp_path / "m.pt").read(name, slot), optimizer.state[parameter][slot])
+    assert not [item for item in take_inventory(found).items if item.fate == "left out"]
+    zckpt.convert(tmp_path / "m.pt", tmp_path / "own", to="zckpt")
+
+
 def test_optimizer_without_state_has_its_group(tmp_path):
     model, optimizer = trained(torch.optim.SGD)
     path = save_both(model, optimizer, tmp_path / "c.pt")

@@ -3,6 +3,8 @@
 {state: {number: {slot: value}}, param_groups: [{params: [number, ...], ...}]}     `Optimizer.state_dict()`
 {state: {name: {slot: value}}, param_groups: [{params: [name, ...], ...}]}         FSDP1's full one, `get_state_dict`
 {"state.NAME.SLOT": value, "param_groups.NAME.KEY": value}                         the same, flattened
+{state: [{slot: value}, ...], hypers: [{...}]}                                     fastai's, in order; with one group
+{OTHER: ..., KEY: {state: ..., param_groups: ...}}                                 of one that holds another: Lookahead
 
 Its tensors are those of a torch file, or items of DCP, whose chunks may lie in several. Numbers are counted over all
 groups in order; newer files may also hold names with them (`param_names`). Names of the second form are the model's
@@ -45,7 +47,19 @@ from zckpt.state import (
 from zckpt.state.inventory import CARRIED, IMPLIED, STATE, Rule
 from zckpt.state.names import is_number
 from zckpt.storage.files import opened
-from zckpt.torchfile import Digests, FromFile, MetaTensor, Tensor, alike, brief, node_of, walk_tensors
+from zckpt.torchfile import (
+    Digests,
+    FromFile,
+    MetaTensor,
+    Object,
+    Place,
+    Tensor,
+    alike,
+    brief,
+    node_of,
+    value_at,
+    walk_tensors,
+)
 
 OPTIMIZER = "optimizer"
 """Under which a param group that zckpt wrote says which of several optimizers it is of."""
@@ -85,6 +99,8 @@ class OptimizerState:
         What the names of parameters that are numbered are known to begin with.
     rest : dict
         What else the state dict has, also under `state`; of several optimizers by their names.
+    at : dict of str to tuple
+        Which keys of the state dict lead to state and param groups, of several by their names, of one by None.
     """
 
     state: dict[int, dict[str, object]]
@@ -93,6 +109,7 @@ class OptimizerState:
     names: dict[int, str] = field(default_factory=dict)
     scopes: dict[int, str] = field(default_factory=dict)
     rest: dict[Any, Any] = field(default_factory=dict)
+    at: dict[str | None, Place] = field(default_factory=dict)
 
     @property
     def numbers(self) -> list[list[int]]:
@@ -162,15 +179,42 @@ def shared_values(present: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 def with_rest(optimizer: OptimizerState, node: object, *others: object) -> OptimizerState:
     """Return an optimizer with what its state dict has beside param groups and state; nothing of `others`."""
-    found = without(node, STATE_KEY, GROUPS_KEY, FORM_KEY, *others) if looks_like_optimizer(node) else {}
-    return replace(optimizer, rest={**found, **optimizer.rest})
+
+    def rest_of(tree: Mapping[Any, Any], at: Place) -> dict[Any, Any]:
+        if not at:
+            return without(tree, STATE_KEY, GROUPS_KEY, FORM_KEY, *others) | optimizer.rest
+        return {**tree, at[0]: rest_of(tree[at[0]], at[1:])}
+
+    at = innermost(node)
+    if not at and not looks_like_optimizer(node):
+        return optimizer
+    return replace(optimizer, rest=rest_of(dict_of(node), at), at={None: at})
 
 
-def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY) -> tuple[Rule, ...]:
+def innermost(node: object, deep: int = 4) -> Place:
+    """Return the keys that lead to the state dict of the optimizer that another holds, as SAM and Lookahead do."""
+    others = without(node, STATE_KEY, GROUPS_KEY).items() if isinstance(node, dict) and deep else ()
+    held = [(key, *at) for key, one in others if (at := innermost(one, deep - 1)) or looks_like_optimizer(one)]
+    if len(held) != 1:
+        return ()
+
+    def sizes(tree: object) -> list[int]:
+        return [len(dict_of(group).get("params", ())) for group in dict_of(tree).get(GROUPS_KEY, ())]
+
+    is_its = not looks_like_optimizer(node) or sizes(node) == sizes(value_at(node, held[0]))
+    return held[0] if is_its else ()
+
+
+def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY, at: Place = ()) -> tuple[Rule, ...]:
     """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree.
 
-    `rest`: what of it is carried as it is.
+    `rest`: what of it is carried as it is; `at`: as of `OptimizerState`.
     """
+    if at:
+        return (
+            *optimizer_rules(*path, *map(str, at)),
+            *(Rule((*path, str(key), "**"), CARRIED, BESIDE) for key in rest),
+        )
     carried = [
         *([str(key)] for key in rest if key != STATE_KEY),
         *([STATE_KEY, str(key)] for key in rest.get(STATE_KEY, ())),
@@ -182,13 +226,28 @@ def optimizer_rules(*path: str, rest: Mapping[Any, Any] = EMPTY) -> tuple[Rule, 
         Rule((*path, GROUPS_KEY, "*", "params", "**"), IMPLIED, "numbers or names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
         Rule((*path, GROUPS_KEY, "*", "*", "**"), STATE, "hyperparameters"),
+        Rule((*path, "hypers", "**"), STATE, "hyperparameters, as fastai has them"),
         Rule((*path, FORM_KEY), IMPLIED, "that state is under names"),
     )
 
 
 def looks_like_optimizer(node: object) -> TypeGuard[dict[Any, Any]]:
     """Tell whether a node is a torch optimizer's state dict."""
-    return isinstance(node, dict) and isinstance(node.get(STATE_KEY), dict) and isinstance(node.get(GROUPS_KEY), list)
+    return (
+        isinstance(node, dict)
+        and isinstance(node.get(STATE_KEY), dict)
+        and isinstance(node.get(GROUPS_KEY), (list, tuple))
+    )
+
+
+def as_torchs(node: object) -> object:
+    """Return the state of fastai's optimizers as torch's; of several groups it does not say whose parameters are."""
+    hypers = node.get("hypers") if isinstance(node, dict) and isinstance(node.get(STATE_KEY), list) else None
+    groups = hypers.get("items") if isinstance(hypers, Object) else hypers
+    if not isinstance(node, dict) or not isinstance(groups, list) or len(groups) != 1:
+        return node
+    state = dict(enumerate(node[STATE_KEY]))
+    return {STATE_KEY: state, GROUPS_KEY: [{**dict_of(groups[0]), "params": list(state)}]}
 
 
 def looks_flattened(node: object) -> TypeGuard[dict[str, Any]]:
@@ -348,6 +407,7 @@ def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> Optimiz
             if scope and isinstance(group.get("param_names"), (list, tuple)):
                 its["param_names"] = [f"{scope}{name}" for name in group["param_names"]]
             found.groups.append(its)
+        found.at[optimizer] = one.at.get(None, ())
         if one.rest:
             found.rest.update(one.rest if optimizer is None else {optimizer: one.rest})
     return found
@@ -449,7 +509,15 @@ def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -
 
     def tree(rest: object, of: str | None) -> dict[str, object]:
         names = [list(group.parameters) for group in groups if of in (None, group.optimizer)]
-        return {"class": "", "at": [], "keys": keys, "names": names, "parameters": {}, "groups": [], "rest": rest}
+        return {
+            "class": "",
+            "at": list(optimizer.at.get(of, ())),
+            "keys": keys,
+            "names": names,
+            "parameters": {},
+            "groups": [],
+            "rest": rest,
+        }
 
     if optimizer.rest and optimizer.rest.keys() <= {group.optimizer for group in groups}:
         each = {name: {BESIDE: tree(rest, name)} for name, rest in optimizer.rest.items()}

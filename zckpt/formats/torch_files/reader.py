@@ -20,7 +20,7 @@ from zckpt.formats.fsdp_rank_files.held import refuse_share
 from zckpt.formats.remainder import KEY, names_in, remainder_rules, restore
 from zckpt.formats.safetensors.file import refuse_twice
 from zckpt.formats.torch_files.content import content_of, dtypes_of, is_state_dict, one_by_one
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach, optimizer_rules, parse, with_rest
+from zckpt.formats.torch_files.optimizer import OptimizerState, attach, innermost, optimizer_rules, parse, with_rest
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, GivenNames, Parameter, dict_of, without
 from zckpt.state.inventory import IMPLIED, Rule
@@ -178,8 +178,10 @@ def read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
     """Read a file of an optimizer by itself, and add it to a checkpoint's files; errors are those of `parse`."""
     file = read_torchfile(path)
     refuse_share(file)
-    state = with_rest(parse(file.root, str(path), carries=True), file.root)
-    checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules(rest=state.rest)))
+    held = value_at(file.root, innermost(file.root))
+    state = with_rest(parse(held, str(path), carries=True), file.root)
+    rules = optimizer_rules(rest=state.rest, at=state.at.get(None, ()))
+    checkpoint.files.append(describe(file, "optimizer", rules=rules))
     return state
 
 
