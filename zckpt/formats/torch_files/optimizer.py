@@ -497,7 +497,7 @@ def attach(
         checkpoint.warnings.append(
             f"the optimizer has state for {listed(foreign)}, which the model lacks; it keeps these names"
         )
-    lost = lost_in_gathering(optimizer, path) if optimizer.names else None
+    lost = lost_in_gathering(optimizer, path)
     checkpoint.warnings += [lost] if lost else []
     note_numbers(checkpoint, unnamed)
 
@@ -648,10 +648,11 @@ SAMPLE_NBYTES = 4096
 def lost_in_gathering(optimizer: OptimizerState, path: str) -> str | None:
     """Return a warning if slots of an optimizer are equal, bit for bit, which are never equal in training.
 
-    `optimizer`: with names; `path`: the file that has it.
+    `path`: the file that has the optimizer, under names or, with `FSDP.rekey_optim_state_dict`, under numbers.
     """
     several = {}
-    for number, name in optimizer.names.items():
+    for number in optimizer.state:
+        name = optimizer.names.get(number, f"parameter {number}")
         slots = {
             key: tensor
             for key, tensor in optimizer.tensors(number).items()
