@@ -212,6 +212,18 @@ def test_state_is_attached_in_other_programs_forms_too(form, tmp_path):
     zckpt.convert(tmp_path / "m.pt", tmp_path / "own", to="zckpt")
 
 
+def test_flat_state_of_several_parameters_is_called_that(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 4)).half()
+    flat = torch.nn.Parameter(torch.cat([one.detach().float().flatten() for one in model.parameters()]))
+    optimizer = torch.optim.Adam([flat])
+    flat.grad = torch.randn_like(flat)
+    optimizer.step()
+    state = {"model": model.state_dict(), "last_optimizer_state": {**optimizer.state_dict(), "loss_scale": 128.0}}
+    torch.save(state, tmp_path / "m.pt")
+    [warning] = read(tmp_path / "m.pt").warnings
+    assert "state of 0 has more elements than any of the model's tensors: it is of several parameters" in warning
+
+
 def test_optimizer_without_state_has_its_group(tmp_path):
     model, optimizer = trained(torch.optim.SGD)
     path = save_both(model, optimizer, tmp_path / "c.pt")

@@ -20,6 +20,7 @@ one memory, and all of them come out as the last: what can be noticed of that in
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -499,7 +500,15 @@ def attach(
         )
     lost = lost_in_gathering(optimizer, path)
     checkpoint.warnings += [lost] if lost else []
-    note_numbers(checkpoint, unnamed)
+    largest = max((one.numel for one in checkpoint.parameters.values()), default=math.inf)
+    shapes = {number: optimizer.shape(number) for number in unnamed}
+    flat = [number for number, shape in shapes.items() if shape and len(shape) == 1 and shape[0] > largest]
+    if flat:
+        checkpoint.warnings.append(
+            f"the optimizer's state of {listed(flat)} has more elements than any of the model's tensors: it is of "
+            "several parameters end to end, as fairseq's 16-bit optimizers have them, and keeps its number"
+        )
+    note_numbers(checkpoint, [number for number in unnamed if number not in flat])
 
 
 def _attach_rest(checkpoint: Checkpoint, optimizer: OptimizerState, path: str) -> None:
