@@ -196,7 +196,8 @@ def value_of(node: Node) -> Value:
             found = made[id(node)] = []
             found.extend(value(one, file) for one in node)
         elif is_deque(node):
-            found = made[id(node)] = deque(maxlen=node.args[1] if node.args else None)
+            most: Value = node.args[1] if node.args else None
+            found = made[id(node)] = deque(maxlen=most)
             found.extend(value(one, file) for one in node.items)
         elif type(node) in (tuple, set, frozenset):
             values = [value(one, file) for one in node]
