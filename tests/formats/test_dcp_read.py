@@ -416,7 +416,10 @@ def test_models_of_the_same_names_are_told_apart_by_where_their_optimizers_are(n
             assert_model(checkpoint, model, key)
             assert_optimizer(checkpoint, model, optimizer, key)
     unclear = {"a": weights[0], "b": weights[1], "optimizer": states[0]}
-    if not named:
+    if not named:  # what is called as both are is not of either, where it has not their shapes
+        beside = {"a": {"seen": torch.ones(3, 3)}, "b": {"seen": torch.ones(2)}}
+        both = {"model": weights[0], **beside, "opt_a": states[0], "opt_b": states[0]}
+        assert_model(read(saved(tmp_path / "both", both)), one)
         return
     with refusing(UnsupportedError, r"could be the optimizer of several models.* found a and b"):
         read(saved(tmp_path / "unclear", unclear))

@@ -232,7 +232,8 @@ def rest_at_top(checkpoint: Checkpoint) -> dict[Any, Any]:
     its = dict_of(dict_of(node_of(several)).get(names.pop() if len(names) == 1 else None))
     kept = checkpoint.optimizer_metadata.get(BESIDE, put_back(several, its.get(BESIDE)))
     found = dict_of(node_of(kept))
-    is_elsewhere = found.get("at") != [] or found.get("parameters") or any(found.get("groups", ()))
+    groups = found.get("groups")
+    is_elsewhere = found.get("at") != [] or found.get("parameters") or (isinstance(groups, list) and any(groups))
     if not isinstance(kept, FromFile) or is_elsewhere:
         return {}
 

@@ -106,7 +106,10 @@ def branch(node: Node) -> Branch | None:
 def _within(key: str, file: TorchFile, node: object) -> Leaf:
     if not isinstance(node, Tensor):
         return ObjectItem(key, file, node)
-    slot = slot_of(key, node, file.path)
+    try:
+        slot = slot_of(key, node, file.path)
+    except UnsupportedError:  # whose bytes alone are not its values: it may be no one's
+        return ObjectItem(key, file, node)
     return TensorItem(key, slot.dtype, slot.shape, slot.spans, node, file.path)
 
 
@@ -317,7 +320,17 @@ def _nearest(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart
 
     best = max(map(nearness, models), default=None)
     found = [one for one in models if nearness(one) == best]
-    return found[0] if len(found) == 1 else None
+    return found[0] if len(found) == 1 and _may_have(found[0], optimizer) else None
+
+
+def _may_have(model: ModelPart, optimizer: OptimizerPart) -> bool:
+    """Tell whether an optimizer's parameters can be a model's, by their number and the shapes of their state."""
+    groups = [branch(group) or {} for group in (branch(optimizer.node.get(GROUPS)) or {}).values()]
+    listed = [one.node for group in groups if isinstance(one := group.get(PARAMS), ObjectItem)]
+    count = sum(len(one) for one in listed if isinstance(one, list))
+    states = [branch(one) or {} for one in (branch(optimizer.node.get(STATE)) or {}).values()]
+    shapes = {one.shape for state in states for one in state.values() if isinstance(one, TensorItem) and one.shape}
+    return count <= len(model.tensors) and shapes <= {one.shape for one in model.tensors.values()}
 
 
 def _owner(optimizer: OptimizerPart, models: Sequence[ModelPart]) -> ModelPart | None:

@@ -57,6 +57,7 @@ from zckpt.torchfile import (
     Tensor,
     alike,
     brief,
+    is_leaf,
     node_of,
     value_at,
     walk_tensors,
@@ -193,7 +194,10 @@ def with_rest(optimizer: OptimizerState, node: object, *others: object) -> Optim
 
 
 def innermost(node: object, deep: int = 4) -> Place:
-    """Return the keys that lead to the state dict of the optimizer that another holds, as SAM and Lookahead do."""
+    """Return the keys that lead to the state dict of the optimizer that another holds, as SAM and Lookahead do.
+
+    Not where lists lie beside it, or objects: those of DeepSpeed, Megatron and Apex are masters, or partitions.
+    """
     others = without(node, STATE_KEY, GROUPS_KEY).items() if isinstance(node, dict) and deep else ()
     held = [(key, *at) for key, one in others if (at := innermost(one, deep - 1)) or looks_like_optimizer(one)]
     if len(held) != 1:
@@ -202,7 +206,10 @@ def innermost(node: object, deep: int = 4) -> Place:
     def sizes(tree: object) -> list[int]:
         return [len(dict_of(group).get("params", ())) for group in dict_of(tree).get(GROUPS_KEY, ())]
 
-    is_its = not looks_like_optimizer(node) or sizes(node) == sizes(value_at(node, held[0]))
+    if looks_like_optimizer(node):
+        is_its = sizes(node) == sizes(value_at(node, held[0]))
+    else:
+        is_its = all(isinstance(one, dict) or is_leaf(one) for _, one in others)
     return held[0] if is_its else ()
 
 
