@@ -390,6 +390,18 @@ class Kinds(SGD):
         self.param_groups[0]["kind"] = timedelta(1)
 
 
+@pytest.mark.parametrize("kept", ["extra", "scheduler", "state dict"])
+def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept, tmp_path):
+    model = net()
+    optimizer = Turning(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scheduler.kind = Kind.ROWS
+    given = {"extra": {"extra": {"kind": Kind.ROWS}}, "scheduler": {"scheduler": scheduler}, "state dict": {}}
+    optimizer.turn = Kind.ROWS if kept == "state dict" else 0
+    with pytest.raises(UnsupportedError, match=r"is a tests\.optim\.test_beside\.Kind, which only a pickle can hold"):
+        zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, **given[kept])
+
+
 def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path):
     model = net()
     torch.save({"model": model.state_dict(), "optimizer": Kinds(model.parameters()).state_dict()}, tmp_path / "m.pt")

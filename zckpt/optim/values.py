@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from itertools import chain
 from typing import Any, TypeGuard
 
@@ -111,8 +110,6 @@ class Values:
         elif cls is deque:
             items = [self.node(one, f"{where}[{index}]") for index, one in enumerate(value)]
             found = Object(DEQUE, () if value.maxlen is None else ((), value.maxlen), items=items)
-        elif isinstance(value, Enum):  # what `torch.save` makes of it
-            found = Object(Global(cls.__module__, cls.__qualname__), (self.node(value.value, where),))
         else:
             raise UnsupportedError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which only a pickle can hold",
