@@ -402,6 +402,16 @@ def test_an_enum_elsewhere_would_come_back_as_nothing_and_is_refused(kept, tmp_p
         zckpt.save(tmp_path / "c", model=model, optimizer=optimizer, **given[kept])
 
 
+def test_what_a_deque_holds_is_held_against_the_checkpoint(tmp_path):
+    model = net()
+    optimizer = trained(MAKE["queued"](model), model, 4)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
+    optimizer.state[model[0].weight]["queue"][0].add_(1)
+    with pytest.raises(ZckptError, match="queue"):
+        zckpt.assert_restored(tmp_path / "c", model=model, optimizer=optimizer)
+
+
 def test_an_object_among_hyperparameters_stays_as_the_optimizer_has_it(tmp_path):
     model = net()
     torch.save({"model": model.state_dict(), "optimizer": Kinds(model.parameters()).state_dict()}, tmp_path / "m.pt")
